@@ -1,0 +1,171 @@
+"""The event protocol between an executor (the child process) and its supervisor.
+
+One JSON object a line on the child's stdout; the request is one JSON object on its stdin. This file imports the
+standard library alone, so that a child starts fast and an executor in any environment can use it. It knows neither
+Celery nor Redis.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, TextIO
+
+#: Schema number of the request and of every event; readers accept this one and the one before.
+PROTOCOL_SCHEMA: Final = 1
+
+#: Longest line that the supervisor takes as one event, in bytes; a longer one is cut and becomes a log event.
+MAX_LINE_BYTES: Final = 8 * 1024 * 1024
+
+#: Event names with their required fields. Any other name is passed on as it is.
+EVENT_FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "connection": ("status",),
+    "worker": ("status",),
+    "progress": ("current",),
+    "text_delta": ("delta",),
+    "text": ("content",),
+    "artifact": ("path",),
+    "result": ("value",),
+    "finish": ("status",),
+    "log": ("message",),
+}
+
+FINISH_STATUSES: Final = ("completed", "failed", "cancelled")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """One event of a task: its name, its other fields, and when the supervisor read it (Unix seconds)."""
+
+    name: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+    at: float = 0.0
+
+    def to_json(self) -> str:
+        """Return the event as one line of JSON, without the newline."""
+        return json.dumps({"event": self.name, **self.data}, ensure_ascii=False, default=str)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a child is asked to do.
+
+    `spec` is a canonical task spec (references resolved, aliases replaced). Paths are absolute. `gpus` are UUIDs, in
+    the order of CUDA_VISIBLE_DEVICES. `checkpoint_path` is the local folder of `checkpoint.load`, if there is one.
+    """
+
+    task_id: str
+    task_type: str
+    spec: Mapping[str, Any]
+    output_dir: str
+    attempt: int = 1
+    gpus: tuple[str, ...] = ()
+    checkpoint_dir: str | None = None
+    resume_from: str | None = None
+    checkpoint_path: str | None = None
+    cache_dir: str | None = None
+    schema: int = PROTOCOL_SCHEMA
+
+    def to_json(self) -> str:
+        """Return the request as JSON, for the child's stdin."""
+        return json.dumps(self.__dict__, ensure_ascii=False, default=list)
+
+    @classmethod
+    def from_json(cls, text: str) -> Request:
+        """Read a request; unknown fields of a newer schema are ignored. Raises ValueError with the cause."""
+        raw = json.loads(text)
+        if not isinstance(raw, dict):
+            raise ValueError("the request must be one JSON object")
+        known = {name: raw[name] for name in cls.__dataclass_fields__ if name in raw}
+        missing = [name for name in ("task_id", "task_type", "spec", "output_dir") if name not in known]
+        if missing:
+            raise ValueError(f"the request lacks {', '.join(missing)}")
+        known["gpus"] = tuple(known.get("gpus") or ())
+        return cls(**known)
+
+
+def parse_line(line: bytes | str, at: float | None = None) -> Event:
+    """Turn one line of a child's stdout into an event; whatever is not a valid event becomes a log event.
+
+    Both `event` and its alias `type` name the event. A known event that lacks a required field becomes a log event
+    with `invalid` set, so that a wrong executor is visible and harms nothing.
+    """
+    text = line.decode("utf-8", "replace") if isinstance(line, bytes) else line
+    text = text.rstrip("\r\n")
+    when = time.time() if at is None else at
+    try:
+        raw = json.loads(text)
+    except (ValueError, RecursionError):
+        return Event(name="log", data={"message": text}, at=when)
+    if not isinstance(raw, dict):
+        return Event(name="log", data={"message": text}, at=when)
+    name = raw.pop("event", None) or raw.pop("type", None)
+    if not isinstance(name, str):
+        return Event(name="log", data={"message": text}, at=when)
+    missing = [key for key in EVENT_FIELDS.get(name, ()) if key not in raw]
+    if missing or (name == "finish" and raw.get("status") not in FINISH_STATUSES):
+        why = f"lacks {', '.join(missing)}" if missing else f"status {raw.get('status')!r} is unknown"
+        return Event(name="log", data={"message": text, "invalid": f"event {name!r} {why}"}, at=when)
+    return Event(name=name, data=raw, at=when)
+
+
+class Emitter:
+    """Writes events from the child to its supervisor; safe to use from several threads.
+
+    `claim_stdout()` keeps the real stdout for events and points `sys.stdout` at stderr, so that a library's print
+    ends in the log and not between the events.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._lock = threading.Lock()
+
+    @classmethod
+    def claim_stdout(cls) -> Emitter:
+        """Return an emitter on the real stdout and send all later prints of this process to stderr."""
+        import os
+
+        stream = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
+        os.dup2(2, 1)
+        sys.stdout = sys.stderr
+        return cls(stream)
+
+    def emit(self, name: str, **data: Any) -> None:
+        """Write one event."""
+        line = Event(name=name, data=data).to_json()
+        with self._lock:
+            self._stream.write(line + "\n")
+            self._stream.flush()
+
+    def status(self, status: str, message: str = "") -> None:
+        """Say what the child is doing: loading, working, cleaning_up, ..."""
+        self.emit("worker", status=status, message=message)
+
+    def progress(
+        self, current: float, total: float | None = None, unit: str = "step", **metrics: float
+    ) -> None:
+        """Say how far the work is; `metrics` are numbers such as loss or tokens_per_second."""
+        self.emit("progress", current=current, total=total, unit=unit, metrics=metrics)
+
+    def text_delta(self, delta: str, request: str | int | None = None) -> None:
+        """Pass on newly generated text of one request."""
+        self.emit("text_delta", delta=delta, request=request)
+
+    def artifact(self, path: str) -> None:
+        """Declare a file or folder, relative to the output folder, as part of the result."""
+        self.emit("artifact", path=path)
+
+    def result(self, value: Mapping[str, Any]) -> None:
+        """Give the result value; the last one counts."""
+        self.emit("result", value=dict(value))
+
+    def finish(self, status: str = "completed", error: Mapping[str, Any] | None = None) -> None:
+        """End the work: completed, failed or cancelled. `error` holds type, message and retryable."""
+        if error is None:
+            self.emit("finish", status=status)
+        else:
+            self.emit("finish", status=status, error=dict(error))
