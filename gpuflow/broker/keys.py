@@ -1,0 +1,125 @@
+"""The name of every Redis key that gpuflow writes. Anyone may import this; it holds no logic.
+
+| key | type | what |
+|---|---|---|
+| `<queue>`, `<queue>\\x06\\x16<p>` | list | waiting messages of one priority, in kombu's own layout (see `broker.priorities`) |
+| `gpuflow.unacked` | hash | delivery tag -> the message as it was popped |
+| `gpuflow.leases` | zset | delivery tag -> when the lease ends (Unix seconds on the server's clock) |
+| `gpuflow.owners` | hash | delivery tag -> `<owner token>\\n<list key it came from>` |
+| `gpuflow.waiters` | set | doorbells of the consumers that found nothing to do |
+| `gpuflow.bell:<owner>` | list | one doorbell; a push wakes its consumer |
+| `gpuflow.unreadable` | list | raw messages that no JSON parser reads |
+| `gpuflow.sweep` | hash | `at` and `run` of the last sweep: a gap or a new server run gives every lease one more term |
+| `task:<id>` | hash | the task record (see `ledger.records`) |
+| `tasks` | zset | task id -> when it was submitted |
+| `pipeline:<id>` | hash | the pipeline record |
+| `pipeline:<id>:stages` | hash | stage name -> JSON of the stage's state |
+| `pipelines` | zset | pipeline id -> when it was submitted |
+| `events:<id>` | stream | the events of one task or pipeline, capped |
+| `queues` | set | demand queues that were ever asked for |
+| `queue:<name>` | hash | the requirement of one demand queue |
+| `queues:version` | string | counts registrations, so that a worker sees in one read that there is a new queue |
+| `workers` | set | worker ids |
+| `worker:<id>` | hash | one worker: capability, labels, state, load |
+| `worker:<id>:hb` | string | its heartbeat; the key expires when the worker is silent |
+
+The optional global prefix (GPUFLOW_KEY_PREFIX) stands before every one of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Key names under one global prefix."""
+
+    prefix: str = ""
+
+    @property
+    def unacked(self) -> str:
+        """Hash of leased messages."""
+        return f"{self.prefix}gpuflow.unacked"
+
+    @property
+    def leases(self) -> str:
+        """Sorted set of lease ends."""
+        return f"{self.prefix}gpuflow.leases"
+
+    @property
+    def owners(self) -> str:
+        """Hash of lease owners."""
+        return f"{self.prefix}gpuflow.owners"
+
+    @property
+    def waiters(self) -> str:
+        """Set of doorbells to ring."""
+        return f"{self.prefix}gpuflow.waiters"
+
+    @property
+    def unreadable(self) -> str:
+        """List of messages that could not be parsed."""
+        return f"{self.prefix}gpuflow.unreadable"
+
+    @property
+    def sweep(self) -> str:
+        """Hash of the last sweep."""
+        return f"{self.prefix}gpuflow.sweep"
+
+    @property
+    def tasks(self) -> str:
+        """Index of task ids."""
+        return f"{self.prefix}tasks"
+
+    @property
+    def pipelines(self) -> str:
+        """Index of pipeline ids."""
+        return f"{self.prefix}pipelines"
+
+    @property
+    def queues(self) -> str:
+        """Set of demand queues."""
+        return f"{self.prefix}queues"
+
+    @property
+    def queues_version(self) -> str:
+        """Counter of queue registrations."""
+        return f"{self.prefix}queues:version"
+
+    @property
+    def workers(self) -> str:
+        """Set of worker ids."""
+        return f"{self.prefix}workers"
+
+    def bell(self, owner: str) -> str:
+        """Doorbell of one consumer."""
+        return f"{self.prefix}gpuflow.bell:{owner}"
+
+    def task(self, task_id: str) -> str:
+        """Record of one task."""
+        return f"{self.prefix}task:{task_id}"
+
+    def pipeline(self, pipeline_id: str) -> str:
+        """Record of one pipeline."""
+        return f"{self.prefix}pipeline:{pipeline_id}"
+
+    def stages(self, pipeline_id: str) -> str:
+        """Stage states of one pipeline."""
+        return f"{self.prefix}pipeline:{pipeline_id}:stages"
+
+    def events(self, record_id: str) -> str:
+        """Event stream of one task or pipeline."""
+        return f"{self.prefix}events:{record_id}"
+
+    def queue(self, name: str) -> str:
+        """Requirement of one demand queue."""
+        return f"{self.prefix}queue:{name}"
+
+    def worker(self, worker_id: str) -> str:
+        """Hash of one worker."""
+        return f"{self.prefix}worker:{worker_id}"
+
+    def heartbeat(self, worker_id: str) -> str:
+        """Heartbeat key of one worker."""
+        return f"{self.prefix}worker:{worker_id}:hb"

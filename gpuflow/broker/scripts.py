@@ -1,0 +1,39 @@
+"""Loads the .lua files and runs them. A script is one atomic step; its keys and states are documented on its top.
+
+`Script(client)` sends EVALSHA and, when the server does not know the script (after a restart), EVAL once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import redis
+from redis.exceptions import NoScriptError
+
+
+class Script:
+    """One Lua step: its text, its digest, and how to run it on a client."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+
+    def __call__(
+        self, client: redis.Redis, keys: Sequence[str], args: Sequence[str | bytes | int | float]
+    ) -> Any:
+        """Run the step. Raises redis errors as they are."""
+        try:
+            return client.evalsha(self.sha, len(keys), *keys, *args)
+        except NoScriptError:
+            return client.eval(self.text, len(keys), *keys, *args)
+
+
+@cache
+def load_script(package: str, name: str, preamble: str = "") -> Script:
+    """Return the script `<package>/lua/<name>.lua`, with `preamble` (shared Lua definitions) before it."""
+    text = resources.files(package).joinpath("lua", f"{name}.lua").read_text(encoding="utf-8")
+    return Script(preamble + text)

@@ -1,0 +1,227 @@
+"""kombu's Redis transport with leases: one Lua step to publish, one to pop, one to settle.
+
+Used by every connection of the gpuflow app (see `broker.connection`); no other Celery app of the process is touched.
+It knows messages and queues. What may be popped now is the gate's decision (`broker.leases.Gate`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from queue import Empty
+from typing import Any, ClassVar, Final
+
+import redis
+from kombu.transport import redis as stock
+from kombu.transport import virtual
+from kombu.utils.encoding import bytes_to_str
+from kombu.utils.json import dumps, loads
+from redis.exceptions import NoScriptError
+
+from gpuflow.broker.keys import Keys
+from gpuflow.broker.leases import BELL_SECONDS, LeaseTable
+from gpuflow.broker.priorities import PRIORITY_STEPS, SEPARATOR, list_key, list_keys, queue_of
+from gpuflow.broker.scripts import load_script
+
+#: Header that carries a record to be written with its message; it never reaches the wire.
+RECORD_HEADER: Final = "gpuflow_record"
+#: An idle consumer looks again after this many seconds, for messages of producers that ring no doorbell.
+RESCAN_SECONDS: Final = 1
+
+
+class LeaseQoS(virtual.QoS):
+    """Acknowledgement through the lease table; the number of messages held is the gate's matter."""
+
+    restore_at_shutdown = True
+
+    def can_consume(self) -> bool:
+        """Always true: a full worker still serves the control queue."""
+        return True
+
+    def append(self, message: Any, delivery_tag: str) -> None:
+        """Note the message; Redis has its lease already, from the pop."""
+        super().append(message, delivery_tag)
+
+    def ack(self, delivery_tag: str) -> None:
+        """End the lease; a LOST one is logged and changes nothing."""
+        self.channel.leases.settle(delivery_tag, "ack")
+        super().ack(delivery_tag)
+
+    def reject(self, delivery_tag: str, requeue: bool = False) -> None:
+        """Drop the message, or put it to the front of its list."""
+        self.channel.leases.settle(delivery_tag, "front" if requeue else "ack")
+        self._quick_ack(delivery_tag)
+
+    def restore_unacked_once(self, stderr: Any = None) -> None:
+        """On a cut connection or a stop: what has not begun goes back, what runs here keeps its lease."""
+        self._on_collect.cancel()
+        if not getattr(self._delivered, "restored", None):
+            self._delivered.clear()
+            self._delivered.restored = True
+            if self.channel.consumes:
+                self.channel.leases.release_unstarted()
+
+    def restore_visible(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the lease table's own thread sweeps."""
+
+
+class Channel(stock.Channel):
+    """A Redis channel whose publish, pop and settle are one Lua step each."""
+
+    QoS: ClassVar[type] = LeaseQoS
+    #: Transport options: the global key prefix, and the lease table of the worker (none for a producer).
+    from_transport_options = (*stock.Channel.from_transport_options, "lease_table", "lease_seconds")
+    sep = SEPARATOR
+    priority_steps = list(PRIORITY_STEPS)
+    lease_table: LeaseTable | None = None
+    lease_seconds: float = 60.0
+    supports_batch_publish = False
+    consumes = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.keys = Keys(self.global_keyprefix)
+        self._plain: redis.Redis | None = None
+        self._polled: tuple[str, list[str]] = ("wait", [])
+        self._look_at = 0.0
+
+    @property
+    def leases(self) -> LeaseTable:
+        """The lease table of this process, or one of this channel's own outside a worker."""
+        if self.lease_table is None:
+            self.lease_table = LeaseTable(self.keys, self.lease_seconds)
+        return self.lease_table
+
+    @property
+    def plain_client(self) -> redis.Redis:
+        """A client that adds no prefix (our keys carry it) on the channel's ordinary pool."""
+        if self._plain is None or self._plain.connection_pool is not self.pool:
+            self._plain = redis.Redis(connection_pool=self.pool)
+        return self._plain
+
+    def basic_consume(self, queue: str, *args: Any, **kwargs: Any) -> Any:
+        """Start to consume; the first time, the lease table gets a client that outlives this channel."""
+        if not self.consumes and queue not in self._fanout_queues:
+            self.consumes = True
+            self.leases.connect(redis.Redis(connection_pool=self._get_pool()))
+        return super().basic_consume(queue, *args, **kwargs)
+
+    # -- publish ------------------------------------------------------------------------------------------------
+
+    def _put(self, queue: str, message: dict[str, Any], **kwargs: Any) -> None:
+        headers = message.get("headers") or {}
+        record = headers.get(RECORD_HEADER)
+        if record is not None:
+            message = {**message, "headers": {k: v for k, v in headers.items() if k != RECORD_HEADER}}
+        key = self._list(queue, (message.get("properties") or {}).get("priority"))
+        keys = [self.global_keyprefix + key, self.keys.waiters]
+        args: list[Any] = [dumps(message), BELL_SECONDS]
+        if record is not None:
+            more_keys, more_args = self._submission(queue, record)
+            keys += more_keys
+            args += more_args
+        load_script("gpuflow.broker", "publish")(self.plain_client, keys, args)
+
+    def _submission(self, queue: str, record: Mapping[str, Any]) -> tuple[list[str], list[Any]]:
+        record_id, kind = record["id"], record["kind"]
+        of_task = kind == "task"
+        keys = [
+            self.keys.task(record_id) if of_task else self.keys.pipeline(record_id),
+            self.keys.tasks if of_task else self.keys.pipelines,
+            self.keys.queues,
+            self.keys.queues_version,
+            self.keys.queue(queue),
+            self.keys.events(record_id),
+        ]
+        pairs = [part for item in record["fields"].items() for part in item]
+        return keys, [record_id, queue, record.get("requirement") or "", *pairs]
+
+    def _list(self, queue: str, priority: int | None) -> str:
+        return list_key(queue, priority)
+
+    def _q_for_pri(self, queue: str, pri: int) -> str:
+        """Return kombu's list of a priority step, for sizes and purges."""
+        return f"{queue}{self.sep}{pri}" if pri else queue
+
+    def priority(self, n: int) -> int:
+        """Return the step as it is: `list_key` has mapped the priority."""
+        return n
+
+    # -- pop ----------------------------------------------------------------------------------------------------
+
+    def _brpop_start(self, timeout: float | None = None) -> None:
+        self.leases.tick()
+        queues = self._queue_cycle.consume(len(self.active_queues))
+        mode = "wait"
+        lists: list[str] = []
+        if time.monotonic() >= self._look_at:
+            allowed = self.leases.gate.open_queues(queues)
+            lists = [self.global_keyprefix + key for key in list_keys(allowed)]
+            mode = "pop" if lists else "wait"
+        self._polled = (mode, lists)
+        connection = self.client.connection
+        self._in_poll = connection
+        self._brpop_sent_at = time.monotonic()
+        if mode == "pop":
+            connection.send_command(*self._pop_command("EVALSHA"))
+        else:
+            connection.send_command("BLPOP", self.leases.bell, RESCAN_SECONDS)
+
+    def _pop_command(self, verb: str) -> list[Any]:
+        script = load_script("gpuflow.broker", "pop")
+        keys, leases = self.keys, self.leases
+        lists = self._polled[1]
+        return [
+            verb,
+            script.sha if verb == "EVALSHA" else script.text,
+            6 + len(lists),
+            *(keys.leases, keys.unacked, keys.owners, keys.waiters, keys.unreadable, leases.bell),
+            *lists,
+            leases.owner,
+            leases.lease_seconds,
+        ]
+
+    def _brpop_read(self, **options: Any) -> bool:
+        mode = self._polled[0]
+        connection = self.client.connection
+        try:
+            try:
+                try:
+                    reply = connection.read_response()
+                except NoScriptError:
+                    connection.send_command(*self._pop_command("EVAL"))
+                    reply = connection.read_response()
+            except self.connection_errors:
+                connection.disconnect()
+                raise
+            self._look_at = 0.0
+            if mode == "wait" or not reply:
+                if mode == "pop":
+                    self._look_at = time.monotonic() + RESCAN_SECONDS
+                raise Empty
+            self._deliver_leased(bytes_to_str(reply[0]), bytes_to_str(reply[1]))
+            return True
+        finally:
+            self._in_poll = None
+            self._flush_brpop_reauth()
+
+    def _deliver_leased(self, key: str, raw: str) -> None:
+        queue = queue_of(key[len(self.global_keyprefix) :])
+        message = loads(raw)
+        self._queue_cycle.rotate(queue)
+        self.leases.take(message["properties"]["delivery_tag"], queue)
+        self.connection._deliver(message, queue)
+
+    def close(self) -> None:
+        """Close without waiting for a reply that is still to come: a message in it stays leased and is swept."""
+        in_poll, self._in_poll = self._in_poll, None
+        if in_poll and self._polled[0] == "pop":
+            self._in_poll = in_poll
+        super().close()
+
+
+class Transport(stock.Transport):
+    """The leased Redis transport."""
+
+    Channel: ClassVar[type] = Channel
+    implements = stock.Transport.implements.extend(batch_publish=False)

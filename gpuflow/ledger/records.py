@@ -1,0 +1,123 @@
+"""The task record as Python sees it: a frozen view of the Redis hash. Read-only; the Lua steps write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from gpuflow.ledger.states import TaskState
+
+#: Schema number of a record; readers accept this one and the one before.
+RECORD_SCHEMA: Final = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskRecord:
+    """One task. Times are Unix seconds on the server's clock; `spec` is the task spec as submitted."""
+
+    id: str
+    state: TaskState
+    queue: str = ""
+    name: str = ""
+    owner: str = ""
+    task_type: str = ""
+    spec: Mapping[str, Any] = field(default_factory=dict)
+    requirement: Mapping[str, Any] | None = None
+    attempt: int = 0
+    worker: str | None = None
+    pipeline: str | None = None
+    stage: str | None = None
+    created_at: float = 0.0
+    started_at: float | None = None
+    finished_at: float | None = None
+    updated_at: float | None = None
+    progress: Mapping[str, Any] | None = None
+    result: Any = None
+    error: Mapping[str, Any] | None = None
+    manifest: str | None = None
+    cancel_requested: bool = False
+    schema: int = RECORD_SCHEMA
+
+    @classmethod
+    def from_hash(cls, raw: Mapping[str, str]) -> TaskRecord:
+        """Read a record from its Redis hash (decoded strings)."""
+
+        def parsed(name: str) -> Any:
+            return json.loads(raw[name]) if raw.get(name) else None
+
+        def seconds(name: str) -> float | None:
+            return float(raw[name]) if raw.get(name) else None
+
+        return cls(
+            id=raw["id"],
+            state=TaskState(raw["state"]),
+            queue=raw.get("queue", ""),
+            name=raw.get("name", ""),
+            owner=raw.get("owner", ""),
+            task_type=raw.get("task_type", ""),
+            spec=parsed("spec") or {},
+            requirement=parsed("requirement"),
+            attempt=int(raw.get("attempt", "0")),
+            worker=raw.get("worker") or None,
+            pipeline=raw.get("pipeline") or None,
+            stage=raw.get("stage") or None,
+            created_at=seconds("created_at") or 0.0,
+            started_at=seconds("started_at"),
+            finished_at=seconds("finished_at"),
+            updated_at=seconds("updated_at"),
+            progress=parsed("progress"),
+            result=parsed("result"),
+            error=parsed("error"),
+            manifest=raw.get("manifest") or None,
+            cancel_requested="cancel_requested" in raw,
+            schema=int(raw.get("schema", RECORD_SCHEMA)),
+        )
+
+    def public(self) -> dict[str, Any]:
+        """Return what users see: everything but empty fields, JSON-able."""
+        shown = {
+            "id": self.id,
+            "state": str(self.state),
+            "queue": self.queue,
+            "name": self.name,
+            "owner": self.owner,
+            "taskType": self.task_type,
+            "attempt": self.attempt,
+            "worker": self.worker,
+            "pipeline": self.pipeline,
+            "stage": self.stage,
+            "createdAt": self.created_at,
+            "startedAt": self.started_at,
+            "finishedAt": self.finished_at,
+            "progress": self.progress,
+            "error": self.error,
+        }
+        return {key: value for key, value in shown.items() if value not in (None, "")}
+
+
+def new_record_fields(
+    *,
+    name: str,
+    task_type: str,
+    spec: Mapping[str, Any],
+    requirement: Mapping[str, Any] | None,
+    owner: str = "",
+    pipeline: str | None = None,
+    stage: str | None = None,
+) -> dict[str, str]:
+    """Return the fields of a new record as strings, for the publish step."""
+    fields = {
+        "schema": str(RECORD_SCHEMA),
+        "state": str(TaskState.QUEUED),
+        "name": name,
+        "owner": owner,
+        "task_type": task_type,
+        "spec": json.dumps(spec, ensure_ascii=False),
+        "requirement": json.dumps(requirement) if requirement is not None else "",
+        "attempt": "0",
+        "pipeline": pipeline or "",
+        "stage": stage or "",
+    }
+    return {key: value for key, value in fields.items() if value != ""}
