@@ -66,6 +66,11 @@ class Lease:
     on_lost: list[Callable[[], None]] = field(default_factory=list)
 
 
+def new_token() -> str:
+    """Return a token that no other process has."""
+    return uuid.uuid4().hex
+
+
 class LeaseTable:
     """Every lease of this process under one owner token.
 
@@ -76,7 +81,7 @@ class LeaseTable:
     def __init__(self, keys: Keys, lease_seconds: float, owner: str | None = None) -> None:
         self.keys = keys
         self.lease_seconds = lease_seconds
-        self.owner = owner or uuid.uuid4().hex
+        self.owner = owner or new_token()
         self.gate: Gate = OpenGate()
         self.bell = keys.bell(self.owner)
         self._leases: dict[str, Lease] = {}
@@ -122,6 +127,13 @@ class LeaseTable:
             lease.started = True
             if on_lost is not None:
                 lease.on_lost.append(on_lost)
+
+    def wake(self) -> None:
+        """Make the consumer look again now (a queue has opened)."""
+        pipe = self.client.pipeline()
+        pipe.lpush(self.bell, "1")
+        pipe.expire(self.bell, BELL_SECONDS)
+        pipe.execute()
 
     def held(self) -> dict[str, Lease]:
         """Return a copy of all leases."""
@@ -228,3 +240,17 @@ class LeaseTable:
             log.warning("messages_restored", count=restored)
         if graced:
             log.info("leases_graced", count=graced)
+
+
+class _Process:
+    table: LeaseTable | None = None
+
+
+def install(table: LeaseTable) -> None:
+    """Make `table` the one that every channel of this process uses (a worker does this once at its start)."""
+    _Process.table = table
+
+
+def installed() -> LeaseTable | None:
+    """Return the lease table of this process, if it is a worker."""
+    return _Process.table

@@ -19,7 +19,7 @@ from kombu.utils.json import dumps, loads
 from redis.exceptions import NoScriptError
 
 from gpuflow.broker.keys import Keys
-from gpuflow.broker.leases import BELL_SECONDS, LeaseTable
+from gpuflow.broker.leases import BELL_SECONDS, LeaseTable, installed
 from gpuflow.broker.priorities import PRIORITY_STEPS, SEPARATOR, list_key, list_keys, queue_of
 from gpuflow.broker.scripts import load_script
 
@@ -69,11 +69,10 @@ class Channel(stock.Channel):
     """A Redis channel whose publish, pop and settle are one Lua step each."""
 
     QoS: ClassVar[type] = LeaseQoS
-    #: Transport options: the global key prefix, and the lease table of the worker (none for a producer).
-    from_transport_options = (*stock.Channel.from_transport_options, "lease_table", "lease_seconds")
+    from_transport_options = (*stock.Channel.from_transport_options, "lease_seconds")
     sep = SEPARATOR
     priority_steps = list(PRIORITY_STEPS)
-    lease_table: LeaseTable | None = None
+    #: Term of a lease in seconds (a transport option).
     lease_seconds: float = 60.0
     supports_batch_publish = False
     consumes = False
@@ -82,15 +81,20 @@ class Channel(stock.Channel):
         super().__init__(*args, **kwargs)
         self.keys = Keys(self.global_keyprefix)
         self._plain: redis.Redis | None = None
+        self._own_leases: LeaseTable | None = None
+        self._unacknowledged: set[str] = set()
         self._polled: tuple[str, list[str]] = ("wait", [])
         self._look_at = 0.0
 
     @property
     def leases(self) -> LeaseTable:
         """The lease table of this process, or one of this channel's own outside a worker."""
-        if self.lease_table is None:
-            self.lease_table = LeaseTable(self.keys, self.lease_seconds)
-        return self.lease_table
+        table = installed()
+        if table is not None:
+            return table
+        if self._own_leases is None:
+            self._own_leases = LeaseTable(self.keys, self.lease_seconds)
+        return self._own_leases
 
     @property
     def plain_client(self) -> redis.Redis:
@@ -99,12 +103,14 @@ class Channel(stock.Channel):
             self._plain = redis.Redis(connection_pool=self.pool)
         return self._plain
 
-    def basic_consume(self, queue: str, *args: Any, **kwargs: Any) -> Any:
+    def basic_consume(self, queue: str, no_ack: bool, *args: Any, **kwargs: Any) -> Any:
         """Start to consume; the first time, the lease table gets a client that outlives this channel."""
+        if no_ack:
+            self._unacknowledged.add(queue)
         if not self.consumes and queue not in self._fanout_queues:
             self.consumes = True
             self.leases.connect(redis.Redis(connection_pool=self._get_pool()))
-        return super().basic_consume(queue, *args, **kwargs)
+        return super().basic_consume(queue, no_ack, *args, **kwargs)
 
     # -- publish ------------------------------------------------------------------------------------------------
 
@@ -123,8 +129,8 @@ class Channel(stock.Channel):
         load_script("gpuflow.broker", "publish")(self.plain_client, keys, args)
 
     def _submission(self, queue: str, record: Mapping[str, Any]) -> tuple[list[str], list[Any]]:
-        record_id, kind = record["id"], record["kind"]
-        of_task = kind == "task"
+        record_id = record.get("id", "")
+        of_task = record["kind"] != "pipeline"
         keys = [
             self.keys.task(record_id) if of_task else self.keys.pipeline(record_id),
             self.keys.tasks if of_task else self.keys.pipelines,
@@ -133,7 +139,7 @@ class Channel(stock.Channel):
             self.keys.queue(queue),
             self.keys.events(record_id),
         ]
-        pairs = [part for item in record["fields"].items() for part in item]
+        pairs = [part for item in record.get("fields", {}).items() for part in item]
         return keys, [record_id, queue, record.get("requirement") or "", *pairs]
 
     def _list(self, queue: str, priority: int | None) -> str:
@@ -209,7 +215,10 @@ class Channel(stock.Channel):
         queue = queue_of(key[len(self.global_keyprefix) :])
         message = loads(raw)
         self._queue_cycle.rotate(queue)
-        self.leases.take(message["properties"]["delivery_tag"], queue)
+        tag = message["properties"]["delivery_tag"]
+        self.leases.take(tag, queue)
+        if queue in self._unacknowledged:
+            self.leases.settle(tag, "ack")
         self.connection._deliver(message, queue)
 
     def close(self) -> None:

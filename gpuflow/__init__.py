@@ -1,0 +1,72 @@
+"""gpuflow: the Celery way to run a mixed GPU fleet.
+
+Public names are loaded when they are first used, so that `import gpuflow` is fast and child processes can import
+`gpuflow.protocol` and `gpuflow.spec` without Celery. `celery -A gpuflow` finds the attribute `app`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "app": "gpuflow.celery_app",
+    "GPUFlow": "gpuflow.celery_app",
+    "submit": "gpuflow.client",
+    "submit_pipeline": "gpuflow.client",
+    "get": "gpuflow.client",
+    "Task": "gpuflow.client",
+    "PipelineRun": "gpuflow.client",
+    "Template": "gpuflow.spec",
+    **dict.fromkeys(
+        (
+            "ArtifactError",
+            "AuthError",
+            "BrokerUnavailable",
+            "GPUFlowError",
+            "InvalidSettings",
+            "InvalidTemplate",
+            "NoCapableWorker",
+            "TaskCancelled",
+            "TaskDead",
+            "TaskFailed",
+            "UnknownTask",
+        ),
+        "gpuflow.errors",
+    ),
+}
+
+__all__ = ["__version__", *_HOME]  # noqa: PLE0604
+
+if TYPE_CHECKING:
+    from gpuflow.celery_app import GPUFlow, app
+    from gpuflow.client import PipelineRun, Task, get, submit, submit_pipeline
+    from gpuflow.errors import (
+        ArtifactError,
+        AuthError,
+        BrokerUnavailable,
+        GPUFlowError,
+        InvalidSettings,
+        InvalidTemplate,
+        NoCapableWorker,
+        TaskCancelled,
+        TaskDead,
+        TaskFailed,
+        UnknownTask,
+    )
+    from gpuflow.spec import Template
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'gpuflow' has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

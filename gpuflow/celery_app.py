@@ -1,0 +1,185 @@
+"""The Celery app of gpuflow, found by `celery -A gpuflow`.
+
+A Celery subclass: its connections use the leased transport, its results pass the ledger's fence, and its `send_task`
+routes every call to the queue of its requirement, so canvas, `apply_async` and other people's code pass through it
+too. Configuration is read when it is first needed, so that importing this module connects to nothing.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import redis
+from celery import Celery
+from celery.bin.base import CeleryOption
+
+from gpuflow.broker.keys import Keys
+from gpuflow.broker.priorities import DEFAULT_PRIORITY, PRIORITY_STEPS, SEPARATOR
+from gpuflow.broker.transport import RECORD_HEADER
+from gpuflow.errors import BrokerUnavailable
+from gpuflow.ledger.backend import Attempts, LedgerBackend
+from gpuflow.ledger.eventlog import EventLog
+from gpuflow.ledger.ledger import Ledger
+from gpuflow.routing.families import SUPERVISED_TASKS
+from gpuflow.settings import Settings
+from gpuflow.submission import demand_header, submission_header
+
+#: Modules whose Celery tasks every worker has.
+TASK_MODULES = (
+    "tasks.echo",
+    "tasks.inference",
+    "tasks.training",
+    "tasks.command",
+    "tasks.container",
+    "tasks.pipelines",
+    "tasks.maintenance",
+)
+
+
+class GPUFlow(Celery):  # type: ignore[misc]
+    """A Celery app whose tasks are routed to GPUs by what they ask for."""
+
+    amqp_cls = "gpuflow.broker.connection:LeasedAMQP"
+
+    def __init__(self, *args: Any, settings: Settings | None = None, **kwargs: Any) -> None:
+        self._given_settings = settings
+        self.attempts = Attempts()
+        super().__init__(*args, **kwargs)
+        self.add_defaults(self._defaults)
+        self.user_options["worker"].update(worker_options())
+        self.steps["worker"].add("gpuflow.worker.bootsteps:Machine")
+        self.steps["consumer"].add("gpuflow.worker.bootsteps:Presence")
+        self.steps["consumer"].add("gpuflow.worker.bootsteps:Subscriptions")
+
+    @cached_property
+    def Worker(self) -> Any:  # noqa: N802  (Celery's name)
+        """The worker class: Celery's, with the node name made from `--name`."""
+        return self.subclass_with_self("gpuflow.worker.main:Worker")
+
+    @cached_property
+    def settings(self) -> Settings:
+        """All settings, read once. Raises InvalidSettings."""
+        return self._given_settings or Settings.load()
+
+    @cached_property
+    def keys(self) -> Keys:
+        """Key names under the configured prefix."""
+        return Keys(self.settings.key_prefix)
+
+    @cached_property
+    def redis(self) -> redis.Redis:
+        """A decoding Redis client. Raises BrokerUnavailable without an address."""
+        return redis.Redis.from_url(
+            self.broker_address(), decode_responses=True, health_check_interval=30, socket_connect_timeout=5
+        )
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """The task records."""
+        return Ledger(
+            self.redis,
+            self.keys,
+            events_maxlen=self.settings.events_maxlen,
+            retention_seconds=int(self.settings.retention_days * 86_400),
+        )
+
+    @cached_property
+    def event_log(self) -> EventLog:
+        """The event streams."""
+        return EventLog(self.redis, self.keys)
+
+    def broker_address(self) -> str:
+        """Return REDIS_URL, or the address of this user's running embedded server. Raises BrokerUnavailable."""
+        if self.settings.redis_url:
+            return self.settings.redis_url
+        from gpuflow.broker.embedded import EmbeddedServer
+
+        url = EmbeddedServer.running(self.settings.state_dir)
+        if url is None:
+            raise BrokerUnavailable(
+                "REDIS_URL is not set and no embedded server runs; set REDIS_URL=redis://host:6379/0, "
+                "or start a local cluster with `gpuflow up`"
+            )
+        return url
+
+    def send_task(self, name: str, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+        """Send a task: Celery's own, with routing by what it asks for, and a record for supervised tasks.
+
+        Raises InvalidTemplate for a supervised task whose spec is not valid; nothing is sent then.
+        """
+        kwargs = dict(kwargs or {})
+        if name in SUPERVISED_TASKS:
+            prepared = submission_header(self, name, args, kwargs, options)
+            args, kwargs = (), prepared.kwargs
+            options["task_id"] = prepared.task_id
+            options.update(queue=prepared.queue, argsrepr="()", kwargsrepr=prepared.summary)
+            options["headers"] = {**(options.get("headers") or {}), RECORD_HEADER: prepared.header}
+        else:
+            demand = demand_header(self, name, options)
+            if demand is not None:
+                options["queue"] = demand["queue"]
+                options["headers"] = {**(options.get("headers") or {}), RECORD_HEADER: demand}
+        return super().send_task(name, args, kwargs, **options)
+
+    def _get_backend(self) -> Any:
+        return LedgerBackend(app=self, url=self.conf.result_backend)
+
+    def _defaults(self) -> dict[str, Any]:
+        settings = self.settings
+        url = self.broker_address()
+        retention_seconds = int(settings.retention_days * 86_400)
+        return {
+            "broker_url": url,
+            "result_backend": url,
+            "include": TASK_MODULES,
+            "task_serializer": "json",
+            "result_serializer": "json",
+            "event_serializer": "json",
+            "accept_content": ["json"],
+            "result_accept_content": ["json"],
+            "result_extended": True,
+            "result_expires": retention_seconds,
+            "result_chord_expires": max(retention_seconds, 30 * 86_400),
+            "result_backend_transport_options": {"global_keyprefix": settings.key_prefix},
+            "task_default_queue": settings.task_topic,
+            "task_default_priority": DEFAULT_PRIORITY,
+            "task_acks_late": True,
+            "task_send_sent_event": True,
+            "worker_send_task_events": True,
+            "worker_prefetch_multiplier": 1,
+            "worker_pool": "gpuflow.worker.pool:SupervisorPool",
+            "worker_concurrency": 64,
+            "worker_cancel_long_running_tasks_on_connection_loss": False,
+            "broker_connection_retry_on_startup": True,
+            "broker_transport_options": {
+                "global_keyprefix": settings.key_prefix,
+                "lease_seconds": settings.lease_seconds,
+                "priority_steps": list(PRIORITY_STEPS),
+                "sep": SEPARATOR,
+                "socket_keepalive": True,
+                "max_connections": 200,
+            },
+            "beat_scheduler": "redbeat.RedBeatScheduler",
+            "redbeat_redis_url": url,
+            "redbeat_key_prefix": f"{settings.key_prefix}redbeat:",
+            "timezone": "UTC",
+        }
+
+
+def worker_options() -> list[CeleryOption]:
+    """Return the options that `celery -A gpuflow worker` has beyond Celery's own."""
+    return [
+        CeleryOption(("--label",), multiple=True, metavar="K=V", help="A label of this worker (repeatable).", help_group="gpuflow"),
+        CeleryOption(("--ephemeral",), is_flag=True, help="Run one job, then exit.", help_group="gpuflow"),
+        CeleryOption(("--name",), metavar="ID", help="Worker id; Celery's node name is made from it.", help_group="gpuflow"),
+        CeleryOption(("--gpus",), metavar="LIST", help="Serve with these GPUs only: indices or UUIDs, by commas.", help_group="gpuflow"),
+        CeleryOption(("--executors",), metavar="LIST", help="Serve these task types only, by commas.", help_group="gpuflow"),
+        CeleryOption(("--worker-token-file",), metavar="FILE", help="File that holds the worker's token.", help_group="gpuflow"),
+        CeleryOption(("--max-jobs",), type=int, metavar="N", help="Most child processes at once (default: what fits).", help_group="gpuflow"),
+    ]
+
+
+app = GPUFlow("gpuflow")
+
+__all__ = ["TASK_MODULES", "GPUFlow", "app", "worker_options"]

@@ -1,0 +1,178 @@
+"""The registry of workers in Redis: who is there, what each can do, and how it is.
+
+A worker writes its own entry (`announce`, `beat`, `leave`); everyone reads. A worker whose heartbeat key has expired
+is OFFLINE, whatever its hash says.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Final
+
+import redis
+
+from gpuflow.broker.keys import Keys
+from gpuflow.routing.capability import Capability
+
+#: Schema number of a worker entry and its heartbeat.
+WORKER_SCHEMA: Final = 1
+
+
+class WorkerState(StrEnum):
+    """Life of a worker."""
+
+    CONNECTING = "CONNECTING"
+    IDLE = "IDLE"
+    BUSY = "BUSY"
+    DRAINING = "DRAINING"
+    OFFLINE = "OFFLINE"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerEntry:
+    """One worker as others see it. Times are Unix seconds on the worker's clock."""
+
+    id: str
+    state: WorkerState
+    hostname: str = ""
+    node: str = ""
+    pid: int = 0
+    enabled: bool = True
+    ephemeral: bool = False
+    capability: Mapping[str, Any] = field(default_factory=dict)
+    queues: tuple[str, ...] = ()
+    tasks: tuple[str, ...] = ()
+    load: Mapping[str, Any] = field(default_factory=dict)
+    started_at: float = 0.0
+    heartbeat_at: float = 0.0
+    version: str = ""
+    schema: int = WORKER_SCHEMA
+
+    def to_hash(self) -> dict[str, str]:
+        """Return the entry as Redis hash fields."""
+        return {
+            "schema": str(self.schema),
+            "id": self.id,
+            "state": str(self.state),
+            "hostname": self.hostname,
+            "node": self.node,
+            "pid": str(self.pid),
+            "enabled": "1" if self.enabled else "0",
+            "ephemeral": "1" if self.ephemeral else "0",
+            "capability": json.dumps(self.capability),
+            "queues": json.dumps(self.queues),
+            "tasks": json.dumps(self.tasks),
+            "load": json.dumps(self.load),
+            "started_at": str(self.started_at),
+            "heartbeat_at": str(self.heartbeat_at),
+            "version": self.version,
+        }
+
+    @classmethod
+    def from_hash(cls, raw: Mapping[str, str], *, alive: bool) -> WorkerEntry:
+        """Read an entry; without a live heartbeat its state is OFFLINE."""
+        return cls(
+            id=raw["id"],
+            state=WorkerState(raw["state"]) if alive else WorkerState.OFFLINE,
+            hostname=raw.get("hostname", ""),
+            node=raw.get("node", ""),
+            pid=int(raw.get("pid", "0")),
+            enabled=raw.get("enabled", "1") == "1",
+            ephemeral=raw.get("ephemeral") == "1",
+            capability=json.loads(raw.get("capability") or "{}"),
+            queues=tuple(json.loads(raw.get("queues") or "[]")),
+            tasks=tuple(json.loads(raw.get("tasks") or "[]")),
+            load=json.loads(raw.get("load") or "{}"),
+            started_at=float(raw.get("started_at", "0")),
+            heartbeat_at=float(raw.get("heartbeat_at", "0")),
+            version=raw.get("version", ""),
+            schema=int(raw.get("schema", WORKER_SCHEMA)),
+        )
+
+    def public(self) -> dict[str, Any]:
+        """Return what users see, JSON-able."""
+        return {
+            "id": self.id,
+            "state": str(self.state),
+            "enabled": self.enabled,
+            "ephemeral": self.ephemeral,
+            "hostname": self.hostname,
+            "node": self.node,
+            "pid": self.pid,
+            "capability": dict(self.capability),
+            "queues": list(self.queues),
+            "tasks": list(self.tasks),
+            "load": dict(self.load),
+            "startedAt": self.started_at,
+            "heartbeatAt": self.heartbeat_at,
+            "version": self.version,
+        }
+
+
+class Fleet:
+    """Reads and writes worker entries; `client` must decode responses."""
+
+    def __init__(self, client: redis.Redis, keys: Keys) -> None:
+        self.client: Any = client
+        self.keys = keys
+
+    def announce(self, entry: WorkerEntry, timeout_seconds: float) -> None:
+        """Write a whole entry and its heartbeat, which lives for `timeout_seconds`."""
+        pipe = self.client.pipeline()
+        pipe.hset(self.keys.worker(entry.id), mapping=entry.to_hash())
+        pipe.sadd(self.keys.workers, entry.id)
+        pipe.set(self.keys.heartbeat(entry.id), WORKER_SCHEMA, px=int(timeout_seconds * 1000))
+        pipe.execute()
+
+    def leave(self, worker_id: str) -> None:
+        """Say that a worker has stopped."""
+        pipe = self.client.pipeline()
+        pipe.hset(self.keys.worker(worker_id), mapping={"state": "OFFLINE", "heartbeat_at": str(time.time())})
+        pipe.delete(self.keys.heartbeat(worker_id))
+        pipe.execute()
+
+    def find(self, worker_id: str) -> WorkerEntry | None:
+        """Return one worker, or None."""
+        raw = self.client.hgetall(self.keys.worker(worker_id))
+        if not raw.get("state"):
+            return None
+        return WorkerEntry.from_hash(raw, alive=bool(self.client.exists(self.keys.heartbeat(worker_id))))
+
+    def workers(self) -> list[WorkerEntry]:
+        """Return all known workers, by id."""
+        ids = sorted(self.client.smembers(self.keys.workers))
+        pipe = self.client.pipeline(transaction=False)
+        for worker_id in ids:
+            pipe.hgetall(self.keys.worker(worker_id))
+            pipe.exists(self.keys.heartbeat(worker_id))
+        answers = pipe.execute()
+        pairs = zip(answers[::2], answers[1::2], strict=True)
+        return [WorkerEntry.from_hash(raw, alive=bool(alive)) for raw, alive in pairs if raw.get("state")]
+
+    def capabilities(self) -> list[Capability]:
+        """Return what each live worker can do."""
+        return [
+            Capability.from_dict(entry.capability)
+            for entry in self.workers()
+            if entry.state is not WorkerState.OFFLINE and entry.capability
+        ]
+
+    def has_gpu(self) -> bool:
+        """Whether a live worker has a GPU."""
+        return any(capability.gpus for capability in self.capabilities())
+
+    def queues(self) -> dict[str, dict[str, Any]]:
+        """Return every registered demand queue with its requirement."""
+        names = sorted(self.client.smembers(self.keys.queues))
+        pipe = self.client.pipeline(transaction=False)
+        for name in names:
+            pipe.hget(self.keys.queue(name), "requirement")
+        return {name: json.loads(raw or "{}") for name, raw in zip(names, pipe.execute(), strict=True)}
+
+    def queues_version(self) -> str:
+        """Return a text that changes whenever a demand queue is registered."""
+        return self.client.get(self.keys.queues_version) or "0"

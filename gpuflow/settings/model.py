@@ -1,0 +1,285 @@
+"""The settings themselves, as one frozen model, and `Settings.load()`, which reads them.
+
+Anyone may import `Settings` (through `gpuflow.settings`). It knows neither Celery nor Redis: it judges a value
+by its own form alone and connects to nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    SecretStr,
+    ValidationError,
+    field_validator,
+)
+from pydantic.config import JsonDict
+
+from gpuflow.errors import InvalidSettings
+from gpuflow.settings import sources
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where one setting's value comes from; secrets in `value_masked` are replaced by ***."""
+
+    name: str
+    env_name: str
+    value_masked: str
+    source: str
+
+
+def _split(value: Any) -> Any:
+    """Turn `a, b` into ("a", "b"); lists pass through."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return value
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
+#: A duration in seconds, above zero.
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0)]
+PositiveCount = Annotated[int, Field(ge=1)]
+LogLevel = Annotated[
+    Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"],
+    BeforeValidator(lambda value: value.upper() if isinstance(value, str) else value),
+]
+
+
+def _setting(env_name: str, default: Any, hint: str, *, secret: bool = False) -> Any:
+    """Declare a setting: `hint` completes the sentence "give ..." in an error."""
+    extra: JsonDict = {"env_name": env_name, "secret": secret}
+    return Field(default=default, description=hint, json_schema_extra=extra, validate_default=True)
+
+
+class Settings(BaseModel):
+    """All settings. `Settings()` holds the defaults; `Settings.load()` reads environment and file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    redis_url: str | None = _setting("REDIS_URL", None, "a URL such as redis://host:6379/0", secret=True)
+    results_dir: Path = _setting("RESULTS_DIR", "./results_workers", "a folder")
+    task_topic: str = _setting("TASK_TOPIC", "tasks", "a queue name without commas or spaces")
+    heartbeat_interval_seconds: Seconds = _setting("HEARTBEAT_INTERVAL_SEC", 30, "seconds, such as 30")
+    heartbeat_timeout_seconds: Seconds = _setting("HEARTBEAT_TIMEOUT_SEC", 120, "seconds, such as 120")
+    worker_id: str | None = _setting("WORKER_ID", None, "a name of letters, digits, '.', '_' and '-'")
+    worker_tags: Names = _setting("WORKER_TAGS", (), "tags separated by commas, such as fast,nvlink")
+    log_level: LogLevel = _setting("LOG_LEVEL", "INFO", "DEBUG, INFO, WARNING, ERROR or CRITICAL")
+    orchestrator_base_url: str | None = _setting("ORCHESTRATOR_BASE_URL", None, "a URL such as https://host")
+    worker_network_bandwidth_bytes_per_second: PositiveCount | None = _setting(
+        "WORKER_NETWORK_BANDWIDTH_BYTES_PER_SEC", None, "bytes per second, such as 125000000"
+    )
+    enable_task_merge: bool = _setting("ENABLE_TASK_MERGE", True, "true or false")
+    task_merge_max_batch_size: PositiveCount = _setting("TASK_MERGE_MAX_BATCH_SIZE", 4, "a count from 1 up")
+    enable_elastic_scaling: bool = _setting("ENABLE_ELASTIC_SCALING", True, "true or false")
+    elastic_auto_disable_idle_seconds: Seconds = _setting(
+        "ELASTIC_AUTO_DISABLE_IDLE_SEC", 60, "seconds, such as 60"
+    )
+    elastic_auto_enable_queue_threshold: Count = _setting(
+        "ELASTIC_AUTO_ENABLE_QUEUE_THRESHOLD", 5, "a count of queued tasks"
+    )
+    elastic_auto_disable_queue_max: Count = _setting(
+        "ELASTIC_AUTO_DISABLE_QUEUE_MAX", 2, "a count of queued tasks"
+    )
+    elastic_auto_min_active_workers: Count = _setting(
+        "ELASTIC_AUTO_MIN_ACTIVE_WORKERS", 1, "a count of workers"
+    )
+    elastic_auto_poll_interval_seconds: Seconds = _setting(
+        "ELASTIC_AUTO_POLL_INTERVAL_SEC", 30, "seconds, such as 30"
+    )
+    elastic_auto_toggle_cooldown_seconds: Seconds = _setting(
+        "ELASTIC_AUTO_TOGGLE_COOLDOWN_SEC", 60, "seconds, such as 60"
+    )
+    lease_seconds: Seconds = _setting("GPUFLOW_LEASE_SEC", 60, "seconds, such as 60")
+    key_prefix: str = _setting("GPUFLOW_KEY_PREFIX", "", "letters, digits, '.', '_', '-' and ':'")
+    worker_token: SecretStr | None = _setting("GPUFLOW_WORKER_TOKEN", None, "a worker token", secret=True)
+    gateway_url: str | None = _setting("GPUFLOW_GATEWAY_URL", None, "a URL such as https://host:8080")
+    retention_days: Annotated[float, Field(gt=0, allow_inf_nan=False)] = _setting(
+        "GPUFLOW_RETENTION_DAYS", 30, "days, such as 30"
+    )
+    pass_env: Names = _setting(
+        "GPUFLOW_PASS_ENV", (), "names of environment variables separated by commas; globs are allowed"
+    )
+    allow_volatile: bool = _setting("GPUFLOW_ALLOW_VOLATILE", False, "true or false")
+    cache_dir: Path = _setting("GPUFLOW_CACHE_DIR", "~/.cache/gpuflow", "a folder")
+    state_dir: Path = _setting("GPUFLOW_STATE_DIR", "~/.local/state/gpuflow", "a folder")
+    grace_seconds: Seconds = _setting("GPUFLOW_GRACE_SEC", 10, "seconds from SIGTERM to SIGKILL, such as 10")
+    events_maxlen: PositiveCount = _setting("GPUFLOW_EVENTS_MAXLEN", 10_000, "a count of events a task keeps")
+    valkey_server: Path | None = _setting("GPUFLOW_VALKEY_SERVER", None, "the path of a valkey-server")
+
+    _sources: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @field_validator("results_dir", "cache_dir", "state_dir", "valkey_server", mode="after")
+    @classmethod
+    def _absolute(cls, value: Path | None) -> Path | None:
+        return None if value is None else value.expanduser().absolute()
+
+    @field_validator("redis_url")
+    @classmethod
+    def _redis_scheme(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith(("redis://", "rediss://")):
+            raise ValueError("the URL must start with redis:// or rediss://")
+        return value
+
+    @field_validator("orchestrator_base_url", "gateway_url")
+    @classmethod
+    def _http_scheme(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        if not value.startswith(("http://", "https://")):
+            raise ValueError("the URL must start with http:// or https://")
+        return value.rstrip("/")
+
+    @field_validator("task_topic", "worker_id", "key_prefix")
+    @classmethod
+    def _plain_name(cls, value: str | None) -> str | None:
+        if value and not all(c.isascii() and (c.isalnum() or c in "._-:") for c in value):
+            raise ValueError("only letters, digits, '.', '_', '-' and ':' are allowed")
+        if value and len(value) > 128:
+            raise ValueError("at most 128 characters are allowed")
+        return value
+
+    @classmethod
+    def load(cls, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> Self:
+        """Read all settings: environment over `gpuflow.toml` (or $GPUFLOW_CONFIG) over default.
+
+        A relative path is relative to `cwd`, or to the file's folder when it stands in the file. Raises
+        InvalidSettings, one line for each bad value, each with the setting, value, source and mend.
+        """
+        env = os.environ if env is None else env
+        cwd = Path.cwd() if cwd is None else cwd
+        names = env_names()
+        raw = dict(_default_folders(env, cwd))
+        mistakes: list[str] = []
+        path = sources.config_file(env, cwd)
+        if path is not None:
+            found, mistakes = sources.from_file(path, names)
+            raw.update(found)
+        raw.update(sources.from_environment(env, names, cwd))
+        values = {name: _located(name, item, env) for name, item in raw.items()}
+        try:
+            settings = cls.model_validate(values)
+        except ValidationError as error:
+            mistakes.extend(_explain(error, raw))
+            raise InvalidSettings("\n".join(mistakes)) from None
+        mistakes.extend(settings._contradictions())
+        if mistakes:
+            raise InvalidSettings("\n".join(mistakes))
+        settings._sources.update({name: item.source for name, item in raw.items()})
+        return settings
+
+    def origins(self) -> list[Origin]:
+        """Return every setting with its value (secrets masked) and source, in the order of declaration."""
+        return [
+            Origin(
+                name=name,
+                env_name=variable,
+                value_masked=_shown(name, getattr(self, name)),
+                source=self._sources.get(name, "default"),
+            )
+            for name, variable in env_names().items()
+        ]
+
+    def _contradictions(self) -> Iterator[str]:
+        if self.heartbeat_timeout_seconds <= self.heartbeat_interval_seconds:
+            yield (
+                f"HEARTBEAT_TIMEOUT_SEC ({self.heartbeat_timeout_seconds:g}) must be above "
+                f"HEARTBEAT_INTERVAL_SEC ({self.heartbeat_interval_seconds:g}), or every worker counts "
+                f"as silent; raise the first or lower the second"
+            )
+        if self.elastic_auto_disable_queue_max > self.elastic_auto_enable_queue_threshold:
+            yield (
+                f"ELASTIC_AUTO_DISABLE_QUEUE_MAX ({self.elastic_auto_disable_queue_max}) must not be above "
+                f"ELASTIC_AUTO_ENABLE_QUEUE_THRESHOLD ({self.elastic_auto_enable_queue_threshold}), or "
+                f"workers would switch on and off for ever; lower the first"
+            )
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            yield name, _shown(name, value) if _is_secret(name) and value is not None else value
+
+
+def env_names() -> dict[str, str]:
+    """Return the environment variable of every setting, by setting name, in the order of declaration."""
+    return {name: _extra(name)["env_name"] for name in Settings.model_fields}
+
+
+def _extra(name: str) -> dict[str, Any]:
+    extra = Settings.model_fields[name].json_schema_extra
+    return extra if isinstance(extra, dict) else {}
+
+
+def _is_secret(name: str) -> bool:
+    return bool(_extra(name).get("secret"))
+
+
+def _shown(name: str, value: Any) -> str:
+    """Return a value as text for people, without its secrets."""
+    if value is None:
+        return ""
+    if name.endswith("_url"):
+        return sources.mask_url(str(value))
+    if _is_secret(name):
+        return sources.MASK
+    return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+_FOLDERS: Final = ("results_dir", "cache_dir", "state_dir", "valkey_server")
+
+
+def _default_folders(env: Mapping[str, str], cwd: Path) -> Iterator[tuple[str, sources.RawValue]]:
+    """Yield the folders whose default depends on the environment: the XDG base directories, and the home."""
+    for name, variable, fallback in (
+        ("cache_dir", "XDG_CACHE_HOME", "~/.cache"),
+        ("state_dir", "XDG_STATE_HOME", "~/.local/state"),
+    ):
+        base = env.get(variable, "")
+        absolute = Path(base).is_absolute()  # the XDG specification: a relative path is to be ignored
+        source = f"default, under {variable}" if absolute else "default"
+        yield (
+            name,
+            sources.RawValue(value=f"{base if absolute else fallback}/gpuflow", source=source, folder=cwd),
+        )
+    yield "results_dir", sources.RawValue(value="./results_workers", source="default", folder=cwd)
+
+
+def _located(name: str, item: sources.RawValue, env: Mapping[str, str]) -> Any:
+    """Return the value to validate: a path made absolute by the folder of its source."""
+    if name not in _FOLDERS or not isinstance(item.value, str):
+        return item.value
+    text = item.value
+    home = env.get("HOME", "")
+    if home and (text == "~" or text.startswith("~/")):
+        text = home + text[1:]
+    return item.folder / Path(text).expanduser()
+
+
+def _explain(error: ValidationError, raw: Mapping[str, sources.RawValue]) -> Iterator[str]:
+    """Turn pydantic's report into one line for each bad setting."""
+    seen: set[str] = set()
+    for mistake in error.errors(include_url=False, include_input=False):
+        name = str(mistake["loc"][0]) if mistake["loc"] else ""
+        if name in seen or name not in raw:
+            continue
+        seen.add(name)
+        item = raw[name]
+        if not _is_secret(name):
+            shown = repr(item.value)
+        elif name == "redis_url" and isinstance(item.value, str) and "://" in item.value:
+            shown = repr(sources.mask_url(item.value))
+        else:
+            shown = sources.MASK
+        cause = mistake["msg"].removeprefix("Value error, ")
+        hint = Settings.model_fields[name].description
+        yield f"{_extra(name)['env_name']} is {shown} (from {item.source}): {cause}; give {hint}"

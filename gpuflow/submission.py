@@ -1,0 +1,129 @@
+"""Turns a call into what is published: the queue of its requirement, and the record that travels with the message.
+
+Called by the app's `send_task` alone. Everything is checked here, before anything is written.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from gpuflow.errors import InvalidTemplate
+from gpuflow.fleet.registry import Fleet
+from gpuflow.ledger.records import new_record_fields
+from gpuflow.routing.families import TASK_OF_TYPE
+from gpuflow.routing.fit import match
+from gpuflow.routing.queues import queue_name
+from gpuflow.routing.requirement import Requirement
+from gpuflow.routing.resources import requirement_from_resources
+
+if TYPE_CHECKING:
+    from gpuflow.celery_app import GPUFlow
+
+#: Namespace of ids made from idempotency keys: the same owner and key give the same id, in any process.
+_IDEMPOTENCY: Final = uuid.UUID("6f1d4c1e-6a0b-5f0e-9b57-0f9f2f1f7f10")
+#: Task types that need no GPU unless they ask for one.
+_LIGHT_TYPES: Final = frozenset({"echo"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A call that is ready to be published."""
+
+    task_id: str
+    queue: str
+    kwargs: dict[str, Any]
+    summary: str
+    header: dict[str, Any]
+
+
+def id_for_key(owner: str, key: str) -> str:
+    """Return the task or pipeline id that belongs to an idempotency key of one owner."""
+    return str(uuid.uuid5(_IDEMPOTENCY, f"{owner}\0{key}"))
+
+
+def submission_header(
+    app: GPUFlow, name: str, args: Sequence[Any] | None, kwargs: Mapping[str, Any], options: dict[str, Any]
+) -> Prepared:
+    """Check the spec of a supervised task and describe its record. Takes our own entries out of `options`.
+
+    Raises InvalidTemplate when the spec is not valid or names another family's task type.
+    """
+    from gpuflow.spec import canonical
+
+    given = kwargs.get("spec") if "spec" in kwargs else (args[0] if args else None)
+    if not isinstance(given, Mapping):
+        raise InvalidTemplate(f"{name} takes one argument, `spec`: a mapping with taskType; got {type(given).__name__}")
+    spec = canonical(given)
+    task_type = spec["taskType"]
+    if TASK_OF_TYPE.get(task_type) != name:
+        raise InvalidTemplate(f"{name} does not run taskType {task_type!r}; send it as {TASK_OF_TYPE[task_type]!r}")
+    owner = options.pop("owner", None) or ""
+    key = options.pop("idempotency_key", None)
+    task_id = options.get("task_id") or (id_for_key(owner, key) if key else str(uuid.uuid4()))
+    title = options.pop("title", None) or task_type
+    pipeline, stage = options.pop("pipeline", None), options.pop("stage", None)
+    requirement = choose_requirement(app, spec.get("resources"), light=task_type in _LIGHT_TYPES)
+    queue = options.pop("queue", None)
+    queue_text = str(getattr(queue, "name", queue) or queue_name(requirement))
+    if spec.get("priority") is not None:
+        options.setdefault("priority", spec["priority"])
+    fields = new_record_fields(
+        name=title,
+        task_type=task_type,
+        spec=spec,
+        requirement=requirement.to_dict(),
+        owner=owner,
+        pipeline=pipeline,
+        stage=stage,
+    )
+    header = {
+        "kind": "task",
+        "id": task_id,
+        "requirement": json.dumps(requirement.to_dict()),
+        "fields": fields,
+    }
+    return Prepared(task_id=task_id, queue=queue_text, kwargs={"spec": spec}, summary=f"<{task_type}>", header=header)
+
+
+def demand_header(app: GPUFlow, name: str, options: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the queue registration of a plain Celery task that asks for resources, or None for one that does not.
+
+    A team's own task says what it needs by `@app.task(resources="A100:1")` or `apply_async(resources=...)`.
+    """
+    task_type = options.get("task_type")
+    if task_type is None:
+        task_type = app._tasks.get(name) if app.finalized else None
+    resources = options.pop("resources", None) or getattr(task_type, "resources", None)
+    if not resources or options.get("queue"):
+        return None
+    if not isinstance(resources, Mapping):
+        resources = {"accelerators": resources}
+    requirement = choose_requirement(app, resources, light=False)
+    return {
+        "kind": "queue",
+        "queue": queue_name(requirement),
+        "requirement": json.dumps(requirement.to_dict()),
+    }
+
+
+def choose_requirement(app: GPUFlow, resources: Mapping[str, Any] | None, *, light: bool) -> Requirement:
+    """Return what to ask for: the first alternative that some live worker can serve, else the first.
+
+    Without `resources`: any GPU if the fleet has one, else cpu.
+    """
+    fleet = Fleet(app.redis, app.keys)
+    if not resources:
+        wants_gpu = not light and fleet.has_gpu()
+        return requirement_from_resources({}, gpu_available=wants_gpu)[0]
+    alternatives = requirement_from_resources(resources, gpu_available=True)
+    if len(alternatives) == 1:
+        return alternatives[0]
+    capabilities = fleet.capabilities()
+    for requirement in alternatives:
+        if any(match(requirement, capability).fits for capability in capabilities):
+            return requirement
+    return alternatives[0]

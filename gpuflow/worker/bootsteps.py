@@ -1,0 +1,236 @@
+"""The boot steps that make a Celery worker a gpuflow worker.
+
+Machine (worker): options, hardware, admission, lease table. Presence (consumer): the registry entry. Subscriptions
+(consumer): the control queue and the demand queues that this machine can serve, also those registered later.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import structlog
+from celery import bootsteps
+from celery.signals import task_postrun
+from redis.exceptions import RedisError
+
+from gpuflow.broker import leases
+from gpuflow.errors import GPUFlowError, InvalidSettings
+from gpuflow.fleet.hardware import probe
+from gpuflow.fleet.registry import Fleet
+from gpuflow.routing.capability import capability_of
+from gpuflow.routing.families import CONTROL_QUEUE
+from gpuflow.routing.fit import match
+from gpuflow.routing.queues import family_matches, is_demand_queue
+from gpuflow.routing.requirement import Requirement
+from gpuflow.worker.admission import Admission, Limits
+from gpuflow.worker.presence import PresenceThread
+from gpuflow.worker.runtime import Runtime, current, find, install
+
+log = structlog.get_logger("gpuflow.worker")
+
+#: New demand queues are looked for this often, in seconds.
+QUEUE_POLL_SECONDS = 0.5
+#: CPUs that one job without GPUs is counted for, where it asks for none itself.
+CPUS_PER_JOB = 4
+
+
+def parse_labels(given: tuple[str, ...], tags: tuple[str, ...]) -> dict[str, str]:
+    """Return the labels of `--label k=v` and WORKER_TAGS (labels without a value). Raises InvalidSettings."""
+    labels = dict.fromkeys(tags, "")
+    for text in given:
+        key, separator, value = text.partition("=")
+        if not separator or not key.strip():
+            raise InvalidSettings(f"--label {text!r} is not of the form key=value")
+        labels[key.strip()] = value.strip()
+    return labels
+
+
+class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
+    """Finds out what this machine is, and installs the runtime of the process."""
+
+    requires = ("celery.worker.components:Pool",)
+
+    def __init__(
+        self,
+        worker: Any,
+        label: tuple[str, ...] = (),
+        ephemeral: bool = False,
+        gpus: str | None = None,
+        executors: str | None = None,
+        max_jobs: int | None = None,
+        worker_token_file: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(worker, **kwargs)
+        app = worker.app
+        shadowing_check(Path.cwd())
+        if max_jobs is not None and max_jobs < 0:
+            raise InvalidSettings(f"--max-jobs {max_jobs} is below 0; give the most child processes at once")
+        hardware = probe(only=gpus)
+        for problem in hardware.problems:
+            log.warning("hardware_problem", problem=problem)
+        labels = parse_labels(label, app.settings.worker_tags)
+        capability = capability_of(hardware, labels)
+        limits = Limits(
+            threads=worker.concurrency,
+            max_jobs=max_jobs,
+            cpu_jobs=max(1, hardware.cpu_count // CPUS_PER_JOB),
+            one_job_only=ephemeral,
+        )
+        table = leases.LeaseTable(app.keys, app.settings.lease_seconds, owner=f"{worker.worker_id}:{leases.new_token()}")
+        table.gate = admission = Admission(capability, limits)
+        leases.install(table)
+        install(
+            Runtime(
+                app=app,
+                worker_id=worker.worker_id,
+                hardware=hardware,
+                labels=labels,
+                leases=table,
+                admission=admission,
+                ephemeral=ephemeral,
+                executors=tuple(executors.split(",")) if executors else None,
+            )
+        )
+        task_postrun.connect(_forget_attempt, weak=False)
+
+    def start(self, worker: Any) -> None:
+        """Say what was found."""
+        runtime = current()
+        names = ", ".join(gpu.name for gpu in runtime.hardware.gpus) or runtime.hardware.nvml or "no GPU"
+        log.info("machine", worker=runtime.worker_id, gpus=names, cpus=runtime.hardware.cpu_count)
+
+    def terminate(self, worker: Any) -> None:
+        """Stop every child at once (cold shutdown)."""
+        current().stop_all("shutdown")
+
+    def info(self, worker: Any) -> dict[str, Any]:
+        """Show the machine in `inspect stats` and Flower."""
+        runtime = find()
+        if runtime is None:
+            return {}
+        return {
+            "gpuflow": {
+                "worker": runtime.worker_id,
+                "labels": dict(runtime.labels),
+                "gpus": [
+                    {"uuid": gpu.uuid, "name": gpu.name, "totalMib": gpu.total_mib} for gpu in runtime.hardware.gpus
+                ],
+                "freeGpus": list(runtime.admission.free_gpus()),
+                "leases": len(runtime.leases.held()),
+                "running": sorted(runtime.running),
+            }
+        }
+
+
+def _forget_attempt(task_id: str | None = None, **_: Any) -> None:
+    runtime = find()
+    if runtime is not None and task_id:
+        runtime.app.attempts.end(task_id)
+
+
+def shadowing_check(folder: Path) -> None:
+    """Raise GPUFlowError when a `tasks` module in the current folder hides ours."""
+    import tasks
+
+    home = Path(tasks.__file__ or "").resolve().parent
+    if not (home / "pipelines.py").exists():
+        raise GPUFlowError(
+            f"{tasks.__file__} hides gpuflow's own package `tasks`; rename it (or move it into a package), "
+            f"then start the worker in {folder} again with --include its.new.name"
+        )
+
+
+class Presence(bootsteps.StartStopStep):  # type: ignore[misc]
+    """The worker's entry in the registry; survives reconnects."""
+
+    requires = ("celery.worker.consumer.tasks:Tasks",)
+
+    def __init__(self, consumer: Any, **kwargs: Any) -> None:
+        super().__init__(consumer, **kwargs)
+        self.thread: PresenceThread | None = None
+
+    def start(self, consumer: Any) -> None:
+        """Start the heartbeat thread once."""
+        if self.thread is None:
+            self.thread = PresenceThread(current(), consumer.hostname)
+            self.thread.start()
+            current().presence = self.thread
+
+    def shutdown(self, consumer: Any) -> None:
+        """Leave the registry."""
+        if self.thread is not None:
+            self.thread.stop()
+            self.thread = None
+        current().leases.close()
+
+
+class Subscriptions(bootsteps.StartStopStep):  # type: ignore[misc]
+    """Consumes the control queue and the demand queues that this machine can serve."""
+
+    requires = (Presence,)
+
+    def __init__(self, consumer: Any, **kwargs: Any) -> None:
+        super().__init__(consumer, **kwargs)
+        self._stop_event = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, consumer: Any) -> None:
+        """Subscribe to what is registered now, and watch for more."""
+        runtime = current()
+        fleet = Fleet(runtime.app.redis, runtime.app.keys)
+        version = fleet.queues_version()
+        self._subscribe(consumer, fleet, now=True)
+        self._stop_event = threading.Event()
+        self._thread = threading.Thread(
+            target=self._watch, args=(consumer, fleet, version, self._stop_event), name="gpuflow-queues", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self, consumer: Any) -> None:
+        """Stop watching (before a reconnect, and at the end)."""
+        self._stop_event.set()
+
+    def _watch(self, consumer: Any, fleet: Fleet, version: str, stop: threading.Event) -> None:
+        while not stop.wait(QUEUE_POLL_SECONDS):
+            try:
+                newest = fleet.queues_version()
+                if newest != version:
+                    self._subscribe(consumer, fleet, now=False)
+                    version = newest
+            except RedisError as error:
+                log.debug("queues_not_read", cause=str(error))
+
+    def _subscribe(self, consumer: Any, fleet: Fleet, *, now: bool) -> None:
+        runtime = current()
+        asked = consumer.controller.asked_queues
+        served = served_queues(fleet.queues(), asked, runtime)
+        runtime.admission.serve(served)
+        names = (CONTROL_QUEUE, *served)
+        for name in names:
+            if now:
+                consumer.add_task_queue(name)
+            else:
+                consumer.call_soon(consumer.add_task_queue, name)
+        if runtime.presence is not None:
+            runtime.presence.queues = tuple(sorted({*names, *(asked or (runtime.app.settings.task_topic,))}))
+        if not now:
+            runtime.leases.wake()
+
+
+def served_queues(
+    registered: Mapping[str, Mapping[str, Any]], asked: tuple[str, ...] | None, runtime: Runtime
+) -> dict[str, Requirement]:
+    """Return the demand queues that this worker serves: what its capability satisfies, within what -Q asked for."""
+    families = None if asked is None else [name for name in asked if is_demand_queue(name)]
+    served = {}
+    for name, raw in registered.items():
+        if families is not None and not any(family_matches(name, family) for family in families):
+            continue
+        requirement = Requirement.from_dict(raw)
+        if match(requirement, runtime.admission.capability).fits:
+            served[name] = requirement
+    return served

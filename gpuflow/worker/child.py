@@ -1,0 +1,171 @@
+"""Starts one child process behind its shim and talks to it: request in, lines of events and log out.
+
+Used by the attempt (`worker.attempt`) alone. It knows processes and pipes; not what a task, a record or a queue is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from gpuflow.protocol import MAX_LINE_BYTES
+
+_SHIM: Final = str(Path(__file__).with_name("shim.py"))
+_CHUNK_BYTES: Final = 65_536
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChildEnd:
+    """How a child ended: its exit code or the signal that ended it, and processes it had left behind."""
+
+    exit_code: int | None
+    signal: int | None
+    stragglers: int = 0
+
+
+class _Lines:
+    """Cuts a byte stream into lines; a line over the limit is handed out in pieces."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        self._rest += chunk
+        if b"\n" not in chunk and len(self._rest) < MAX_LINE_BYTES:
+            return []
+        lines = bytes(self._rest).split(b"\n")
+        self._rest = bytearray(lines.pop())
+        if len(self._rest) >= MAX_LINE_BYTES:
+            lines.append(bytes(self._rest))
+            self._rest.clear()
+        return lines
+
+    def rest(self) -> list[bytes]:
+        last, self._rest = bytes(self._rest), bytearray()
+        return [last] if last else []
+
+
+class Child:
+    """One running child. `read()` yields its output until all of its tree has ended.
+
+    `keep_open` are file descriptors that the shim holds until then (lock files). Raises OSError when the shim cannot
+    be started.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        request: str,
+        environment: Mapping[str, str],
+        cwd: Path,
+        keep_open: Sequence[int] = (),
+    ) -> None:
+        control_read, self._control = os.pipe()
+        self._status, status_write = os.pipe()
+        env_read, env_write = os.pipe()
+        self._lock = threading.Lock()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", _SHIM, str(control_read), str(status_write), str(env_read), "--", *argv],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=(control_read, status_write, env_read, *keep_open),
+                cwd=cwd,
+                env={},
+                start_new_session=True,
+            )
+        except OSError:
+            os.close(self._control)
+            os.close(self._status)
+            os.close(env_write)
+            raise
+        finally:
+            for descriptor in (control_read, status_write, env_read):
+                os.close(descriptor)
+        self.shim_pid = self._process.pid
+        self._feeder = threading.Thread(
+            target=self._feed, args=(env_write, dict(environment), request), name="gpuflow-feed", daemon=True
+        )
+        self._feeder.start()
+
+    def _feed(self, env_write: int, environment: Mapping[str, str], request: str) -> None:
+        """Write environment and request; a child that reads neither must not block its supervisor."""
+        with contextlib.suppress(OSError), os.fdopen(env_write, "wb") as stream:
+            stream.write(json.dumps(environment).encode())
+        stdin = self._process.stdin
+        if stdin is not None:
+            with contextlib.suppress(OSError):
+                stdin.write(request.encode())
+            with contextlib.suppress(OSError):
+                stdin.close()
+
+    def terminate(self) -> None:
+        """Ask the child's group to stop (SIGTERM)."""
+        self._say(b"t")
+
+    def kill(self) -> None:
+        """Kill the whole tree (SIGKILL)."""
+        self._say(b"k")
+
+    def _say(self, word: bytes) -> None:
+        with self._lock:
+            if self._control >= 0:
+                with contextlib.suppress(OSError):
+                    os.write(self._control, word)
+
+    def read(self, timeout_seconds: float) -> Iterator[tuple[Literal["event", "log", "tick"], bytes]]:
+        """Yield `(event, line)` of stdout, `(log, line)` of stderr, and `(tick, b"")` at least every timeout.
+
+        Ends when both streams are closed by every process of the tree.
+        """
+        assert self._process.stdout is not None and self._process.stderr is not None
+        kinds: dict[int, Literal["event", "log"]] = {
+            self._process.stdout.fileno(): "event",
+            self._process.stderr.fileno(): "log",
+        }
+        cutters = {descriptor: _Lines() for descriptor in kinds}
+        poller = select.poll()
+        for descriptor in kinds:
+            poller.register(descriptor, select.POLLIN | select.POLLHUP)
+        while cutters:
+            for descriptor, _ in poller.poll(timeout_seconds * 1000):
+                chunk = os.read(descriptor, _CHUNK_BYTES)
+                lines = cutters[descriptor].feed(chunk) if chunk else cutters[descriptor].rest()
+                for line in lines:
+                    yield kinds[descriptor], line
+                if not chunk:
+                    poller.unregister(descriptor)
+                    del cutters[descriptor]
+            yield "tick", b""
+
+    def wait(self) -> ChildEnd:
+        """Wait until the shim is gone, and with it every process of the tree; tell how the child ended."""
+        with os.fdopen(self._status, "rb") as stream:
+            text = stream.read()
+        self._process.wait()
+        with self._lock:
+            os.close(self._control)
+            self._control = -1
+        for stream_end in (self._process.stdout, self._process.stderr):
+            if stream_end is not None:
+                stream_end.close()
+        self._feeder.join()
+        if not text:
+            return ChildEnd(exit_code=None, signal=self._shim_signal())
+        ended = json.loads(text)
+        return ChildEnd(exit_code=ended["exit"], signal=ended["signal"], stragglers=ended["stragglers"])
+
+    def _shim_signal(self) -> int | None:
+        code = self._process.returncode
+        return -code if code is not None and code < 0 else None

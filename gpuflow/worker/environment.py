@@ -1,0 +1,106 @@
+"""The environment of a child process: an allowlist of the worker's, and what gpuflow gives. Pure."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+#: Variables of the worker that a child inherits; globs. Never REDIS_URL or a token.
+ALLOWED: Final = (
+    "PATH",
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "SHELL",
+    "LANG",
+    "LC_*",
+    "TZ",
+    "TMPDIR",
+    "LD_LIBRARY_PATH",
+    "XDG_CACHE_HOME",
+    "HF_*",
+    "TRANSFORMERS_*",
+    "*_PROXY",
+    "*_proxy",
+    "SSL_CERT_FILE",
+    "SSL_CERT_DIR",
+    "REQUESTS_CA_BUNDLE",
+    "PIP_*",
+    "CUDA_HOME",
+    "NVIDIA_*",
+    "NCCL_*",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "TORCH_*",
+    "PYTORCH_*",
+    "WANDB_*",
+    "MLFLOW_*",
+    "VLLM_*",
+    "GPUFLOW_CACHE_DIR",
+)
+#: Never passed on, whatever GPUFLOW_PASS_ENV says.
+FORBIDDEN: Final = ("REDIS_URL", "GPUFLOW_WORKER_TOKEN", "CELERY_*", "CUDA_VISIBLE_DEVICES")
+
+
+def child_environment(
+    worker: Mapping[str, str],
+    *,
+    pass_env: Sequence[str] = (),
+    given: Mapping[str, str],
+    requested: Mapping[str, Any] | None = None,
+) -> dict[str, str]:
+    """Return the environment of a child.
+
+    `worker` is the worker's own, `pass_env` further names or globs, `requested` the `env:` of the template, and
+    `given` what gpuflow sets; each later one wins, and nothing forbidden comes in from the first two.
+    """
+    allowed = {
+        name: value
+        for name, value in worker.items()
+        if _matches(name, (*ALLOWED, *pass_env)) and not _matches(name, FORBIDDEN)
+    }
+    asked = {name: str(value) for name, value in (requested or {}).items() if not _matches(name, FORBIDDEN)}
+    return {**allowed, **asked, **given}
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def given_variables(
+    *,
+    task_id: str,
+    attempt: int,
+    gpus: Sequence[str],
+    output_dir: Path,
+    checkpoint_dir: Path,
+    resume_from: str | None,
+    model: Mapping[str, Any] | None,
+    results_dir: Path,
+    python_path: str | None,
+) -> dict[str, str]:
+    """Return the variables that every executor may rely on (docs/reference/events.md)."""
+    source = (model or {}).get("source") or {}
+    variables = {
+        "TASK_ID": task_id,
+        "ATTEMPT": str(attempt),
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_VISIBLE_DEVICES": ",".join(gpus),
+        "GPU_DEVICE": ",".join(gpus),
+        "RESULTS_DIR": str(results_dir),
+        "OUTPUT_DIR": str(output_dir),
+        "CHECKPOINT_DIR": str(checkpoint_dir),
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if resume_from:
+        variables["RESUME_FROM"] = resume_from
+    if source.get("identifier"):
+        variables["MODEL_NAME"] = str(source["identifier"])
+        if source.get("type") == "local":
+            variables["MODEL_PATH"] = str(source["identifier"])
+    if python_path:
+        variables["PYTHONPATH"] = python_path
+    return variables

@@ -1,0 +1,35 @@
+"""The worker program of `celery -A gpuflow worker`: Celery's, with our options taken in before it is set up."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from celery.apps.worker import Worker as CeleryWorker
+from celery.utils.nodenames import gethostname
+
+from gpuflow.errors import GPUFlowError
+
+
+class Worker(CeleryWorker):  # type: ignore[misc]
+    """A Celery worker whose node name is made from its worker id, and that remembers what `-Q` said."""
+
+    #: What `-Q` named, or None: then everything that this machine can serve.
+    asked_queues: tuple[str, ...] | None = None
+    worker_id: str = ""
+
+    def __init__(self, app: Any = None, hostname: str | None = None, name: str | None = None, **kwargs: Any) -> None:
+        settings = (app or self.app).settings
+        self.worker_id = name or settings.worker_id or f"w-{uuid.uuid4().hex[:10]}"
+        if not all(char.isascii() and (char.isalnum() or char in "._-") for char in self.worker_id):
+            raise GPUFlowError(
+                f"--name {self.worker_id!r} cannot name a worker; use letters, digits, '.', '_' and '-'"
+            )
+        super().__init__(app=app, hostname=hostname or f"{self.worker_id}@{gethostname()}", **kwargs)
+
+    def setup_queues(self, include: Any, exclude: Any = None) -> None:
+        """Remember `-Q` before Celery turns it into queues."""
+        names = include.split(",") if isinstance(include, str) else include
+        if names:
+            self.asked_queues = tuple(name.strip() for name in names if name.strip())
+        super().setup_queues(include, exclude)

@@ -1,0 +1,176 @@
+"""The Celery pool of a gpuflow worker: threads, each of which supervises a child or runs a light task.
+
+Beyond Celery's threads pool: a task can be terminated, hard and soft time limits hold, the pool grows and shrinks,
+control tasks have threads of their own, and a message whose lease was returned is not run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import structlog
+from billiard.exceptions import SoftTimeLimitExceeded
+from celery.concurrency.base import apply_target
+from celery.concurrency.thread import ApplyResult, TaskPool
+from celery.worker import state
+
+from gpuflow.routing.families import CONTROL_QUEUE
+from gpuflow.worker.admission import CONTROL_SLOTS
+from gpuflow.worker.runtime import find
+
+log = structlog.get_logger("gpuflow.pool")
+
+
+def _raise_in_thread(ident: int, error: type[BaseException]) -> None:
+    """Raise `error` in another thread at its next bytecode (CPython)."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(error))
+
+
+class Job(ApplyResult):  # type: ignore[misc]
+    """One task on the pool: what Celery keeps, and ends by `terminate`."""
+
+    def __init__(self, task_id: str) -> None:
+        self.task_id = task_id
+        self.thread_ident: int | None = None
+        self.timers: list[threading.Timer] = []
+        self.done = False
+
+    def bind(self, future: Future[Any]) -> None:
+        """Attach the future once it is submitted."""
+        super().__init__(future)
+
+    def terminate(self, signum: int = signal.SIGTERM) -> None:
+        """End the task: its child if it has one (SIGKILL at once), else by an exception in its thread."""
+        runtime = find()
+        if runtime is not None and runtime.stop(self.task_id, "cancelled", at_once=signum == signal.SIGKILL):
+            return
+        if not self.done and self.thread_ident is not None:
+            _raise_in_thread(self.thread_ident, SystemExit)
+
+    def limit(self, seconds: float, action: Callable[[], None]) -> None:
+        """Run `action` after `seconds` unless the task has ended."""
+        timer = threading.Timer(seconds, action)
+        timer.daemon = True
+        timer.start()
+        self.timers.append(timer)
+
+    def close(self) -> None:
+        """Cancel the limits."""
+        self.done = True
+        for timer in self.timers:
+            timer.cancel()
+
+
+class SupervisorPool(TaskPool):  # type: ignore[misc]
+    """Threads that supervise."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._control = ThreadPoolExecutor(max_workers=CONTROL_SLOTS, thread_name_prefix="gpuflow-control")
+        self._jobs: dict[str, Job] = {}
+
+    def on_apply(
+        self,
+        target: Callable[..., Any],
+        args: tuple[Any, ...] | None = None,
+        kwargs: dict[str, Any] | None = None,
+        callback: Callable[..., Any] | None = None,
+        accept_callback: Callable[..., Any] | None = None,
+        timeout: float | None = None,
+        soft_timeout: float | None = None,
+        timeout_callback: Callable[..., Any] | None = None,
+        **_: Any,
+    ) -> Job:
+        """Run one task on a thread, within its limits."""
+        args = args or ()
+        request = args[2] if len(args) > 2 and isinstance(args[2], dict) else {}
+        tag = (request.get("properties") or {}).get("delivery_tag")
+        job = Job(str(args[1]) if len(args) > 1 else "")
+
+        def run() -> Any:
+            runtime = find()
+            if tag and runtime is not None and tag not in runtime.leases.held():
+                log.info("returned_message_not_run", task=job.task_id)
+                return None
+            if tag and runtime is not None:
+                runtime.leases.start(tag)
+            job.thread_ident = threading.get_ident()
+            if soft_timeout:
+                job.limit(soft_timeout, lambda: self._soft(job, soft_timeout, timeout_callback))
+            if timeout:
+                job.limit(timeout, lambda: self._hard(job, timeout, timeout_callback))
+            try:
+                return apply_target(target, args, kwargs or {}, callback, accept_callback)
+            finally:
+                job.close()
+                self._jobs.pop(job.task_id, None)
+
+        control = (request.get("delivery_info") or {}).get("routing_key") == CONTROL_QUEUE
+        self._jobs[job.task_id] = job
+        job.bind((self._control if control else self.executor).submit(run))
+        return job
+
+    def _soft(self, job: Job, seconds: float, timeout_callback: Callable[..., Any] | None) -> None:
+        if job.done:
+            return
+        if timeout_callback is not None:
+            timeout_callback(True, seconds)
+        runtime = find()
+        stopped = runtime is not None and runtime.stop(job.task_id, "soft_timeout")
+        if not stopped and job.thread_ident is not None:
+            _raise_in_thread(job.thread_ident, SoftTimeLimitExceeded)
+
+    def _hard(self, job: Job, seconds: float, timeout_callback: Callable[..., Any] | None) -> None:
+        if job.done:
+            return
+        runtime = find()
+        if runtime is not None and runtime.stop(job.task_id, "timeout", at_once=True):
+            return
+        if timeout_callback is not None:
+            timeout_callback(False, seconds)
+        if job.thread_ident is not None:
+            _raise_in_thread(job.thread_ident, SystemExit)
+
+    def terminate_job(self, pid: int, signal: int | None = None) -> None:
+        """Do nothing: `pid` is the worker itself; Celery then calls the job's own `terminate`."""
+
+    def on_stop(self) -> None:
+        """Wait for the tasks; on a cold stop their children are stopped and their messages go back."""
+        runtime = find()
+        if runtime is not None and state.should_terminate is not None and state.should_terminate is not False:
+            runtime.stop_all("shutdown")
+        self.executor.shutdown(cancel_futures=True)
+        self._control.shutdown(cancel_futures=True)
+        super().on_stop()
+
+    def on_terminate(self) -> None:
+        """Stop every child at once."""
+        runtime = find()
+        if runtime is not None:
+            runtime.stop_all("shutdown")
+        self.on_stop()
+
+    def grow(self, n: int = 1) -> None:
+        """Add threads."""
+        self._resize(self.limit + n)
+
+    def shrink(self, n: int = 1) -> None:
+        """Take threads away; those that are at work finish first."""
+        self._resize(max(1, self.limit - n))
+
+    def _resize(self, limit: int) -> None:
+        self.limit = limit
+        self.executor._max_workers = limit
+        runtime = find()
+        if runtime is not None:
+            runtime.admission.limits.threads = limit
+
+    def _get_info(self) -> dict[str, Any]:
+        info: dict[str, Any] = super()._get_info()
+        info.update({"processes": [], "timeouts": (self.options.get("soft_timeout"), self.options.get("timeout"))})
+        return info

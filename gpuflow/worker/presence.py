@@ -1,0 +1,112 @@
+"""Keeps a worker's entry in the registry fresh, on a thread of its own that no task can starve."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any
+
+import psutil
+import structlog
+from redis.exceptions import RedisError
+
+from gpuflow import __version__
+from gpuflow.fleet.hardware import live
+from gpuflow.fleet.registry import Fleet, WorkerEntry, WorkerState
+from gpuflow.worker.runtime import Runtime
+
+log = structlog.get_logger("gpuflow.presence")
+
+
+class PresenceThread(threading.Thread):
+    """Writes the entry at once, then every heartbeat interval, and whenever the state changes."""
+
+    def __init__(self, runtime: Runtime, node: str) -> None:
+        super().__init__(name="gpuflow-presence", daemon=True)
+        self.runtime = runtime
+        self.fleet = Fleet(runtime.app.redis, runtime.app.keys)
+        self.node = node
+        self.queues: tuple[str, ...] = ()
+        self._started_at = time.time()
+        self._stop_event = threading.Event()
+        self._written: tuple[Any, ...] | None = None
+
+    def run(self) -> None:
+        """Beat until stopped; a broker that is away is tried again at the next turn."""
+        settings = self.runtime.app.settings
+        next_beat = 0.0
+        while not self._stop_event.wait(0.25):
+            changed = self._summary() != self._written
+            if not changed and time.monotonic() < next_beat:
+                continue
+            try:
+                self.write()
+                next_beat = time.monotonic() + settings.heartbeat_interval_seconds
+            except RedisError as error:
+                log.warning("heartbeat_not_written", cause=str(error))
+                next_beat = time.monotonic() + 1
+
+    def write(self) -> None:
+        """Write the entry now. Raises redis errors."""
+        runtime = self.runtime
+        summary = self._summary()
+        entry = WorkerEntry(
+            id=runtime.worker_id,
+            state=self._state(),
+            hostname=runtime.hardware.hostname,
+            node=self.node,
+            pid=os.getpid(),
+            ephemeral=runtime.ephemeral,
+            capability=runtime.admission.capability.to_dict(),
+            queues=self.queues,
+            tasks=tuple(sorted(runtime.running)),
+            load=self._load(),
+            started_at=self._started_at,
+            heartbeat_at=time.time(),
+            version=__version__,
+        )
+        self.fleet.announce(entry, runtime.app.settings.heartbeat_timeout_seconds)
+        self._written = summary
+
+    def stop(self) -> None:
+        """Stop beating and say that the worker has gone."""
+        self._stop_event.set()
+        if self.is_alive():
+            self.join(timeout=2)
+        try:
+            self.fleet.leave(self.runtime.worker_id)
+        except RedisError as error:
+            log.warning("leave_not_written", cause=str(error))
+
+    def _state(self) -> WorkerState:
+        if self.runtime.admission.draining:
+            return WorkerState.DRAINING
+        return WorkerState.BUSY if self.runtime.admission.jobs() else WorkerState.IDLE
+
+    def _summary(self) -> tuple[Any, ...]:
+        return (self._state(), self.queues, tuple(sorted(self.runtime.running)))
+
+    def _load(self) -> dict[str, Any]:
+        hardware = self.runtime.hardware
+        memory = psutil.virtual_memory()
+        disk = psutil.disk_usage(str(_existing(self.runtime.app.settings.results_dir)))
+        load: dict[str, Any] = {
+            "cpuPercent": psutil.cpu_percent(),
+            "memoryAvailableMib": memory.available >> 20,
+            "diskFreeMib": disk.free >> 20,
+            "jobs": self.runtime.admission.jobs(),
+            "freeGpus": list(self.runtime.admission.free_gpus()),
+        }
+        if hardware.gpus:
+            load["gpus"] = {
+                uuid: {"freeMib": gpu.free_mib, "utilizationPercent": gpu.utilization_percent}
+                for uuid, gpu in live([gpu.uuid for gpu in hardware.gpus]).gpus.items()
+            }
+        return load
+
+
+def _existing(path: Any) -> Any:
+    while not path.exists():
+        path = path.parent
+    return path

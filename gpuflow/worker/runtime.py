@@ -1,0 +1,87 @@
+"""What one worker process is: its identity, capability, admission and running attempts. Built once at its start.
+
+The boot steps build it, the pool and the supervisor use it through `current()`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from gpuflow.broker.leases import LeaseTable
+from gpuflow.celery_app import GPUFlow
+from gpuflow.errors import GPUFlowError
+from gpuflow.fleet.hardware import Hardware
+from gpuflow.worker.admission import Admission
+from gpuflow.worker.attempt import Attempt, StopReason
+
+if TYPE_CHECKING:
+    from gpuflow.worker.presence import PresenceThread
+
+
+@dataclass(kw_only=True)
+class Runtime:
+    """The worker of this process."""
+
+    app: GPUFlow
+    worker_id: str
+    hardware: Hardware
+    labels: Mapping[str, str]
+    leases: LeaseTable
+    admission: Admission
+    ephemeral: bool = False
+    executors: tuple[str, ...] | None = None
+    running: dict[str, Attempt] = field(default_factory=dict)
+    presence: PresenceThread | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def begin(self, task_id: str, attempt: Attempt) -> None:
+        """Note a running attempt, so that it can be stopped by its task id."""
+        with self.lock:
+            self.running[task_id] = attempt
+
+    def end(self, task_id: str) -> None:
+        """Forget a running attempt."""
+        with self.lock:
+            self.running.pop(task_id, None)
+
+    def stop(self, task_id: str, reason: StopReason, *, at_once: bool = False) -> bool:
+        """Stop the attempt of a task; False if this worker runs none."""
+        with self.lock:
+            attempt = self.running.get(task_id)
+        if attempt is None:
+            return False
+        attempt.stop(reason, at_once=at_once)
+        return True
+
+    def stop_all(self, reason: StopReason, *, at_once: bool = False) -> None:
+        """Stop every running attempt."""
+        with self.lock:
+            attempts = list(self.running.values())
+        for attempt in attempts:
+            attempt.stop(reason, at_once=at_once)
+
+
+class _Holder:
+    runtime: Runtime | None = None
+
+
+def install(runtime: Runtime) -> None:
+    """Make `runtime` the worker of this process."""
+    _Holder.runtime = runtime
+
+
+def find() -> Runtime | None:
+    """Return the worker of this process, or None outside a worker."""
+    return _Holder.runtime
+
+
+def current() -> Runtime:
+    """Return the worker of this process. Raises GPUFlowError outside a gpuflow worker."""
+    if _Holder.runtime is None:
+        raise GPUFlowError(
+            "gpuflow tasks run in a gpuflow worker alone; start one with `celery -A gpuflow worker`"
+        )
+    return _Holder.runtime

@@ -1,0 +1,15 @@
+"""Celery task of the family echo: echo: returns what it is given, for tests and first steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gpuflow.celery_app import app
+from gpuflow.worker.supervisor import supervise
+
+
+@app.task(bind=True, name="gpuflow.echo")
+def echo(self: Any, spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Run one task of this family under supervision and return its committed result."""
+    return supervise(self, spec)
