@@ -7,11 +7,14 @@ too. Configuration is read when it is first needed, so that importing this modul
 
 from __future__ import annotations
 
+import base64
+import json
 from functools import cached_property
 from typing import Any
 
 import redis
 from celery import Celery
+from celery.app.task import Context
 from celery.bin.base import CeleryOption
 
 from gpuflow.broker.keys import Keys
@@ -21,7 +24,9 @@ from gpuflow.errors import BrokerUnavailable
 from gpuflow.ledger.backend import Attempts, LedgerBackend
 from gpuflow.ledger.eventlog import EventLog
 from gpuflow.ledger.ledger import Ledger
-from gpuflow.routing.families import SUPERVISED_TASKS
+from gpuflow.pipelines.engine import SETTLE_TASK, Engine
+from gpuflow.pipelines.store import PipelineStore
+from gpuflow.routing.families import CONTROL_QUEUE, SUPERVISED_TASKS
 from gpuflow.settings import Settings
 from gpuflow.submission import demand_header, submission_header
 
@@ -88,6 +93,47 @@ class GPUFlow(Celery):  # type: ignore[misc]
     def event_log(self) -> EventLog:
         """The event streams."""
         return EventLog(self.redis, self.keys)
+
+    @cached_property
+    def pipelines(self) -> PipelineStore:
+        """The pipeline records."""
+        return PipelineStore(
+            self.redis,
+            self.keys,
+            events_maxlen=self.settings.events_maxlen,
+            retention_seconds=int(self.settings.retention_days * 86_400),
+        )
+
+    @cached_property
+    def engine(self) -> Engine:
+        """What brings pipelines forward."""
+        return Engine(self, self.pipelines, self.ledger)
+
+    def cancel_task(self, task_id: str, reason: str = "cancelled by a user") -> str:
+        """Cancel a task: `cancelled`, `requested` or `final`. Raises UnknownTask.
+
+        One that waits ends at once, for Celery too (its chord is counted); one that runs is stopped by its worker,
+        which is told now and asks by itself every second.
+        """
+        verdict, _ = self.ledger.cancel(task_id, reason)
+        if verdict == "requested":
+            self.control.broadcast("gpuflow_cancel", arguments={"task_id": task_id})
+        elif verdict == "cancelled":
+            self.backend.mark_as_revoked(task_id, reason, request=self._request_of(task_id))
+        if verdict != "final":
+            pipeline = self.ledger.get(task_id).pipeline
+            if pipeline:
+                self.send_task(SETTLE_TASK, args=(pipeline,), queue=CONTROL_QUEUE, ignore_result=True)
+        return verdict
+
+    def _request_of(self, task_id: str) -> Any:
+        """Return the Celery request of a task's stored message, so that its chord can be counted."""
+        raw = self.redis.hget(self.keys.task(task_id), "message")
+        if not raw:
+            return None
+        message = json.loads(str(raw))
+        body = json.loads(base64.b64decode(message["body"]))
+        return Context(message["headers"], args=body[0], kwargs=body[1], **(body[2] or {}))
 
     def broker_address(self) -> str:
         """Return REDIS_URL, or the address of this user's running embedded server. Raises BrokerUnavailable."""
@@ -170,13 +216,45 @@ class GPUFlow(Celery):  # type: ignore[misc]
 def worker_options() -> list[CeleryOption]:
     """Return the options that `celery -A gpuflow worker` has beyond Celery's own."""
     return [
-        CeleryOption(("--label",), multiple=True, metavar="K=V", help="A label of this worker (repeatable).", help_group="gpuflow"),
+        CeleryOption(
+            ("--label",),
+            multiple=True,
+            metavar="K=V",
+            help="A label of this worker (repeatable).",
+            help_group="gpuflow",
+        ),
         CeleryOption(("--ephemeral",), is_flag=True, help="Run one job, then exit.", help_group="gpuflow"),
-        CeleryOption(("--name",), metavar="ID", help="Worker id; Celery's node name is made from it.", help_group="gpuflow"),
-        CeleryOption(("--gpus",), metavar="LIST", help="Serve with these GPUs only: indices or UUIDs, by commas.", help_group="gpuflow"),
-        CeleryOption(("--executors",), metavar="LIST", help="Serve these task types only, by commas.", help_group="gpuflow"),
-        CeleryOption(("--worker-token-file",), metavar="FILE", help="File that holds the worker's token.", help_group="gpuflow"),
-        CeleryOption(("--max-jobs",), type=int, metavar="N", help="Most child processes at once (default: what fits).", help_group="gpuflow"),
+        CeleryOption(
+            ("--name",),
+            metavar="ID",
+            help="Worker id; Celery's node name is made from it.",
+            help_group="gpuflow",
+        ),
+        CeleryOption(
+            ("--gpus",),
+            metavar="LIST",
+            help="Serve with these GPUs only: indices or UUIDs, by commas.",
+            help_group="gpuflow",
+        ),
+        CeleryOption(
+            ("--executors",),
+            metavar="LIST",
+            help="Serve these task types only, by commas.",
+            help_group="gpuflow",
+        ),
+        CeleryOption(
+            ("--worker-token-file",),
+            metavar="FILE",
+            help="File that holds the worker's token.",
+            help_group="gpuflow",
+        ),
+        CeleryOption(
+            ("--max-jobs",),
+            type=int,
+            metavar="N",
+            help="Most child processes at once (default: what fits).",
+            help_group="gpuflow",
+        ),
     ]
 
 

@@ -33,7 +33,12 @@ def pack(folder: Path, archive: Path) -> None:
             for path in sorted(folder.rglob("*")):
                 if path.is_dir() and not path.is_symlink():
                     continue
-                tar.add(path, arcname=f"{folder.name}/{path.relative_to(folder)}", recursive=False, filter=_anonymous)
+                tar.add(
+                    path,
+                    arcname=f"{folder.name}/{path.relative_to(folder)}",
+                    recursive=False,
+                    filter=_anonymous,
+                )
         fresh.replace(archive)
     finally:
         fresh.unlink(missing_ok=True)
@@ -70,5 +75,7 @@ def _extract(tar: tarfile.TarFile, folder: Path) -> None:
         count += 1
         unpacked += member.size
         if count > MAX_MEMBERS or unpacked > MAX_UNPACKED_BYTES:
-            raise ArtifactError(f"the archive holds more than {MAX_MEMBERS} files or {MAX_UNPACKED_BYTES} bytes")
+            raise ArtifactError(
+                f"the archive holds more than {MAX_MEMBERS} files or {MAX_UNPACKED_BYTES} bytes"
+            )
         tar.extract(member, folder, filter="data")

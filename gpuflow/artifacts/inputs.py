@@ -70,10 +70,14 @@ def _folder(address: str, cache_dir: Path) -> Path:
             _download(address, fetched)
             return _unpacked(fetched, cache_dir)
     if parts.scheme not in ("", "file"):
-        raise ArtifactError(f"{address!r}: the scheme {parts.scheme!r} is not known; use a path, file:, http: or https:")
+        raise ArtifactError(
+            f"{address!r}: the scheme {parts.scheme!r} is not known; use a path, file:, http: or https:"
+        )
     path = Path(unquote(parts.path)) if parts.scheme == "file" else Path(address)
     if not path.exists():
-        raise ArtifactError(f"{path} is not on this machine; share RESULTS_DIR between the workers, or give a URL")
+        raise ArtifactError(
+            f"{path} is not on this machine; share RESULTS_DIR between the workers, or give a URL"
+        )
     return path if path.is_dir() else _unpacked(path, cache_dir)
 
 

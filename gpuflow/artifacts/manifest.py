@@ -70,14 +70,21 @@ def _check_json(path: Path) -> None:
     try:
         json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ArtifactError(f"{path.name} is not JSON: {error}; the executor must write one JSON document") from error
+        raise ArtifactError(
+            f"{path.name} is not JSON: {error}; the executor must write one JSON document"
+        ) from error
 
 
 def _entries(folder: Path, wanted: Iterable[str]) -> Iterable[dict[str, Any]]:
     found = set()
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
-        if path.is_dir() or path.is_symlink() or name.startswith(".") or path.parts[len(folder.parts)] in _WORKING_FOLDERS:
+        if (
+            path.is_dir()
+            or path.is_symlink()
+            or name.startswith(".")
+            or path.parts[len(folder.parts)] in _WORKING_FOLDERS
+        ):
             continue
         found.add(name)
         with path.open("rb") as stream:

@@ -43,7 +43,9 @@ class Attempts:
             return self._numbers.get(task_id)
 
 
-def error_record(error: BaseException, *, error_type: str | None = None, retryable: bool = False) -> dict[str, Any]:
+def error_record(
+    error: BaseException, *, error_type: str | None = None, retryable: bool = False
+) -> dict[str, Any]:
     """Return the record of an error: `type`, `message`, `retryable`, and what a TaskFailed brings with it."""
     details = getattr(error, "details", None)
     if details:
@@ -88,7 +90,12 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
         )
 
     def mark_as_revoked(
-        self, task_id: str, reason: str = "", request: Any = None, store_result: bool = True, state: str = "REVOKED"
+        self,
+        task_id: str,
+        reason: str = "",
+        request: Any = None,
+        store_result: bool = True,
+        state: str = "REVOKED",
     ) -> Any:
         """Commit the cancellation to the record first, as `mark_as_failure` does."""
         if self._refused(task_id, request, TaskState.CANCELLED, RuntimeError(reason or "revoked")):
@@ -113,4 +120,6 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
 
     @staticmethod
     def _state_for(exc: BaseException, default: TaskState) -> TaskState:
-        return {"TaskCancelled": TaskState.CANCELLED, "TaskDead": TaskState.DEAD}.get(type(exc).__name__, default)
+        return {"TaskCancelled": TaskState.CANCELLED, "TaskDead": TaskState.DEAD}.get(
+            type(exc).__name__, default
+        )

@@ -58,7 +58,9 @@ class EventLog:
             found += [self._event(names[key], entry_id, fields) for entry_id, fields in batch]
         return sorted(found, key=lambda event: tuple(int(part) for part in event.id.split("-")))
 
-    def follow(self, source: str, after: str = "0", timeout_seconds: float | None = None) -> Iterator[LoggedEvent]:
+    def follow(
+        self, source: str, after: str = "0", timeout_seconds: float | None = None
+    ) -> Iterator[LoggedEvent]:
         """Yield events as they come, until the caller stops or `timeout_seconds` pass without one."""
         position, quiet_since = after, time.monotonic()
         while True:
@@ -74,7 +76,10 @@ class EventLog:
     def append(self, source: str, data: Mapping[str, Any], maxlen: int) -> None:
         """Add one event (a mapping with the key `event`)."""
         self.client.xadd(
-            self.keys.events(source), {"event": json.dumps(data, ensure_ascii=False)}, maxlen=maxlen, approximate=True
+            self.keys.events(source),
+            {"event": json.dumps(data, ensure_ascii=False)},
+            maxlen=maxlen,
+            approximate=True,
         )
 
     def _event(self, source: str, entry_id: str, fields: Mapping[str, str]) -> LoggedEvent:

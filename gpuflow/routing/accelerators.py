@@ -20,7 +20,7 @@ from typing import Final
 
 from gpuflow.errors import GPUFlowError, InvalidTemplate
 from gpuflow.routing.names import normalise_name
-from gpuflow.routing.requirement import RESERVED_NAMES, Requirement
+from gpuflow.routing.requirement import Requirement, is_gpu_name
 from gpuflow.routing.units import gpu_memory_gb
 
 _COUNT: Final = re.compile(r"([0-9]{1,9})(?:\.\.([0-9]{1,9}))?")
@@ -103,8 +103,7 @@ def _parse(spec: str) -> Requirement:
                 "(alternatives are a list)"
             )
         if token.kind == "name":
-            names = tuple(filter(None, (normalise_name(part) for part in token.text.split("|"))))
-            _check_names(spec, token, names)
+            names = _names(spec, token)
         elif token.kind == "memory":
             memory = _memory(token.text) or memory
         else:
@@ -126,10 +125,14 @@ def _parse(spec: str) -> Requirement:
         raise InvalidTemplate(f"accelerators {spec!r}: {error}") from error
 
 
-def _check_names(spec: str, token: _Token, names: tuple[str, ...]) -> None:
-    for name in names:
-        if RESERVED_NAMES.fullmatch(name):
+def _names(spec: str, token: _Token) -> tuple[str, ...]:
+    """Return the normalised names of a name token; none when one of them means any GPU."""
+    parts = token.text.split("|")
+    names = tuple(normalise_name(part) for part in parts)
+    for part, name in zip(parts, names, strict=True):
+        if not part.strip() or (name and not is_gpu_name(name)):
             raise InvalidTemplate(f"accelerators {spec!r}: {token} is not the name of a GPU")
+    return () if "" in names else names
 
 
 def _tokens(spec: str) -> Iterator[_Token]:

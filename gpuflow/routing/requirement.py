@@ -7,6 +7,7 @@ queue each.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -22,7 +23,13 @@ REQUIREMENT_SCHEMA: Final = 1
 MAX_GPU_COUNT: Final = 1024
 
 #: Words that a queue name uses for itself (see `gpuflow.routing.queues`), so no GPU may be called so.
-RESERVED_NAMES: Final = re.compile(r"x\d+(?:to\d+)?|max\d+[gm]|ram\d+[gm]|cpu|gpu|h[0-9a-f]{16}")
+_RESERVED_NAMES: Final = re.compile(r"x\d+(?:to\d+)?|max\d+[gm]|ram\d+[gm]|cpu|gpu|h[0-9a-f]{16}")
+_GPU_NAME: Final = re.compile(r"[a-z*?][a-z0-9*?]*")
+
+
+def is_gpu_name(name: str) -> bool:
+    """Whether a normalised name or glob can be that of a GPU."""
+    return _GPU_NAME.fullmatch(name) is not None and _RESERVED_NAMES.fullmatch(name) is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +88,7 @@ class Requirement:
             if value is not None and not 0 < value < 2**40:
                 raise GPUFlowError(f"{value:g} is not a sensible amount of memory or CPUs")
         for name in self.gpu_names:
-            if RESERVED_NAMES.fullmatch(name):
+            if not is_gpu_name(name):
                 raise GPUFlowError(f"{name!r} is not the name of a GPU; write a name such as A100 or RTX4090")
         keys = [key for key, _ in self.labels]
         if len(set(keys)) != len(keys) or "" in keys:
@@ -119,5 +126,9 @@ class Requirement:
 
 
 def _rounded(value: float | None, steps: int) -> float | None:
-    """Round to 1/steps (a MiB of a GB, a thousandth of a CPU), so that equal asks are equal values."""
-    return None if value is None else round(value * steps) / steps
+    """Round to 1/steps, at least one (a MiB of a GB, a thousandth of a CPU): equal asks are equal values."""
+    if value is None or value <= 0:
+        return value
+    if not math.isfinite(value):
+        raise GPUFlowError(f"{value:g} is not a sensible amount of memory or CPUs")
+    return max(1, round(value * steps)) / steps

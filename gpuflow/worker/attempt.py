@@ -112,7 +112,9 @@ class Attempt:
                 cwd=Path(self.request.output_dir),
             )
         except OSError as error:
-            return Outcome(completed=False, error=_error("CannotStart", f"the child cannot start: {error}", True))
+            return Outcome(
+                completed=False, error=_error("CannotStart", f"the child cannot start: {error}", True)
+            )
         with self._lock:
             self._child = child
             if self._stop is not None:
@@ -128,7 +130,9 @@ class Attempt:
         for kind, line in child.read(FLUSH_SECONDS):
             if kind == "log":
                 write_log(line + b"\n")
-                self._note(Event(name="log", data={"message": line.decode("utf-8", "replace"), "stream": "stderr"}))
+                self._note(
+                    Event(name="log", data={"message": line.decode("utf-8", "replace"), "stream": "stderr"})
+                )
             elif kind == "event":
                 self._handle(parse_line(line))
             now = time.monotonic()
@@ -139,7 +143,11 @@ class Attempt:
                 flushed = asked = now
 
     def _enforce(self, child: Child, now: float, started: float) -> None:
-        if self._stop is None and self._deadline_seconds is not None and now - started > self._deadline_seconds:
+        if (
+            self._stop is None
+            and self._deadline_seconds is not None
+            and now - started > self._deadline_seconds
+        ):
             self.stop("timeout")
         with self._lock:
             overdue = self._kill_at is not None and now >= self._kill_at
@@ -189,7 +197,11 @@ class Attempt:
         artifacts = tuple(dict.fromkeys(self._artifacts))
         finish = self._finish or {}
         status = finish.get("status")
-        if status == "completed" and end.exit_code == 0 and self._stop in (None, "cancelled", "soft_timeout", "timeout"):
+        if (
+            status == "completed"
+            and end.exit_code == 0
+            and self._stop in (None, "cancelled", "soft_timeout", "timeout")
+        ):
             return Outcome(completed=True, result=self._result, artifacts=artifacts)
         if self._stop is not None:
             error = _stopped(self._stop, seconds, self._deadline_seconds)
@@ -219,7 +231,9 @@ def _failed(finish: Mapping[str, Any], end: ChildEnd) -> dict[str, Any]:
         return _error("Contradiction", f"the child said completed, but ended with {_ending(end)}", False)
     if isinstance(given, Mapping):
         return _error(
-            str(given.get("type", "Failed")), str(given.get("message", "")), bool(given.get("retryable", False))
+            str(given.get("type", "Failed")),
+            str(given.get("message", "")),
+            bool(given.get("retryable", False)),
         )
     if status in ("failed", "cancelled"):
         return _error("Failed", f"the child said {status} and gave no error", False)

@@ -14,13 +14,14 @@ from typing import Any
 import structlog
 from celery import bootsteps
 from celery.signals import task_postrun
+from celery.worker.control import control_command
 from redis.exceptions import RedisError
 
 from gpuflow.broker import leases
 from gpuflow.errors import GPUFlowError, InvalidSettings
 from gpuflow.fleet.hardware import probe
 from gpuflow.fleet.registry import Fleet
-from gpuflow.routing.capability import capability_of
+from gpuflow.routing.capability import Capability
 from gpuflow.routing.families import CONTROL_QUEUE
 from gpuflow.routing.fit import match
 from gpuflow.routing.queues import family_matches, is_demand_queue
@@ -73,14 +74,16 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
         for problem in hardware.problems:
             log.warning("hardware_problem", problem=problem)
         labels = parse_labels(label, app.settings.worker_tags)
-        capability = capability_of(hardware, labels)
+        capability = Capability.of(hardware, labels)
         limits = Limits(
             threads=worker.concurrency,
             max_jobs=max_jobs,
             cpu_jobs=max(1, hardware.cpu_count // CPUS_PER_JOB),
             one_job_only=ephemeral,
         )
-        table = leases.LeaseTable(app.keys, app.settings.lease_seconds, owner=f"{worker.worker_id}:{leases.new_token()}")
+        table = leases.LeaseTable(
+            app.keys, app.settings.lease_seconds, owner=f"{worker.worker_id}:{leases.new_token()}"
+        )
         table.gate = admission = Admission(capability, limits)
         leases.install(table)
         install(
@@ -117,13 +120,21 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
                 "worker": runtime.worker_id,
                 "labels": dict(runtime.labels),
                 "gpus": [
-                    {"uuid": gpu.uuid, "name": gpu.name, "totalMib": gpu.total_mib} for gpu in runtime.hardware.gpus
+                    {"uuid": gpu.uuid, "name": gpu.name, "totalMib": gpu.total_mib}
+                    for gpu in runtime.hardware.gpus
                 ],
                 "freeGpus": list(runtime.admission.free_gpus()),
                 "leases": len(runtime.leases.held()),
                 "running": sorted(runtime.running),
             }
         }
+
+
+@control_command(args=[("task_id", str)])  # type: ignore[untyped-decorator]
+def gpuflow_cancel(state: Any, task_id: str) -> dict[str, Any]:
+    """Stop the attempt of a task that runs here."""
+    runtime = find()
+    return {"ok": bool(runtime and runtime.stop(task_id, "cancelled"))}
 
 
 def _forget_attempt(task_id: str | None = None, **_: Any) -> None:
@@ -186,7 +197,10 @@ class Subscriptions(bootsteps.StartStopStep):  # type: ignore[misc]
         self._subscribe(consumer, fleet, now=True)
         self._stop_event = threading.Event()
         self._thread = threading.Thread(
-            target=self._watch, args=(consumer, fleet, version, self._stop_event), name="gpuflow-queues", daemon=True
+            target=self._watch,
+            args=(consumer, fleet, version, self._stop_event),
+            name="gpuflow-queues",
+            daemon=True,
         )
         self._thread.start()
 

@@ -76,7 +76,17 @@ class Child:
         self._lock = threading.Lock()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", _SHIM, str(control_read), str(status_write), str(env_read), "--", *argv],
+                [
+                    sys.executable,
+                    "-I",
+                    "-S",
+                    _SHIM,
+                    str(control_read),
+                    str(status_write),
+                    str(env_read),
+                    "--",
+                    *argv,
+                ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

@@ -18,7 +18,9 @@ class Worker(CeleryWorker):  # type: ignore[misc]
     asked_queues: tuple[str, ...] | None = None
     worker_id: str = ""
 
-    def __init__(self, app: Any = None, hostname: str | None = None, name: str | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, app: Any = None, hostname: str | None = None, name: str | None = None, **kwargs: Any
+    ) -> None:
         settings = (app or self.app).settings
         self.worker_id = name or settings.worker_id or f"w-{uuid.uuid4().hex[:10]}"
         if not all(char.isascii() and (char.isalnum() or char in "._-") for char in self.worker_id):

@@ -172,5 +172,7 @@ class SupervisorPool(TaskPool):  # type: ignore[misc]
 
     def _get_info(self) -> dict[str, Any]:
         info: dict[str, Any] = super()._get_info()
-        info.update({"processes": [], "timeouts": (self.options.get("soft_timeout"), self.options.get("timeout"))})
+        info.update(
+            {"processes": [], "timeouts": (self.options.get("soft_timeout"), self.options.get("timeout"))}
+        )
         return info

@@ -16,8 +16,8 @@ from typing import Any
 import structlog
 from celery.exceptions import Ignore, Reject
 
-from gpuflow.artifacts.manifest import seal_results
 from gpuflow.artifacts.inputs import localize
+from gpuflow.artifacts.manifest import seal_results
 from gpuflow.errors import GPUFlowError, TaskCancelled, TaskDead, TaskFailed
 from gpuflow.ledger.records import new_record_fields
 from gpuflow.ledger.states import TaskState
@@ -48,7 +48,10 @@ def supervise(task: Any, spec: Mapping[str, Any]) -> dict[str, Any]:
         tag=tag,
         lowest_attempt=folder.next_attempt(),
         new_fields=new_record_fields(
-            name=str(spec.get("taskType", "")), task_type=str(spec.get("taskType", "")), spec=spec, requirement=None
+            name=str(spec.get("taskType", "")),
+            task_type=str(spec.get("taskType", "")),
+            spec=spec,
+            requirement=None,
         ),
     )
     if verdict.verdict in ("live", "lost"):

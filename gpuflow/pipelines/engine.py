@@ -1,0 +1,186 @@
+"""Brings a pipeline to where its records say it can be: collects, fails, dispatches, ends. Idempotent.
+
+`settle` is called by the join of every stage, by the error callback of every task, at submit and at resume, and by the
+reconciler. It may run twice at once: every move of a stage is a compare-and-set, and the ids of tasks, groups and
+joins are made from pipeline, stage and epoch, so that what is sent twice is written once.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+import structlog
+from celery import chord
+
+from gpuflow.errors import GPUFlowError
+from gpuflow.ledger.ledger import Ledger
+from gpuflow.ledger.records import TaskRecord
+from gpuflow.ledger.states import TaskState
+from gpuflow.pipelines.collect import stage_result
+from gpuflow.pipelines.plan import plan
+from gpuflow.pipelines.records import PipelineRecord, PipelineState, StageRecord, StageState
+from gpuflow.pipelines.resolve import task_specs
+from gpuflow.pipelines.store import PipelineStore
+from gpuflow.routing.families import CONTROL_QUEUE, TASK_OF_TYPE
+from gpuflow.spec import Template
+
+log = structlog.get_logger("gpuflow.pipelines")
+
+SETTLE_TASK: Final = "gpuflow.pipelines.settle"
+JOIN_TASK: Final = "gpuflow.pipelines.join"
+_IDS: Final = uuid.UUID("1f0a7a34-93f2-5f0b-9f3b-6f7f0d7f2a55")
+#: Rounds of one settle; a pipeline that still moves after that is settled again by its next trigger.
+_MAX_ROUNDS: Final = 1000
+
+
+def stage_task_id(pipeline_id: str, stage: str, epoch: int, part: int | str) -> str:
+    """Return the id of a task (part = its number), of the group or of the join of one round of a stage."""
+    return str(uuid.uuid5(_IDS, f"{pipeline_id}/{stage}/{epoch}/{part}"))
+
+
+class Engine:
+    """Settles pipelines with the app's ledger and broker."""
+
+    def __init__(self, app: Any, store: PipelineStore, ledger: Ledger) -> None:
+        self.app = app
+        self.store = store
+        self.ledger = ledger
+
+    def settle(self, pipeline_id: str) -> PipelineState | None:
+        """Do all that can be done for a pipeline now; return its state, None if there is no such pipeline."""
+        for _ in range(_MAX_ROUNDS):
+            record = self.store.find(pipeline_id)
+            if record is None:
+                return None
+            if record.state.final:
+                self._stop_leftovers(record)
+                return record.state
+            if not self._round(record):
+                return record.state
+        return PipelineState.RUNNING
+
+    def _round(self, record: PipelineRecord) -> bool:
+        """Do one round; True if something moved."""
+        template = Template.from_dict(record.template)
+        stages = {stage.name: record.stage(stage.name) for stage in template.stages}
+        moved = False
+        for name, stage in stages.items():
+            if stage.state is StageState.DISPATCHED:
+                collected = self._collect(record, stage)
+                if collected is not None:
+                    moved |= self.store.move_stage(record.id, stage, collected)
+                    stages[name] = collected
+        decisions = plan(template.stages, stages)
+        for name, error in decisions.fail.items():
+            failed = replace(stages[name], state=StageState.FAILED, error=error, finished_at=time.time())
+            moved |= self.store.move_stage(record.id, stages[name], failed)
+        if decisions.end is not None:
+            names = [stage.name for stage in template.stages]
+            self.store.end(record.id, decisions.end, names, decisions.error)
+            log.info("pipeline_ended", pipeline=record.id, state=str(decisions.end))
+            return True
+        for spec_stage in template.stages:
+            if spec_stage.name in decisions.dispatch:
+                moved |= self._dispatch(record, spec_stage, stages[spec_stage.name])
+        return moved
+
+    def _collect(self, record: PipelineRecord, stage: StageRecord) -> StageRecord | None:
+        """Return the stage as ended if its tasks say so; send again what was never sent."""
+        tasks = self.ledger.find_many(stage.tasks)
+        if any(task is None for task in tasks):
+            self._send(record, stage)
+            return None
+        found = [task for task in tasks if task is not None]
+        bad = next(
+            (task for task in found if task.state.final and task.state is not TaskState.SUCCEEDED), None
+        )
+        if bad is not None:
+            for task in found:
+                if not task.state.final:
+                    self.app.cancel_task(task.id, f"stage {stage.name!r} failed")
+            return replace(stage, state=StageState.FAILED, error=_task_error(bad), finished_at=time.time())
+        if all(task.state is TaskState.SUCCEEDED for task in found):
+            return replace(stage, state=StageState.SUCCEEDED, finished_at=time.time())
+        return None
+
+    def _dispatch(self, record: PipelineRecord, spec_stage: Any, stage: StageRecord) -> bool:
+        try:
+            count = len(task_specs(spec_stage, self._result_of(record)))
+        except GPUFlowError as error:
+            failure = {"type": type(error).__name__, "message": str(error), "retryable": False}
+            failed = replace(stage, state=StageState.FAILED, error=failure, finished_at=time.time())
+            return self.store.move_stage(record.id, stage, failed)
+        ids = tuple(stage_task_id(record.id, stage.name, stage.epoch, part) for part in range(count))
+        sent = replace(stage, state=StageState.DISPATCHED, tasks=ids, started_at=time.time())
+        if not self.store.move_stage(record.id, stage, sent):
+            return False
+        log.info("stage_dispatched", pipeline=record.id, stage=stage.name, tasks=count)
+        self._send(record, sent)
+        return True
+
+    def _send(self, record: PipelineRecord, stage: StageRecord) -> None:
+        """Publish the chord of a dispatched stage: header = its tasks, body = its join."""
+        template = Template.from_dict(record.template)
+        spec_stage = next(item for item in template.stages if item.name == stage.name)
+        specs = task_specs(spec_stage, self._result_of(record))
+        nudge = self.app.signature(
+            SETTLE_TASK, args=(record.id,), immutable=True, options={"queue": CONTROL_QUEUE}
+        )
+        header = [
+            self.app.signature(
+                TASK_OF_TYPE[spec["taskType"]],
+                kwargs={"spec": spec},
+                options={
+                    "task_id": task_id,
+                    "title": f"{record.name}/{stage.name}",
+                    "owner": record.owner,
+                    "pipeline": record.id,
+                    "stage": stage.name,
+                    "link_error": [nudge],
+                },
+            )
+            for task_id, spec in zip(stage.tasks, specs, strict=True)
+        ]
+        body = self.app.signature(
+            JOIN_TASK,
+            args=(record.id, stage.name, stage.epoch),
+            immutable=True,
+            options={
+                "queue": CONTROL_QUEUE,
+                "task_id": stage_task_id(record.id, stage.name, stage.epoch, "join"),
+                "link_error": [nudge],
+            },
+        )
+        group_id = stage_task_id(record.id, stage.name, stage.epoch, "group")
+        chord(header, app=self.app).apply_async(body=body, group_id=group_id)
+
+    def _result_of(self, record: PipelineRecord) -> Any:
+        cache: dict[str, Mapping[str, Any]] = {}
+
+        def result_of(name: str) -> Mapping[str, Any]:
+            if name not in cache:
+                tasks = self.ledger.find_many(record.stage(name).tasks)
+                cache[name] = stage_result([task.result or {} for task in tasks if task is not None])
+            return cache[name]
+
+        return result_of
+
+    def _stop_leftovers(self, record: PipelineRecord) -> None:
+        """Cancel what still waits or runs for a pipeline that has been cancelled."""
+        if record.state is not PipelineState.CANCELLED:
+            return
+        ids = [task_id for stage in record.stages.values() for task_id in stage.tasks]
+        for task in self.ledger.find_many(ids):
+            if task is not None and not task.state.final:
+                self.app.cancel_task(task.id, "its pipeline was cancelled")
+
+
+def _task_error(task: TaskRecord) -> dict[str, Any]:
+    error = dict(task.error or {})
+    error.setdefault("type", str(task.state))
+    error.setdefault("message", f"the task ended {task.state}")
+    return {**error, "task": task.id, "retryable": False}

@@ -1,0 +1,21 @@
+-- Begin a new round of a failed or cancelled pipeline: what has not succeeded is pending again, under a new epoch.
+--
+-- KEYS[1] pipeline record  KEYS[2] stages hash  KEYS[3] events of the pipeline
+-- ARGV[1] cap of the event stream
+--
+-- Returns {verdict, epoch}: 'resumed', 'running' (it has not ended), 'succeeded' (nothing is left), 'unknown'.
+local state = redis.call('HGET', KEYS[1], 'state')
+if not state then return {'unknown', 0} end
+local epoch = tonumber(redis.call('HGET', KEYS[1], 'epoch'))
+if state == 'RUNNING' then return {'running', epoch} end
+if state == 'SUCCEEDED' then return {'succeeded', epoch} end
+epoch = epoch + 1
+redis.call('HSET', KEYS[1], 'state', 'RUNNING', 'epoch', epoch)
+redis.call('HDEL', KEYS[1], 'finished_at', 'error')
+for i = 1, 3 do redis.call('PERSIST', KEYS[i]) end
+local stages = redis.call('HGETALL', KEYS[2])
+for i = 1, #stages, 2 do
+  if cjson.decode(stages[i + 1])['state'] ~= 'SUCCEEDED' then redis.call('HDEL', KEYS[2], stages[i]) end
+end
+redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[1], '*', 'event', cjson.encode({event = 'state', state = 'RUNNING', epoch = epoch}))
+return {'resumed', epoch}

@@ -1,0 +1,97 @@
+"""Reads pipeline records and runs the Lua steps on them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import redis
+
+from gpuflow.broker.keys import Keys
+from gpuflow.broker.scripts import load_script
+from gpuflow.errors import UnknownTask
+from gpuflow.pipelines.records import PipelineRecord, PipelineState, StageRecord
+
+
+class PipelineStore:
+    """The pipelines of one fleet; `client` must decode responses."""
+
+    def __init__(
+        self, client: redis.Redis, keys: Keys, *, events_maxlen: int, retention_seconds: int
+    ) -> None:
+        self.client: Any = client
+        self.keys = keys
+        self.events_maxlen = events_maxlen
+        self.retention_seconds = retention_seconds
+
+    def find(self, pipeline_id: str) -> PipelineRecord | None:
+        """Return a pipeline with its stages, or None."""
+        pipe = self.client.pipeline()
+        pipe.hgetall(self.keys.pipeline(pipeline_id))
+        pipe.hgetall(self.keys.stages(pipeline_id))
+        raw, stages = pipe.execute()
+        return PipelineRecord.from_hashes(raw, stages) if raw.get("state") else None
+
+    def get(self, pipeline_id: str) -> PipelineRecord:
+        """Return a pipeline. Raises UnknownTask."""
+        record = self.find(pipeline_id)
+        if record is None:
+            raise UnknownTask(f"no pipeline {pipeline_id!r}; `gpuflow status` lists those of this fleet")
+        return record
+
+    def recent(self, limit: int = 50) -> list[PipelineRecord]:
+        """Return the newest pipelines, newest first."""
+        ids = self.client.zrevrange(self.keys.pipelines, 0, limit - 1)
+        return [record for pipeline_id in ids if (record := self.find(pipeline_id)) is not None]
+
+    def move_stage(self, pipeline_id: str, seen: StageRecord, moved: StageRecord) -> bool:
+        """Replace the record of a stage if it is still as `seen`; False if somebody else moved it."""
+        return bool(
+            load_script("gpuflow.pipelines", "stage_move")(
+                self.client,
+                [
+                    self.keys.stages(pipeline_id),
+                    self.keys.pipeline(pipeline_id),
+                    self.keys.events(pipeline_id),
+                ],
+                [seen.name, str(seen.state), str(seen.epoch), moved.to_json(), self.events_maxlen],
+            )
+        )
+
+    def end(
+        self,
+        pipeline_id: str,
+        state: PipelineState,
+        stage_names: Iterable[str],
+        error: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """End a running pipeline; False if it had ended before."""
+        return bool(
+            load_script("gpuflow.pipelines", "pipeline_end")(
+                self.client,
+                [
+                    self.keys.pipeline(pipeline_id),
+                    self.keys.stages(pipeline_id),
+                    self.keys.events(pipeline_id),
+                ],
+                [
+                    str(state),
+                    json.dumps(error) if error else "",
+                    self.events_maxlen,
+                    self.retention_seconds,
+                    *stage_names,
+                ],
+            )
+        )
+
+    def resume(self, pipeline_id: str) -> str:
+        """Begin a new round: `resumed`, `running` or `succeeded`. Raises UnknownTask."""
+        verdict, _ = load_script("gpuflow.pipelines", "pipeline_resume")(
+            self.client,
+            [self.keys.pipeline(pipeline_id), self.keys.stages(pipeline_id), self.keys.events(pipeline_id)],
+            [self.events_maxlen],
+        )
+        if verdict == "unknown":
+            raise UnknownTask(f"no pipeline {pipeline_id!r}; `gpuflow status` lists those of this fleet")
+        return str(verdict)

@@ -1,0 +1,129 @@
+"""Mistakes and warnings of a template: collecting them, and the one report that lists them all.
+
+Every file of `gpuflow.spec` may use it. It knows paths and lines, nothing of what a template means.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from gpuflow.errors import InvalidTemplate
+
+#: Where a value stands in a template: keys and list positions from the top.
+Path = tuple[str | int, ...]
+
+#: Most lines of one report; `InvalidTemplate.mistakes` holds all of them.
+MAX_REPORT_LINES: Final = 100
+#: Longest piece of a user's value that a report shows, in characters.
+_MAX_SHOWN: Final = 60
+_SECRET: Final = re.compile(r"token|secret|password|passwd|api_?key|authorization|headers|credential", re.I)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mistake:
+    """One thing that is wrong (or, as a warning, not used): where, in which line (from 1), and cause and mend."""
+
+    path: str
+    message: str
+    line: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON-able data."""
+        return {"path": self.path, "line": self.line, "message": self.message}
+
+
+@dataclass(kw_only=True)
+class Findings:
+    """Collects mistakes and warnings. `locate` maps a path to where the user wrote it, `line_of` to its line."""
+
+    locate: Callable[[Path], Path] = lambda path: path
+    line_of: Callable[[Path], int | None] = lambda path: None
+    mistakes: list[Mistake] = field(default_factory=list)
+    warnings: list[Mistake] = field(default_factory=list)
+
+    def add(self, path: Path, message: str) -> None:
+        """Note a mistake, once."""
+        self._note(self.mistakes, path, message)
+
+    def warn(self, path: Path, message: str) -> None:
+        """Note a warning, once."""
+        self._note(self.warnings, path, message)
+
+    def within(self, locate: Callable[[Path], Path]) -> Findings:
+        """Return a view that writes into the same lists, with paths mapped by `locate`."""
+        return Findings(locate=locate, line_of=self.line_of, mistakes=self.mistakes, warnings=self.warnings)
+
+    def _note(self, notes: list[Mistake], path: Path, message: str) -> None:
+        place = self.locate(path)
+        note = Mistake(path=path_text(place), line=self.line_of(place), message=message)
+        if note not in notes:
+            notes.append(note)
+
+    def raise_if_any(self, source: str) -> None:
+        """Raise InvalidTemplate with one report when there is a mistake."""
+        if self.mistakes:
+            raise invalid(source, self.mistakes)
+
+
+def invalid(source: str, mistakes: Iterable[Mistake]) -> InvalidTemplate:
+    """Return the error whose message lists the mistakes by line: `file.yaml:12: spec.x: cause; mend`."""
+    found = tuple(sorted(mistakes, key=lambda one: one.line or 0))
+    lines = [line_text(source, mistake) for mistake in found[:MAX_REPORT_LINES]]
+    if len(found) > MAX_REPORT_LINES:
+        lines.append(f"{source}: and {len(found) - MAX_REPORT_LINES} more mistakes")
+    return InvalidTemplate("\n".join(lines), mistakes=found)
+
+
+def line_text(source: str, mistake: Mistake) -> str:
+    """Return one line of a report."""
+    line = f":{mistake.line}" if mistake.line else ""
+    path = f"{mistake.path}: " if mistake.path else ""
+    return " ".join(f"{source}{line}: {path}{mistake.message}".splitlines())
+
+
+def path_text(path: Path) -> str:
+    """Return a path as people write it: `spec.stages[0].name`."""
+    text = ""
+    for part in path:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            shown = str(part)
+            if len(shown) > _MAX_SHOWN or not shown.isprintable():
+                shown = show(shown)
+            text += f".{shown}" if text else shown
+    return text
+
+
+def show(value: Any, path: Sequence[str | int] = ()) -> str:
+    """Return a short, one-line form of a user's value; what may be a secret (judged by its path) is not shown."""
+    if any(isinstance(part, str) and _SECRET.search(part) for part in path) or "env" in path:
+        return "<hidden>"
+    if isinstance(value, dict):
+        return f"a mapping of {len(value)}"
+    if isinstance(value, list | tuple):
+        return f"a list of {len(value)}"
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 256:
+        return "a huge integer"
+    if value is None or isinstance(value, bool | int | float):
+        return json.dumps(value)
+    text = repr(str(value)[: _MAX_SHOWN + 1])
+    return text if len(str(value)) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}...'"
+
+
+def suggest(name: object, known: Iterable[str]) -> str:
+    """Return `; did you mean 'x'?` when a known name is close, else an empty text."""
+    by_lower = {candidate.lower(): candidate for candidate in known}
+    near = difflib.get_close_matches(str(name).lower()[:100], by_lower, n=1, cutoff=0.7)
+    return f"; did you mean {by_lower[near[0]]!r}?" if near else ""
+
+
+def one_of(names: Iterable[str]) -> str:
+    """Return `a, b or c`."""
+    listed = list(names)
+    return listed[0] if len(listed) == 1 else f"{', '.join(listed[:-1])} or {listed[-1]}"

@@ -1,0 +1,72 @@
+"""Requirements: canonical, comparable, and safe to store."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuflow.errors import GPUFlowError
+from gpuflow.routing.requirement import Requirement
+from strategies_of_routing import requirements
+
+
+@given(requirements())
+def test_json_and_back(requirement):
+    assert Requirement.from_dict(json.loads(json.dumps(requirement.to_dict()))) == requirement
+
+
+def test_equal_asks_are_equal_values():
+    one = Requirement(gpu_count=1, gpu_names=("H100", "NVIDIA A100"), labels=(("b", "1"), ("a", "2")))
+    other = Requirement(
+        gpu_count=1, gpu_count_max=1, gpu_names=("a100", "h100", "h100"), labels=(("a", "2"), ("b", "1"))
+    )
+    assert one == other
+    assert hash(one) == hash(other)
+
+
+def test_any_among_the_names_means_any():
+    assert Requirement(gpu_count=1, gpu_names=("a100", "any")) == Requirement(gpu_count=1)
+
+
+def test_only_what_is_asked_is_stored():
+    assert Requirement().to_dict() == {"schema": 1}
+    assert Requirement(gpu_count=2, gpu_names=("a100",)).to_dict() == {
+        "schema": 1,
+        "gpu_count": 2,
+        "gpu_names": ["a100"],
+    }
+
+
+def test_a_newer_schema_is_refused():
+    with pytest.raises(GPUFlowError, match="schema 2"):
+        Requirement.from_dict({"schema": 2})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"gpu_count": -1},
+        {"gpu_count": 2000},
+        {"gpu_count": 4, "gpu_count_max": 2},
+        {"gpu_names": ("a100",)},
+        {"vram_gb_min": 8},
+        {"gpu_count": 1, "vram_gb_min": 80, "vram_gb_max": 40},
+        {"gpu_count": 1, "vram_gb_min": -1},
+        {"cpu": -2},
+        {"cpu": float("inf")},
+        {"memory_mib": -5},
+        {"gpu_count": 1, "gpu_names": ("x4",)},
+        {"labels": (("a", "1"), ("a", "2"))},
+        {"labels": (("", "1"),)},
+    ],
+)
+def test_contradictions_are_refused(fields):
+    with pytest.raises(GPUFlowError):
+        Requirement(**fields)
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False, min_value=0, max_value=1e6))
+def test_amounts_are_rounded_once(value):
+    once = Requirement(cpu=value)
+    assert Requirement(cpu=once.cpu) == once
