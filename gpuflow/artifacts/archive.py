@@ -70,9 +70,8 @@ def unpack(archive: Path, target: Path) -> None:
 
 
 def _extract(tar: tarfile.TarFile, folder: Path) -> None:
-    unpacked = count = 0
-    for member in tar:
-        count += 1
+    unpacked = 0
+    for count, member in enumerate(tar, start=1):
         unpacked += member.size
         if count > MAX_MEMBERS or unpacked > MAX_UNPACKED_BYTES:
             raise ArtifactError(

@@ -9,7 +9,7 @@
 | `gpuflow.waiters` | set | doorbells of the consumers that found nothing to do |
 | `gpuflow.bell:<owner>` | list | one doorbell; a push wakes its consumer |
 | `gpuflow.unreadable` | list | raw messages that no JSON parser reads |
-| `gpuflow.sweep` | hash | `at` and `run` of the last sweep: a gap or a new server run gives every lease one more term |
+| `gpuflow.sweep` | hash | `at` and `run` of the last sweep: after a gap or a new server run, leases get grace |
 | `task:<id>` | hash | the task record (see `ledger.records`) |
 | `tasks` | zset | task id -> when it was submitted |
 | `pipeline:<id>` | hash | the pipeline record |

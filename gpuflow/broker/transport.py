@@ -71,7 +71,7 @@ class Channel(stock.Channel):
     QoS: ClassVar[type] = LeaseQoS
     from_transport_options = (*stock.Channel.from_transport_options, "lease_seconds")
     sep = SEPARATOR
-    priority_steps = list(PRIORITY_STEPS)
+    priority_steps = PRIORITY_STEPS
     #: Term of a lease in seconds (a transport option).
     lease_seconds: float = 60.0
     supports_batch_publish = False

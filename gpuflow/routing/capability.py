@@ -81,7 +81,7 @@ class Capability:
     def of(
         cls, hardware: HardwareFacts, labels: Mapping[str, str] | None = None, tags: Sequence[str] = ()
     ) -> Self:
-        """Build it from a probe, the labels (`--label k=v`) and the tags (WORKER_TAGS), which have no value."""
+        """Build it from a probe, the labels (`--label k=v`) and the tags (WORKER_TAGS), without values."""
         gpus = []
         for gpu in hardware.gpus:
             kind = identify(gpu.name, gpu.total_mib)

@@ -1,7 +1,7 @@
 """Templates: what a user may ask for. One schema for YAML, JSON, Python and HTTP.
 
 Anyone above `routing` may import the public names from here. They are loaded on first use, so that a child process can
-take `gpuflow.spec.presets` or `gpuflow.spec.references` without pydantic. Nothing here knows brokers, queues or workers.
+take `gpuflow.spec.presets` or `gpuflow.spec.references` without pydantic. Nothing here knows brokers or workers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _HOME = {
     "Stage": "gpuflow.spec.template",
     "TaskSpec": "gpuflow.spec.models_task",
     "Template": "gpuflow.spec.template",
-    "canonical": "gpuflow.spec.canonical",
+    "canonical": "gpuflow.spec.checking",
     "configs_root": "gpuflow.spec.presets",
     "duration_seconds": "gpuflow.spec.units",
     "expand_matrix": "gpuflow.spec.matrix",
@@ -34,7 +34,7 @@ _HOME = {
 __all__ = [*_HOME]  # noqa: PLE0604
 
 if TYPE_CHECKING:
-    from gpuflow.spec.canonical import canonical
+    from gpuflow.spec.checking import canonical
     from gpuflow.spec.matrix import expand_matrix, set_path, shard
     from gpuflow.spec.models_task import TaskSpec
     from gpuflow.spec.parsing import parse, parse_text
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    # A submodule of the same name (`canonical`) is set on the package by its import and must not hide the function.
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'gpuflow.spec' has no attribute {name!r}")

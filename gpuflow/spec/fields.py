@@ -1,6 +1,6 @@
 """Checks a section whose fields are a library's (training, lora, inference, model.vllm) against its shipped schema.
 
-Used by `canonical`. The schemas are files that tools/generate_schemas.py writes from the pinned libraries, so nothing
+Used by `checking`. The schemas are files that tools/generate_schemas.py writes from the pinned libraries, so nothing
 here imports one. Short names become the library's own; text that is a number becomes one; references are left in place.
 """
 
@@ -14,7 +14,7 @@ from functools import cache
 from importlib import resources
 from typing import Any, Final
 
-from gpuflow.spec.references import has_reference
+from gpuflow.spec.references import is_pending
 from gpuflow.spec.report import Findings, Path, one_of, show, suggest
 from gpuflow.spec.sections import Section
 from gpuflow.spec.units import as_number
@@ -38,10 +38,15 @@ class Unfit(Exception):
 
 
 @cache
+def _schema_file(name: str) -> Mapping[str, Any]:
+    text = resources.files("gpuflow.spec").joinpath("schemas", f"{name}.json").read_text("utf-8")
+    content: dict[str, Any] = json.loads(text)
+    return content
+
+
 def load_schema(name: str) -> Mapping[str, Mapping[str, Any]]:
     """Return field -> {type, enum, default} of a shipped schema."""
-    text = resources.files("gpuflow.spec").joinpath("schemas", f"{name}.json").read_text("utf-8")
-    fields: dict[str, Mapping[str, Any]] = json.loads(text)["fields"]
+    fields: dict[str, Mapping[str, Any]] = _schema_file(name)["fields"]
     return fields
 
 
@@ -51,11 +56,18 @@ def known_fields(section: Section) -> list[str]:
 
 
 def check_section(
-    given: Mapping[str, Any], section: Section, path: Path, findings: Findings, *, lenient: bool
+    given: Mapping[str, Any],
+    section: Section,
+    path: Path,
+    findings: Findings,
+    *,
+    lenient: bool,
+    at_dispatch: bool = False,
 ) -> dict[str, Any]:
     """Return the section with the library's own names and typed values.
 
-    `lenient` (flowmesh/v1, mloc/v1) leaves unknown fields out with a warning instead of a mistake.
+    `lenient` (flowmesh/v1, mloc/v1) leaves unknown fields out with a warning instead of a mistake. `at_dispatch`, when
+    references to stages have their values, only those to the child's environment are left as they are.
     """
     done: dict[str, Any] = {}
     written: dict[str, str] = {}
@@ -66,7 +78,11 @@ def check_section(
         if name in section.managed or entry is None:
             _refuse(name, section, here, findings, lenient)
             continue
-        fitted = _fit_field(value, target, entry, section, here, findings)
+        fitted = (
+            value
+            if is_pending(value, at_dispatch=at_dispatch)
+            else _fit_field(value, target, entry, section, here, findings)
+        )
         if target in done:
             if done[target] != fitted:
                 findings.add(
@@ -89,7 +105,7 @@ def _refuse(name: str, section: Section, path: Path, findings: Findings, lenient
         message = f"is set by gpuflow; {section.managed[name]}"
     else:
         hint = f"; {section.hints[name]}" if name in section.hints else suggest(name, known_fields(section))
-        message = f"unknown field{hint or '; see gpuflow explain for the fields'}"
+        message = f"unknown field{hint or '; the fields are those of ' + _schema_file(section.schema)['source']}"
     if lenient:
         findings.warn(path, f"is not used: {message}")
     else:
@@ -99,8 +115,6 @@ def _refuse(name: str, section: Section, path: Path, findings: Findings, lenient
 def _fit_field(
     value: Any, name: str, entry: Mapping[str, Any], section: Section, path: Path, findings: Findings
 ) -> Any:
-    if has_reference(value):
-        return value
     kinds, choices = entry["type"], entry.get("enum", ())
     try:
         fitted = fit(value, kinds, choices)
@@ -182,5 +196,5 @@ def _fit_list(value: list[Any], kinds: list[str] | tuple[str, ...]) -> list[Any]
         return value
     for kind in kinds:
         if kind.startswith("list["):
-            return [item if has_reference(item) else fit(item, [kind[5:-1]]) for item in value]
+            return [item if is_pending(item) else fit(item, [kind[5:-1]]) for item in value]
     raise Unfit

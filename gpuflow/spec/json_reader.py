@@ -9,7 +9,7 @@ from typing import Any, Final
 from gpuflow.spec.report import Findings
 from gpuflow.spec.tree import TooMuch, Tree
 
-_TOKEN: Final = re.compile(r'[{}\[\]:,]|"(?:[^"\\]|\\.)*"|[^\s{}\[\]:,"]+|\n')
+_MARK: Final = re.compile(r'[{}\[\]:,]|"(?:[^"\\]|\\.)*"|[^\s{}\[\]:,"]+|\n')
 _MAX_DIGITS: Final = 400
 
 
@@ -36,25 +36,25 @@ def _refuse(word: str) -> Any:
 
 
 def _feed(tree: Tree, text: str) -> None:
-    """Walk the tokens of a text that is known to be valid."""
+    """Walk the marks of a text that is known to be valid."""
     line = 1
-    for found in _TOKEN.finditer(text):
-        token = found[0]
-        if token == "\n":
+    for found in _MARK.finditer(text):
+        mark = found[0]
+        if mark == "\n":
             line += 1
-        elif token in "{[":
-            tree.open({} if token == "{" else [], line)
-        elif token in "}]":
+        elif mark in "{[":
+            tree.open({} if mark == "{" else [], line)
+        elif mark in "}]":
             tree.close()
-        elif token in ":,":
+        elif mark in ":,":
             continue
         elif tree.wants_key:
-            tree.key(json.loads(token), line)
+            tree.key(json.loads(mark), line)
         else:
-            tree.scalar(_value(token), line)
+            tree.scalar(_value(mark), line)
 
 
-def _value(token: str) -> Any:
-    if token.lstrip("-").isdigit() and len(token) > _MAX_DIGITS:
+def _value(mark: str) -> Any:
+    if mark.lstrip("-").isdigit() and len(mark) > _MAX_DIGITS:
         return 10**_MAX_DIGITS
-    return json.loads(token)
+    return json.loads(mark)

@@ -28,7 +28,9 @@ class _Copier:
         self._values += 1
         if len(path) >= MAX_DEPTH or self._values > MAX_VALUES:
             if self._values <= MAX_VALUES or self._values == MAX_VALUES + 1:
-                self._findings.add(path[:4], f"nests deeper than {MAX_DEPTH} levels, or holds more than {MAX_VALUES} values")
+                self._findings.add(
+                    path[:4], f"nests deeper than {MAX_DEPTH} levels, or holds more than {MAX_VALUES} values"
+                )
             return None
         if isinstance(value, Mapping):
             return self._mapping(value, path)

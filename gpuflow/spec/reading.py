@@ -7,7 +7,7 @@ its size is known, and no input makes it raise anything but InvalidTemplate.
 from __future__ import annotations
 
 import difflib
-import os
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
@@ -88,10 +88,10 @@ def missing(name: str, known: list[str], what: str) -> Exception:
     path = FilePath(name)
     siblings: list[str] = []
     try:
-        siblings = [str(path.parent / entry) for entry in os.listdir(path.parent)][:1000]
+        siblings = [str(entry) for entry in itertools.islice(path.parent.iterdir(), 1000)]
     except (OSError, ValueError):
         siblings = []
-    near = difflib.get_close_matches(name, [*known, *(str(FilePath(one)) for one in siblings)], n=3, cutoff=0.6)
+    near = difflib.get_close_matches(name, [*known, *siblings], n=3, cutoff=0.6)
     mend = f"did you mean {' or '.join(near)}?" if near else f"{what}: {', '.join(known) or 'none'}"
     shown = name if len(name) <= 200 and name.isprintable() else f"{name[:60]!r}..."
     return _refusal(shown, f"no such file, and no shipped template of that name; {mend}")

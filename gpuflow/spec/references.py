@@ -108,9 +108,13 @@ def walk_references(
             yield from walk_references(item, (*path, index))
 
 
-def has_reference(value: Any) -> bool:
-    """Say whether a value is text with a live reference to a stage or to the environment."""
-    return isinstance(value, str) and "${" in value and any(True for _ in references_in(value))
+def is_pending(value: Any, *, at_dispatch: bool = False) -> bool:
+    """Say whether a value is text that is still to be replaced: by a result (before dispatch), or in the child."""
+    if not isinstance(value, str) or "${" not in value:
+        return False
+    if not at_dispatch:
+        return any(True for _ in references_in(value))
+    return any(len(found[1]) == 1 and found[2] for found in _ENV_OPEN.finditer(value))
 
 
 def resolve(value: Any, lookup: Callable[[Reference], Any]) -> Any:
@@ -190,6 +194,26 @@ def escape(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [escape(item) for item in value]
     return value
+
+
+def escape_malformed(value: Any) -> Any:
+    """Return data with `${...}` that is no reference escaped, so that it stays the text that it is."""
+    if isinstance(value, str):
+        return _OPEN.sub(_escaped_if_malformed, value)
+    if isinstance(value, Mapping):
+        return {key: escape_malformed(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [escape_malformed(item) for item in value]
+    return value
+
+
+def _escaped_if_malformed(found: re.Match[str]) -> str:
+    if len(found[1]) == 1:
+        try:
+            parse_reference((found[2] or " }")[:-1])
+        except ValueError:
+            return f"${found[0]}"
+    return found[0]
 
 
 def resolve_env(value: Any, environ: Mapping[str, str]) -> Any:

@@ -1,6 +1,6 @@
 """Which sections of a spec each task type uses and needs, and which schema, aliases and own fields a section has.
 
-Data only; used by `fields`, `canonical` and `overlay`.
+Data only; used by `fields`, `checking` and `overlay`.
 """
 
 from __future__ import annotations

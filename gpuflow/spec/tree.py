@@ -119,13 +119,17 @@ class Tree:
         """Put in what an anchor named, unless that repeats too much."""
         node = self._anchors.get(name)
         if node is None:
-            raise TooMuch(self.path, line, f"alias *{name[:40]} names nothing finished before it; define &{name[:40]} first")
+            raise TooMuch(
+                self.path, line, f"alias *{name[:40]} names nothing finished before it; define &{name[:40]} first"
+            )
         if self.wants_key:
             self.key(str(node.data)[:100], line)
             return
         self._repeated += node.size
         if self._repeated > MAX_ALIAS_VALUES:
-            raise TooMuch(self.path, line, f"aliases repeat more than {MAX_ALIAS_VALUES} values; write them out or use data.path")
+            raise TooMuch(
+                self.path, line, f"aliases repeat more than {MAX_ALIAS_VALUES} values; write them out or use data.path"
+            )
         if len(self._stack) + node.height >= MAX_DEPTH:
             raise TooMuch(self.path, line, f"aliases nest deeper than {MAX_DEPTH} levels; flatten it")
         self._remember(self.path, line)
@@ -148,7 +152,9 @@ class Tree:
     def _place(self, node: Node, line: int) -> None:
         self._values += 1
         if self._values > MAX_VALUES:
-            raise TooMuch((), line, f"holds more than {MAX_VALUES} values; put the data in a file of its own (data.path)")
+            raise TooMuch(
+                (), line, f"holds more than {MAX_VALUES} values; put the data in a file of its own (data.path)"
+            )
         if not self._stack:
             self.root = node
             return

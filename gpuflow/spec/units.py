@@ -37,8 +37,8 @@ def memory_mib(value: Any) -> int:
     found = _MEMORY.fullmatch(value) if isinstance(value, str) else None
     if found is None:
         raise ValueError("is not an amount of memory; give a number and a unit, such as 32Gi or 40GB")
-    base = 1024 if found[3] else 1000
-    return math.ceil(float(found[1]) * base ** _POWER[found[2].lower()] / 2**20)
+    unit = float((1024 if found[3] else 1000) ** _POWER[found[2].lower()])
+    return math.ceil(float(found[1]) * unit / 2**20)
 
 
 def cpu_count(value: Any) -> float:

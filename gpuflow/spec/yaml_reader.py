@@ -42,7 +42,7 @@ def read_yaml(text: str, findings: Findings) -> Tree:
 def _feed(tree: Tree, text: str) -> None:
     documents = 0
     for event in yaml.parse(text, Loader=_LOADER):
-        line = event.start_mark.line + 1
+        line = event.start_mark.line + 1 if event.start_mark else 1
         tag = getattr(event, "tag", None)
         if tag and tag not in ("!", "tag:yaml.org,2002:str"):
             raise TooMuch(tree.path, line, f"tag {_tag_text(tag)} is not allowed; write plain values")
@@ -57,7 +57,7 @@ def _feed(tree: Tree, text: str) -> None:
         elif isinstance(event, yaml.MappingEndEvent | yaml.SequenceEndEvent):
             tree.close()
         elif isinstance(event, yaml.AliasEvent):
-            tree.alias(event.anchor, line)
+            tree.alias(event.anchor or "", line)
         elif isinstance(event, yaml.ScalarEvent):
             if tree.wants_key:
                 tree.key(event.value, line)
@@ -111,4 +111,7 @@ def _explain(error: Exception, text: str) -> tuple[int, str]:
         return line, "is indented by a tab, which YAML does not allow; use spaces"
     problem = getattr(error, "problem", None) or "cannot be read"
     context = getattr(error, "context", None)
-    return line, f"is not valid YAML: {problem}{f' ({context})' if context else ''}; check quotes, colons and indentation"
+    return (
+        line,
+        f"is not valid YAML: {problem}{f' ({context})' if context else ''}; check quotes, colons and indentation",
+    )

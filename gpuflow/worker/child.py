@@ -139,11 +139,9 @@ class Child:
 
         Ends when both streams are closed by every process of the tree.
         """
-        assert self._process.stdout is not None and self._process.stderr is not None
-        kinds: dict[int, Literal["event", "log"]] = {
-            self._process.stdout.fileno(): "event",
-            self._process.stderr.fileno(): "log",
-        }
+        kinds: dict[int, Literal["event", "log"]] = {}
+        if self._process.stdout is not None and self._process.stderr is not None:
+            kinds = {self._process.stdout.fileno(): "event", self._process.stderr.fileno(): "log"}
         cutters = {descriptor: _Lines() for descriptor in kinds}
         poller = select.poll()
         for descriptor in kinds:

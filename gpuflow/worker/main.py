@@ -6,7 +6,7 @@ import uuid
 from typing import Any
 
 from celery.apps.worker import Worker as CeleryWorker
-from celery.utils.nodenames import gethostname
+from celery.utils.nodenames import default_nodename, gethostname
 
 from gpuflow.errors import GPUFlowError
 
@@ -27,7 +27,9 @@ class Worker(CeleryWorker):  # type: ignore[misc]
             raise GPUFlowError(
                 f"--name {self.worker_id!r} cannot name a worker; use letters, digits, '.', '_' and '-'"
             )
-        super().__init__(app=app, hostname=hostname or f"{self.worker_id}@{gethostname()}", **kwargs)
+        if hostname in (None, default_nodename(None)):
+            hostname = f"{self.worker_id}@{gethostname()}"
+        super().__init__(app=app, hostname=hostname, **kwargs)
 
     def setup_queues(self, include: Any, exclude: Any = None) -> None:
         """Remember `-Q` before Celery turns it into queues."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from pathlib import Path
 from typing import Final
@@ -27,7 +26,7 @@ class ResultsFolder:
     def next_attempt(self) -> int:
         """Return one above the highest attempt folder that exists, so that no number is used twice."""
         try:
-            names = os.listdir(self.root)
+            names = [entry.name for entry in self.root.iterdir()]
         except FileNotFoundError:
             return 1
         return 1 + max((int(match[1]) for name in names if (match := _ATTEMPT.fullmatch(name))), default=0)

@@ -1,9 +1,9 @@
 """Hypothesis strategies shared by the tests of routing."""
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 from test_accelerators import gpu_requirements
-
-from dataclasses import replace
 
 LABEL_TEXT = st.text(max_size=12)
 
@@ -15,8 +15,6 @@ def requirements(draw):
     return replace(
         draw(gpu_requirements(minimum=0)),
         cpu=draw(st.none() | st.integers(1, 256) | st.integers(1, 9999).map(lambda milli: milli / 1000)),
-        memory_mib=draw(
-            st.none() | st.integers(1, 2_000_000) | st.integers(1, 900).map(lambda gib: gib * 1024)
-        ),
+        memory_mib=draw(st.none() | st.integers(1, 2_000_000) | st.integers(1, 900).map(lambda gib: gib * 1024)),
         labels=tuple(labels.items()),
     )

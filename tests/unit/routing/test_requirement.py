@@ -5,10 +5,10 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from strategies_of_routing import requirements
 
 from gpuflow.errors import GPUFlowError
 from gpuflow.routing.requirement import Requirement
-from strategies_of_routing import requirements
 
 
 @given(requirements())

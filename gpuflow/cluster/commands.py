@@ -1,0 +1,82 @@
+"""The command lines and the environment of the processes of a local cluster. Pure but for looking at this machine.
+
+Used by `gpuflow.cluster.local` alone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+from gpuflow.settings import Settings
+
+_CONFIG_VARIABLE: Final = "GPUFLOW_CONFIG"
+
+
+def worker_command(worker_id: str, *, log_level: str, max_jobs: int | None, gpus: str | None) -> list[str]:
+    """Return the command line of one worker; `gpus` as `--gpus` takes it (None: all of the machine)."""
+    command = [*_celery("worker"), "--name", worker_id, "--loglevel", log_level]
+    if max_jobs is not None:
+        command += ["--max-jobs", str(max_jobs)]
+    if gpus is not None:
+        command += ["--gpus", gpus]
+    return command
+
+
+def beat_command(log_level: str) -> list[str]:
+    """Return the command line of beat."""
+    return [*_celery("beat"), "--loglevel", log_level]
+
+
+def flower_command(port: int) -> list[str]:
+    """Return the command line of Flower on this machine's loopback."""
+    return [*_celery("flower"), "--address=127.0.0.1", f"--port={port}"]
+
+
+def flower_installed() -> bool:
+    """Whether Flower is there."""
+    return find_spec("flower") is not None
+
+
+def _celery(command: str) -> list[str]:
+    return [sys.executable, "-m", "celery", "-A", "gpuflow", command]
+
+
+def process_environment(settings: Settings, url: str, base: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """Return the environment of the cluster's processes, which run in another folder than we do.
+
+    What is relative to our folder is made absolute: paths of settings, and the settings file.
+    """
+    environment = {
+        **base,
+        "REDIS_URL": url,
+        "RESULTS_DIR": str(settings.results_dir),
+        "GPUFLOW_STATE_DIR": str(settings.state_dir),
+        "GPUFLOW_CACHE_DIR": str(settings.cache_dir),
+        "PYTHONUNBUFFERED": "1",
+    }
+    named = base.get(_CONFIG_VARIABLE, "").strip() or "gpuflow.toml"
+    config = (folder / Path(named).expanduser()).absolute()
+    if config.is_file():
+        environment[_CONFIG_VARIABLE] = str(config)
+    home = Path(__file__).resolve().parents[2]
+    installed = {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")}
+    if home not in installed:
+        environment["PYTHONPATH"] = os.pathsep.join([str(home), *filter(None, [base.get("PYTHONPATH", "")])])
+    return environment
+
+
+def share_gpus(uuids: Sequence[str], workers: int) -> list[str | None]:
+    """Return `--gpus` of each of several workers on this machine, so that no two use one GPU.
+
+    One worker, or a machine without GPUs: None for all (everything that is there). A worker for which no GPU is left
+    gets an empty list.
+    """
+    if workers == 1 or not uuids:
+        return [None] * workers
+    return [",".join(uuids[number::workers]) for number in range(workers)]

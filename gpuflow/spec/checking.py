@@ -1,0 +1,183 @@
+"""Checks one task spec whole, and gives its canonical form.
+
+`canonical` is for everyone: at submit for a single task, and at dispatch of a stage, when its references have values.
+`check_spec` is for `stages`, which calls it while references are still in place.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, Final
+
+from pydantic import ValidationError
+
+from gpuflow.spec.fields import check_section
+from gpuflow.spec.graph_template import render
+from gpuflow.spec.models_task import TaskSpec
+from gpuflow.spec.normalise import Renames, normalise
+from gpuflow.spec.pydantic_report import report
+from gpuflow.spec.reading import read_mapping
+from gpuflow.spec.references import is_pending
+from gpuflow.spec.report import Findings, Path, one_of, show, suggest
+from gpuflow.spec.sections import (
+    ENGINE,
+    INFERENCE,
+    LORA,
+    NEEDS,
+    TASK_TYPES,
+    TRAINING_SCHEMAS,
+    USED_BY,
+    training_section,
+)
+
+#: Longest path of unknown fields that are taken out one after the other before giving up.
+_MAX_PASSES: Final = 4
+
+
+def canonical(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the canonical form of a task spec, complete and checked: only the fields that were set, in the template's
+    spelling, the fields of libraries under the libraries' own names, numbers as numbers.
+
+    References to stages must have been resolved; `${env:NAME}` stays for the child. Applying it twice changes nothing.
+    Raises InvalidTemplate with every mistake.
+    """
+    document = read_mapping(spec, "task")
+    findings = Findings(locate=lambda path: ("spec", *path))
+    done = check_spec(document.data, findings, foreign=False, at_dispatch=True)
+    findings.raise_if_any("task")
+    return done
+
+
+def check_spec(
+    given: Mapping[str, Any], findings: Findings, *, foreign: bool, at_dispatch: bool = False
+) -> dict[str, Any]:
+    """Return `given` in canonical form, as far as references and mistakes allow; notes what is wrong in `findings`.
+
+    `foreign` (flowmesh/v1, mloc/v1) takes unknown fields out with a warning each.
+    """
+    spec = {key: copy.deepcopy(value) for key, value in given.items() if value is not None}
+    renamed = normalise(spec, findings, foreign=foreign)
+    findings = findings.within(_through(findings, renamed))
+    task_type = _task_type(spec, findings)
+    if task_type is not None:
+        _check_use(spec, task_type, findings, foreign=foreign)
+        _check_needs(spec, task_type, findings)
+    _library_sections(spec, task_type, findings, foreign=foreign, at_dispatch=at_dispatch)
+    if at_dispatch:
+        _render_template(spec, findings)
+    return _validate(spec, findings, foreign=foreign, at_dispatch=at_dispatch)
+
+
+def _through(findings: Findings, renamed: Renames) -> Any:
+    """Map a path of the rewritten spec to where the user wrote it."""
+
+    def locate(path: Path) -> Path:
+        for length in range(len(path), 0, -1):
+            old = renamed.get(path[:length])
+            if old is not None:
+                return findings.locate((*old, *path[length:]))
+        return findings.locate(path)
+
+    return locate
+
+
+def _task_type(spec: dict[str, Any], findings: Findings) -> str | None:
+    task_type = spec.get("taskType")
+    if task_type is None:
+        findings.add(("taskType",), f"is required and missing; give {one_of(TASK_TYPES)}")
+        spec["taskType"] = "echo"
+        return None
+    if task_type not in TASK_TYPES:
+        near = suggest(task_type, TASK_TYPES) if isinstance(task_type, str) else ""
+        findings.add(("taskType",), f"is {show(task_type)}; it must be {one_of(TASK_TYPES)}{near}")
+        spec["taskType"] = "echo"
+        return None
+    return str(task_type)
+
+
+def _check_use(spec: dict[str, Any], task_type: str, findings: Findings, *, foreign: bool) -> None:
+    for section in [name for name in spec if name in USED_BY and task_type not in USED_BY[name]]:
+        users = one_of(sorted(USED_BY[section]))
+        message = f"is not used by taskType {task_type}; it belongs to {users}"
+        if foreign:
+            findings.warn((section,), f"is not used: {message}")
+            del spec[section]
+        else:
+            findings.add((section,), message)
+
+
+def _check_needs(spec: dict[str, Any], task_type: str, findings: Findings) -> None:
+    for need in NEEDS[task_type]:
+        choice = (need,) if isinstance(need, str) else need
+        if not any(_has(spec, section) for section in choice):
+            what = one_of("model.source" if name == "model" else name for name in choice)
+            findings.add((choice[0],), f"is missing: taskType {task_type} needs {what}")
+
+
+def _has(spec: Mapping[str, Any], section: str) -> bool:
+    """Whether a section is there; a model may also come whole from a checkpoint."""
+    value = spec.get(section)
+    if section != "model":
+        return value is not None
+    return bool(spec.get("checkpoint")) or (value is not None and (not isinstance(value, dict) or "source" in value))
+
+
+def _library_sections(
+    spec: dict[str, Any], task_type: str | None, findings: Findings, *, foreign: bool, at_dispatch: bool
+) -> None:
+    model = spec.get("model")
+    places: list[tuple[Path, Any, Any]] = [
+        (("inference",), spec, INFERENCE),
+        (("lora",), spec, LORA),
+        (("model", "vllm"), model, ENGINE),
+    ]
+    if task_type is not None and task_type in TRAINING_SCHEMAS:
+        places.append((("training",), spec, training_section(task_type)))
+    for path, holder, section in places:
+        given = holder.get(path[-1]) if isinstance(holder, dict) else None
+        if isinstance(given, dict):
+            holder[path[-1]] = check_section(given, section, path, findings, lenient=foreign, at_dispatch=at_dispatch)
+
+
+def _render_template(spec: dict[str, Any], findings: Findings) -> None:
+    """Replace a graph template whose values are known by the list of its prompts."""
+    data = spec.get("data")
+    if not isinstance(data, dict) or data.get("type") != "graph_template" or not isinstance(data.get("template"), dict):
+        return
+    try:
+        items = render(data["template"])
+    except (ValueError, KeyError, TypeError) as error:
+        findings.add(("data", "template", "columns"), str(error) if isinstance(error, ValueError) else "lack a label")
+        return
+    kept = {key: value for key, value in data.items() if key in ("max_items", "shuffle", "seed")}
+    spec["data"] = {"type": "list", "items": items, **kept}
+
+
+def _validate(spec: dict[str, Any], findings: Findings, *, foreign: bool, at_dispatch: bool) -> dict[str, Any]:
+    for _ in range(_MAX_PASSES):
+        try:
+            model = TaskSpec.model_validate(spec)
+        except ValidationError as error:
+            wrong, unknown = report(
+                error, TaskSpec, findings, lambda value: is_pending(value, at_dispatch=at_dispatch), lenient=foreign
+            )
+            for path in unknown:
+                _remove(spec, path)
+            if wrong or not unknown:
+                return spec
+        else:
+            return _without_nulls(model.model_dump(mode="json", exclude_unset=True, by_alias=True))
+    return spec
+
+
+def _without_nulls(dumped: dict[str, Any]) -> dict[str, Any]:
+    """Leave out top-level fields that a stage has set to null: they are unset."""
+    return {key: value for key, value in dumped.items() if value is not None}
+
+
+def _remove(spec: Any, path: Path) -> None:
+    for part in path[:-1]:
+        spec = spec[part]
+    if isinstance(spec, dict):
+        spec.pop(str(path[-1]), None)

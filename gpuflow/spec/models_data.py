@@ -1,0 +1,152 @@
+"""`data` of a task: one flat model for all types, so that every mistake has a plain path."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from gpuflow.spec.models_types import Flag, Name, Number, Strict, Whole
+from gpuflow.spec.report import one_of, show
+
+#: Data type -> fields of which one must be there.
+SOURCES: Final = {
+    "list": ("items", "messages"),
+    "prompts": ("prompts",),
+    "preferences": ("preferences",),
+    "dataset": ("url",),
+    "jsonl": ("path", "url", "upload"),
+    "csv": ("path", "url", "upload"),
+    "parquet": ("path", "url", "upload"),
+    "preset": ("name",),
+    "graph_template": ("template",),
+}
+
+
+class Column(Strict):
+    """One column of a graph template: a label, and a value (usually a reference to another stage)."""
+
+    label: Name = Field(description="Heading of the column")
+    value: Any = Field(None, description="Text, list or reference; `node` and `path`, or `expr`, become one")
+    node: Name | None = None
+    path: Name | None = None
+    expr: Name | None = None
+    data: Any = None
+
+
+class GraphTemplate(Strict):
+    """Prompts made from the results of other stages."""
+
+    name: Name | None = None
+    columns: list[Column] = Field(min_length=1, max_length=1000)
+    options: dict[str, Any] | None = Field(None, description="intro, closing: lines before and after the columns")
+
+
+class Data(Strict):
+    """Where the inputs of a task come from."""
+
+    type: (
+        Literal["list", "prompts", "preferences", "dataset", "jsonl", "csv", "parquet", "preset", "graph_template"]
+        | None
+    ) = Field(None, description="Found from the other fields where it is left out")
+    items: list[Any] | None = Field(None, description="Texts, chat messages or records, in order")
+    prompts: list[Any] | None = Field(None, description="Prompts, in order")
+    messages: list[Any] | None = Field(None, description="One chat, or a list of chats")
+    preferences: list[Any] | None = Field(None, description="Records with prompt, chosen, rejected")
+    url: Name | None = Field(None, description="Data set id of the hub, or the URL of a file")
+    path: Name | None = Field(None, description="A path on the worker")
+    upload: Name | None = Field(None, description="A local file that travels by the artifact store")
+    name: Name | None = Field(None, description="Configuration of the data set, or name of a shipped preset")
+    split: Name | None = Field(None, description="Split, as in train[:1%]")
+    eval_split: Any = Field(None, description="Split for evaluation: a name, or a share between 0 and 1")
+    column: Name | None = Field(None, description="The column that holds the input")
+    columns: dict[str, Name] | None = Field(
+        None, description="Role -> column: prompt, completion, text, messages, chosen, rejected, ..."
+    )
+    separator: str | None = Field(None, description="Text between prompt and completion")
+    shuffle: Flag | None = None
+    seed: Whole | None = Field(None, ge=0, le=2**32 - 1, description="Seed of the shuffle")
+    max_items: Whole | None = Field(None, ge=1, le=10**9, description="Most records that are used")
+    revision: Name | None = None
+    trust_remote_code: Flag | None = None
+    template: GraphTemplate | None = None
+
+    @field_validator("items", "prompts", "preferences", "messages")
+    @classmethod
+    def _not_empty(cls, value: list[Any] | None, info: ValidationInfo) -> list[Any] | None:
+        if value is not None and not value:
+            raise ValueError("is an empty list; give at least one entry")
+        for index, item in enumerate(value or ()):
+            if item is None or item == "":
+                raise ValueError(f"[{index}] is empty; give text or a record")
+        return value
+
+    @field_validator("prompts")
+    @classmethod
+    def _prompts_are_text(cls, value: list[Any] | None) -> list[Any] | None:
+        for index, item in enumerate(value or ()):
+            if not isinstance(item, str | list):
+                raise ValueError(f"[{index}] is {show(item)}; a prompt is text or a list of chat messages")
+        return value
+
+    @field_validator("preferences")
+    @classmethod
+    def _pairs(cls, value: list[Any] | None) -> list[Any] | None:
+        for index, item in enumerate(value or ()):
+            missing = [key for key in ("chosen", "rejected") if not isinstance(item, dict) or key not in item]
+            if missing and not (isinstance(item, str) and "${" in item):
+                raise ValueError(f"[{index}] lacks {one_of(missing)}; a preference has prompt, chosen and rejected")
+        return value
+
+    @field_validator("eval_split")
+    @classmethod
+    def _share_or_name(cls, value: Any) -> Any:
+        is_share = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
+        if value is not None and not is_share and not (isinstance(value, str) and value):
+            raise ValueError(f"is {show(value)}; give the name of a split, or a share such as 0.1")
+        return value
+
+    @model_validator(mode="after")
+    def _has_its_source(self) -> Data:
+        if self.type is None:
+            raise ValueError(
+                "does not say where the data is; give one of items, prompts, preferences, url, path, upload"
+            )
+        wanted = SOURCES[self.type]
+        given = [name for name in wanted if getattr(self, name) is not None]
+        if not given:
+            raise ValueError(f"type {self.type} needs {one_of(wanted)}")
+        if len(given) > 1:
+            raise ValueError(f"has {' and '.join(given)}, which contradict each other; keep one of them")
+        return self
+
+
+class RewardModel(Strict):
+    """What scores the answers in ppo and grpo."""
+
+    identifier: Name | None = Field(None, description="Hub id, path, or name of a reward function")
+    type: Literal["sentiment", "model", "function"] | None = None
+    revision: Name | None = None
+    path: Name | None = None
+    trust_remote_code: Flag | None = None
+    weight: Number | None = Field(None, ge=-1000, le=1000)
+
+    @model_validator(mode="after")
+    def _names_something(self) -> RewardModel:
+        if self.identifier is None and self.path is None and self.type != "sentiment":
+            raise ValueError("needs identifier (or path)")
+        return self
+
+
+class Generation(Strict):
+    """How ppo and grpo sample answers."""
+
+    max_new_tokens: Whole | None = Field(None, ge=1, le=10_000_000)
+    min_new_tokens: Whole | None = Field(None, ge=0, le=10_000_000)
+    temperature: Number | None = Field(None, ge=0, le=100)
+    top_p: Number | None = Field(None, gt=0, le=1)
+    top_k: Whole | None = Field(None, ge=-1, le=10_000_000)
+    min_p: Number | None = Field(None, ge=0, le=1)
+    do_sample: Flag | None = None
+    repetition_penalty: Number | None = Field(None, gt=0, le=100)
+    num_return_sequences: Whole | None = Field(None, ge=1, le=4096)

@@ -1,0 +1,180 @@
+"""The sections of single task types: model and adapters, checkpoint, rag, echo, command, container, output."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from gpuflow.spec.models_types import EnvName, Flag, Name, Number, RelativePath, Strict, Text, TextOrList, Whole
+
+
+class ModelSource(Strict):
+    """Where a model comes from."""
+
+    type: Literal["huggingface", "local", "preset"] | None = None
+    identifier: Name = Field(description="Hub id, path on the worker, or name of a shipped preset")
+    revision: Name | None = None
+    subfolder: Name | None = None
+    gguf_file: Name | None = None
+    trust_remote_code: Flag | None = None
+
+
+class Adapter(Strict):
+    """A LoRA adapter on top of the model."""
+
+    type: Literal["lora"] = "lora"
+    url: Name | None = None
+    path: Name | None = None
+    name: Name | None = None
+    weight: Number | None = Field(None, ge=-100, le=100)
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Adapter:
+        if (self.url is None) == (self.path is None):
+            raise ValueError("needs url or path, one of them")
+        return self
+
+
+class Model(Strict):
+    """The model of a task. `vllm` is checked against vLLM's EngineArgs; `transformers` goes to from_pretrained."""
+
+    source: ModelSource | None = None
+    adapters: list[Adapter] | None = Field(None, max_length=100)
+    vllm: dict[str, Any] | None = None
+    transformers: dict[str, Any] | None = None
+
+
+class Load(Strict):
+    """Weights to begin from."""
+
+    type: Literal["http", "path", "local", "s3"] | None = None
+    url: Name | None = None
+    path: Name | None = None
+    headers: dict[Name, Text] | None = None
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Load:
+        if (self.url is None) == (self.path is None):
+            raise ValueError("needs url or path, one of them")
+        return self
+
+
+class Checkpoint(Strict):
+    """What a task begins from, instead of the model's own weights."""
+
+    load: Load
+
+
+class Qdrant(Strict):
+    """A Qdrant collection."""
+
+    url: Name
+    api_key: Text | None = None
+    collection: Name
+    timeout: Whole | None = Field(None, ge=1, le=86400, description="Seconds")
+
+
+class Embedding(Strict):
+    """The model that makes vectors."""
+
+    model: Name
+    normalize: Flag | None = None
+    batch_size: Whole | None = Field(None, ge=1, le=65536)
+    query_prefix: str | None = None
+
+
+class Search(Strict):
+    """How rag looks for passages."""
+
+    top_k: Whole | None = Field(None, ge=1, le=10_000)
+    score_threshold: Number | None = Field(None, ge=-1e6, le=1e6)
+    documents: Any = Field(None, description="Passages, or a data section, for an index of our own")
+
+
+class EchoFailure(Strict):
+    """The failure that an echo task ends with."""
+
+    type: Name = "EchoFailure"
+    message: str = "asked to fail"
+    retryable: Flag = False
+    attempts: Whole | None = Field(None, ge=1, le=1000, description="Fail only in the first so many attempts")
+
+
+class Echo(Strict):
+    """A task that does what it is told: for tests, demos and checks of a fleet."""
+
+    message: Any = Field(None, description="Given back in the result")
+    output: Any = Field(None, description="Any JSON, merged into the result")
+    sleep_seconds: Number | None = Field(None, ge=0, le=31_536_000)
+    steps: Whole | None = Field(None, ge=0, le=1_000_000, description="Progress events, spread over the sleep")
+    fail: EchoFailure | None = None
+    exit_code: Whole | None = Field(None, ge=0, le=255, description="Exit with this code")
+    children: Whole | None = Field(None, ge=0, le=64, description="Grandchildren to start")
+    ignore_sigterm: Flag | None = None
+    stdout_garbage: Flag | None = None
+    silent: Flag | None = Field(None, description="End without a finish event")
+    artifact: RelativePath | None = Field(None, description="Write a file of this name")
+    artifact_bytes: Whole | None = Field(None, ge=0, le=2**40)
+    memory_mib: Whole | None = Field(None, ge=0, le=2**24, description="Memory to hold while running, in MiB")
+    report_env: list[Name] | None = Field(None, description="Environment variables to give back in the result")
+    stderr: str | None = Field(None, description="Written to the log")
+
+
+class Command(Strict):
+    """A command of the user's."""
+
+    command: TextOrList = Field(description="A line for the shell, or a list of arguments")
+    project: Name | None = Field(None, description="A local folder that travels by the artifact store")
+    upload: Name | None = Field(None, description="A local file that travels by the artifact store")
+    path: Name | None = Field(None, description="Working folder on the worker")
+    requirements: list[Name] | None = Field(None, description="pip requirements of its environment")
+    environment: Name | None = Field(None, description="A shipped environment preset")
+    python: Name | None = None
+    shell: Any = Field(None, description="true, false, or the path of the shell")
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Command:
+        places = [name for name in ("project", "upload", "path") if getattr(self, name) is not None]
+        if len(places) > 1:
+            raise ValueError(f"has {' and '.join(places)}, which contradict each other; keep one of them")
+        return self
+
+
+class Container(Strict):
+    """A container image to run."""
+
+    image: Name | None = Field(None, description="Image, with tag or digest")
+    preset: Name | None = Field(None, description="A shipped container preset")
+    command: TextOrList | None = None
+    entrypoint: TextOrList | None = None
+    env_vars: dict[EnvName, Text] | None = None
+    workdir: Name | None = None
+    mounts: list[Name] | None = Field(None, max_length=100)
+    network: Name | None = None
+    shm_size: Name | None = Field(None, description="Shared memory, such as 8Gi")
+    user: Text | None = None
+
+    @model_validator(mode="after")
+    def _has_an_image(self) -> Container:
+        if (self.image is None) == (self.preset is None):
+            raise ValueError("needs image or preset, one of them")
+        return self
+
+
+class Destination(Strict):
+    """Where results are copied to, besides the results folder."""
+
+    type: Literal["local", "http", "s3"]
+    url: Name | None = None
+    method: Literal["POST", "PUT", "post", "put"] | None = None
+    headers: dict[Name, Text] | None = None
+    path: Name | None = None
+    timeoutSec: Number | None = Field(None, gt=0, le=604_800, description="Seconds")  # noqa: N815
+
+
+class Output(Strict):
+    """What a task leaves behind, and where."""
+
+    destination: Destination | None = None
+    artifacts: list[RelativePath] | None = Field(None, max_length=1000)

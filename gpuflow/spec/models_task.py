@@ -1,0 +1,85 @@
+"""The model of a task spec: the template's vocabulary at the top level, and what holds for every task type.
+
+Used by `checking`. The sections training, lora, inference and model.vllm are plain mappings here: `fields` has them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from gpuflow.spec.models_data import Data, Generation, RewardModel
+from gpuflow.spec.models_kinds import Checkpoint, Command, Container, Echo, Embedding, Model, Output, Qdrant, Search
+from gpuflow.spec.models_resources import Resources
+from gpuflow.spec.models_types import Duration, EnvName, Flag, Name, Number, Strict, Text, Whole
+
+TaskType = Literal[
+    "echo", "inference", "embedding", "rag", "sft", "lora_sft", "dpo", "ppo", "grpo", "reward", "command", "container"
+]
+
+
+class Retry(Strict):
+    """When a task is tried again."""
+
+    max_attempts: Whole | None = Field(None, ge=1, le=100, description="Attempts in all, the first included")
+    backoff_seconds: Number | None = Field(None, ge=0, le=604_800, description="Wait before the next attempt")
+
+
+class Parallel(Strict):
+    """Splitting the inputs of one stage over several tasks."""
+
+    enabled: Flag | None = None
+    max_shards: Whole | None = Field(None, ge=1, le=1024)
+
+
+class Notification(Strict):
+    """A URL to call when a task reaches one of the states."""
+
+    on: list[Literal["queued", "running", "succeeded", "failed", "cancelled", "dead", "finished"]] = Field(min_length=1)
+    url: Name
+    headers: dict[Name, Text] | None = None
+
+
+class TaskSpec(Strict):
+    """One task."""
+
+    taskType: TaskType = Field(description="Which executor runs it")  # noqa: N815
+    resources: Resources | None = None
+    model: Model | None = None
+    checkpoint: Checkpoint | None = None
+    data: Data | None = None
+    inference: dict[str, Any] | None = None
+    training: dict[str, Any] | None = None
+    lora: dict[str, Any] | None = None
+    reward_model: RewardModel | None = None
+    generation: Generation | None = None
+    qdrant: Qdrant | None = None
+    embedding: Embedding | None = None
+    search: Search | None = None
+    query: Any = None
+    echo: Echo | None = None
+    command: Command | None = None
+    container: Container | None = None
+    output: Output | None = None
+    parallel: Parallel | None = None
+    env: dict[EnvName, Text] | None = Field(None, description="Environment of the child")
+    secrets: list[EnvName] | None = Field(None, max_length=100, description="Variables that the worker may pass on")
+    notify: list[Notification] | None = Field(None, max_length=100)
+    retry: Retry | None = None
+    timeout: Duration | None = Field(None, description="Seconds, or text such as 2h; after it the task fails")
+    priority: Whole | None = Field(None, ge=0, le=9, description="9 first; 5 where unset")
+    merge: Literal["auto", "always", "never"] | None = None
+    target: Literal["worker", "local", "auto"] | None = None
+    environment: Name | None = Field(None, description="A shipped environment preset for the executor")
+    sloSeconds: Number | None = Field(None, gt=0, le=315_360_000)  # noqa: N815
+    resultTtlSeconds: Number | None = Field(None, ge=0, le=315_360_000)  # noqa: N815
+
+
+class Metadata(Strict):
+    """Who and what, for people and listings."""
+
+    name: str | None = Field(None, min_length=1, max_length=200)
+    owner: str | None = Field(None, max_length=200)
+    labels: dict[Name, Text] | None = None
+    annotations: dict[str, Any] | None = None

@@ -1,0 +1,228 @@
+"""Rewrites the ways in which a spec may be spelled into one. Used by `checking`, before anything is checked.
+
+It changes the copy that it is given, notes in `renamed` where a field stood before, and passes over whatever has the
+wrong shape: the checks that follow say what is wrong. Every rewriting can be applied twice.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+from typing import Any, Final
+
+from gpuflow.spec.references import walk_references
+from gpuflow.spec.report import Findings, Path, show
+
+#: Data fields of public MLOC and FlowMesh templates -> ours.
+_DATA_NAMES: Final = {"dataset_name": "url", "config_name": "name", "max_samples": "max_items"}
+#: Column fields of theirs -> role.
+_COLUMN_NAMES: Final = {
+    "prompt_column": "prompt", "response_column": "completion", "completion_column": "completion",
+    "text_column": "text", "chosen_column": "chosen", "rejected_column": "rejected", "label_column": "label",
+}  # fmt: skip
+_FIELD_NAMES: Final = {
+    "prompt_field": "prompt", "response_field": "completion", "completion_field": "completion", "text_field": "text",
+    "chosen_field": "chosen", "rejected_field": "rejected", "label_field": "label",
+}  # fmt: skip
+_SUFFIXES: Final = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+}
+_ENV_STYLE: Final = re.compile(r"(?<!\$)\$\{([A-Z_][A-Z0-9_]*)\}")
+
+Renames = dict[Path, Path]
+
+
+def normalise(spec: dict[str, Any], findings: Findings, *, foreign: bool) -> Renames:
+    """Rewrite `spec` in place; returns path now -> path as written."""
+    renamed: Renames = {}
+    if foreign:
+        _foreign(spec, renamed)
+    _resources(spec, findings, renamed)
+    _model(spec)
+    if isinstance(spec.get("command"), str | list):
+        spec["command"] = {"command": spec["command"]}
+        renamed["command", "command"] = ("command",)
+    if isinstance(spec.get("data"), dict):
+        _data(spec["data"], findings, renamed, foreign=foreign)
+    if isinstance(spec.get("inference"), dict):
+        _sampling(spec["inference"], findings, foreign=foreign)
+    return renamed
+
+
+def _resources(spec: dict[str, Any], findings: Findings, renamed: Renames) -> None:
+    if isinstance(spec.get("resources"), str | list):
+        spec["resources"] = {"accelerators": spec["resources"]}
+        renamed["resources", "accelerators"] = ("resources",)
+    for path in (("gpu",), ("resources", "gpu")):
+        holder: Any = spec if len(path) == 1 else spec.get("resources")
+        if not isinstance(holder, dict) or not isinstance(holder.get("gpu"), dict):
+            continue
+        share = holder.pop("gpu")
+        resources = spec.setdefault("resources", {})
+        if not isinstance(resources, dict):
+            continue
+        hardware = resources.setdefault("hardware", {})
+        gpu = hardware.setdefault("gpu", {}) if isinstance(hardware, dict) else {}
+        for key, value in share.items():
+            if isinstance(gpu, dict) and gpu.setdefault(key, value) != value:
+                findings.add(
+                    (*path, key), f"is {show(value)}, but resources.hardware.gpu.{key} is {show(gpu[key])}; keep one"
+                )
+            renamed["resources", "hardware", "gpu", key] = (*path, key)
+
+
+def _model(spec: dict[str, Any]) -> None:
+    model = spec.get("model")
+    source = model.get("source") if isinstance(model, dict) else None
+    if isinstance(source, dict) and source.get("type") is None and "identifier" in source:
+        source["type"] = "huggingface"
+
+
+def _data(data: dict[str, Any], findings: Findings, renamed: Renames, *, foreign: bool) -> None:
+    nested = data.get("jsonl")
+    if isinstance(nested, dict):
+        del data["jsonl"]
+        _from_jsonl(data, nested, findings, renamed)
+    for theirs, ours in _DATA_NAMES.items():
+        if theirs in data:
+            _move(data, theirs, data, ours, ("data", theirs), findings)
+            renamed["data", ours] = ("data", theirs)
+    columns = data.get("columns")
+    for theirs, role in _COLUMN_NAMES.items():
+        if theirs in data:
+            columns = data.setdefault("columns", {})
+            if isinstance(columns, dict):
+                _move(data, theirs, columns, role, ("data", theirs), findings)
+                renamed["data", "columns", role] = ("data", theirs)
+    if data.get("type") is None:
+        found = _type_of(data)
+        if found:
+            data["type"] = found
+    template = data.get("template")
+    if isinstance(template, dict) and isinstance(template.get("columns"), list):
+        for column in template["columns"]:
+            if isinstance(column, dict):
+                _column(column)
+    if foreign and isinstance(data.get("items"), list):
+        data["items"] = [_node_item(item) for item in data["items"]]
+
+
+def _from_jsonl(data: dict[str, Any], nested: dict[str, Any], findings: Findings, renamed: Renames) -> None:
+    """`data.jsonl: {path, url, prompt_field, ...}` is `{type: jsonl, url, columns}`."""
+    data["type"] = "jsonl"
+    if nested.get("url") is not None and nested.get("path") is not None:
+        nested.pop("path")
+        findings.warn(("data", "jsonl", "path"), "is not used: the file is fetched by data.jsonl.url")
+    for key, value in nested.items():
+        role = _FIELD_NAMES.get(key)
+        if role:
+            columns = data.setdefault("columns", {})
+            if isinstance(columns, dict):
+                columns.setdefault(role, value)
+                renamed["data", "columns", role] = ("data", "jsonl", key)
+        else:
+            data.setdefault(key, value)
+            renamed["data", key] = ("data", "jsonl", key)
+
+
+def _move(source: dict[str, Any], old: str, target: dict[str, Any], new: str, path: Path, findings: Findings) -> None:
+    value = source.pop(old)
+    if target.setdefault(new, value) != value:
+        findings.add(path, f"and {new!r} are the same field, but say {show(value)} and {show(target[new])}; keep one")
+
+
+def _type_of(data: Mapping[str, Any]) -> str | None:
+    """Find the type of data from its other fields."""
+    for field, kind in (
+        ("items", "list"), ("messages", "list"), ("prompts", "prompts"), ("preferences", "preferences"),
+        ("template", "graph_template"),
+    ):  # fmt: skip
+        if field in data:
+            return kind
+    for field in ("upload", "path", "url"):
+        if isinstance(data.get(field), str):
+            plain = re.sub(r"[?#].*", "", data[field])
+            found = _SUFFIXES.get(PurePosixPath(plain).suffix.lower())
+            if found:
+                return found
+            return "dataset" if field == "url" and "://" not in plain and "${" not in plain else "jsonl"
+    return None
+
+
+def _column(column: dict[str, Any]) -> None:
+    """Turn `node` with `path`, or `expr`, into `value: ${...}`, so that one mechanism resolves it."""
+    node, path, expr = column.get("node"), column.get("path"), column.get("expr")
+    if isinstance(expr, str) and "value" not in column:
+        column["value"] = "${" + _with_result(expr) + "}"
+        column.pop("expr")
+    elif isinstance(node, str) and "value" not in column:
+        column["value"] = _node_reference(node, path)
+        column.pop("node")
+        column.pop("path", None)
+
+
+def _node_item(item: Any) -> Any:
+    """An item `{node, path}` of a public graph template is a reference."""
+    if isinstance(item, dict) and set(item) == {"node", "path"} and isinstance(item["node"], str):
+        return _node_reference(item["node"], item["path"])
+    return item
+
+
+def _node_reference(node: str, path: Any) -> str:
+    inside = str(path).removeprefix("result.") if path else ""
+    return "${" + f"{node}.result" + (inside if inside.startswith("[") else f".{inside}" if inside else "") + "}"
+
+
+def _with_result(expr: str) -> str:
+    return expr if "." in expr or "[" in expr else f"{expr}.result"
+
+
+def _sampling(section: dict[str, Any], findings: Findings, *, foreign: bool) -> None:
+    """`do_sample: false` is temperature 0; `do_sample: true` wants a temperature above it."""
+    if not isinstance(section.get("do_sample"), bool):
+        return
+    sample, temperature = section.pop("do_sample"), section.get("temperature")
+    greedy = temperature in (0, 0.0, "0", "0.0")
+    if sample and temperature is None:
+        section["temperature"] = 1.0
+    elif not sample and not greedy and temperature is not None and not foreign:
+        findings.add(("inference", "do_sample"), f"is false, but temperature is {show(temperature)}; keep one of them")
+    elif not sample:
+        if not greedy and temperature is not None:
+            findings.warn(("inference", "temperature"), "is not used: do_sample is false, so decoding is greedy")
+        section["temperature"] = 0.0
+    elif greedy:
+        findings.add(("inference", "do_sample"), "is true, but temperature is 0; keep one of them")
+
+
+def _foreign(spec: dict[str, Any], renamed: Renames) -> None:
+    """What only flowmesh/v1 and mloc/v1 spell so: enforce_cpu, and `${NAME}` for the environment."""
+    if spec.get("enforce_cpu") is True:
+        del spec["enforce_cpu"]
+        resources = spec.setdefault("resources", {})
+        if isinstance(resources, dict):
+            hardware = resources.setdefault("hardware", {})
+            if isinstance(hardware, dict):
+                hardware["gpu"] = {"count": 0}
+                renamed["resources", "hardware", "gpu"] = ("enforce_cpu",)
+    elif spec.get("enforce_cpu") is False:
+        del spec["enforce_cpu"]
+    if any(isinstance(found, ValueError) for _, found in walk_references(spec)):
+        for key, value in spec.items():
+            spec[key] = _env_style(value)
+
+
+def _env_style(value: Any) -> Any:
+    if isinstance(value, str):
+        return _ENV_STYLE.sub(r"${env:\1}", value)
+    if isinstance(value, dict):
+        return {key: _env_style(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_env_style(item) for item in value]
+    return value

@@ -1,0 +1,112 @@
+"""Puts what pydantic finds into our words: path, cause and mend, with near names for unknown fields.
+
+Used by `checking` and `parsing`.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Callable
+from typing import Any, Final
+
+from pydantic import BaseModel, ValidationError
+
+from gpuflow.spec.report import Findings, Path, one_of, show, suggest
+
+_WANTED: Final = {
+    "string_type": "text; put it in quotes", "int_type": "a whole number", "int_parsing": "a whole number",
+    "int_from_float": "a whole number", "float_type": "a number", "float_parsing": "a number",
+    "bool_type": "true or false", "bool_parsing": "true or false", "dict_type": "a mapping", "list_type": "a list",
+    "model_type": "a mapping", "model_attributes_type": "a mapping", "finite_number": "a finite number",
+    "int_parsing_size": "a smaller number",
+}  # fmt: skip
+
+
+def report(
+    error: ValidationError, model: type[BaseModel], findings: Findings, pending: Callable[[Any], bool], *, lenient: bool
+) -> tuple[bool, list[Path]]:
+    """Note what `error` says. Returns whether it holds a real mistake, and the unknown fields that were warned of.
+
+    A value for which `pending` holds (it is still to be replaced) is passed over. `lenient` makes an unknown field a
+    warning.
+    """
+    wrong, unknown = False, []
+    for one in error.errors(include_url=False):
+        path: Path = tuple(part for part in one["loc"] if part != "[key]")
+        if pending(one["input"]):
+            wrong = True
+            continue
+        if one["type"] == "extra_forbidden":
+            message = f"unknown field{_near(path, model)}"
+            if lenient:
+                findings.warn(path, f"is not used: {message}")
+                unknown.append(path)
+                continue
+            findings.add(path, message)
+        else:
+            index = ""
+            message = _message(one, path)
+            if message.startswith("["):
+                index, message = message[1:].split("]", 1)
+            findings.add((*path, int(index)) if index else path, message.strip())
+        wrong = True
+    return wrong, unknown
+
+
+def _message(one: Any, path: Path) -> str:
+    kind, context, given = one["type"], one.get("ctx") or {}, show(one["input"], path)
+    if kind == "missing":
+        return "is required and missing"
+    if kind == "value_error":
+        return str(context["error"])
+    if kind in _WANTED:
+        return f"is {given}; it must be {_WANTED[kind]}"
+    if kind in ("literal_error", "enum"):
+        choices = str(context["expected"]).replace("'", "")
+        near = suggest(one["input"], choices.replace(" or ", ", ").split(", ")) if isinstance(one["input"], str) else ""
+        return f"is {given}; it must be {choices}{near}"
+    limits = {
+        "greater_than": "above {gt}", "greater_than_equal": "at least {ge}", "less_than": "below {lt}",
+        "less_than_equal": "at most {le}",
+    }  # fmt: skip
+    if kind in limits:
+        return f"is {given}; it must be {limits[kind].format(**context)}"
+    if kind in ("too_short", "too_long", "string_too_short", "string_too_long"):
+        least, most = context.get("min_length"), context.get("max_length")
+        size = f"at least {least}" if "short" in kind else f"at most {most}"
+        return f"is {given}; its length must be {size}"
+    return f"is {given}; {str(one['msg'])[:1].lower()}{str(one['msg'])[1:]}"
+
+
+def _near(path: Path, model: type[BaseModel]) -> str:
+    owner = _model_at(path[:-1], model)
+    if owner is None:
+        return ""
+    names = list(owner.model_fields)
+    return suggest(path[-1], names) or f"; the fields here are {one_of(names)}"
+
+
+def _model_at(path: Path, model: type[BaseModel]) -> type[BaseModel] | None:
+    """Return the model that a path leads to, through optional fields, lists and mappings."""
+    current: Any = model
+    for part in path:
+        owner = next((kind for kind in _parts(current) if _is_model(kind)), None)
+        if owner is not None and not isinstance(part, int):
+            info = owner.model_fields.get(part)
+            if info is None:
+                return None
+            current = info.annotation
+        else:
+            current = next((args[-1] for args in map(typing.get_args, _parts(current)) if args), None)
+    return next((kind for kind in _parts(current) if _is_model(kind)), None)
+
+
+def _parts(annotation: Any) -> tuple[Any, ...]:
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return typing.get_args(annotation)
+    return (annotation,)
+
+
+def _is_model(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
