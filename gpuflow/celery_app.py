@@ -155,6 +155,7 @@ class GPUFlow(Celery):  # type: ignore[misc]
         Raises InvalidTemplate for a supervised task whose spec is not valid; nothing is sent then.
         """
         kwargs = dict(kwargs or {})
+        options.setdefault("priority", None)
         if name in SUPERVISED_TASKS:
             prepared = submission_header(self, name, args, kwargs, options)
             args, kwargs = (), prepared.kwargs
@@ -166,6 +167,8 @@ class GPUFlow(Celery):  # type: ignore[misc]
             if demand is not None:
                 options["queue"] = demand["queue"]
                 options["headers"] = {**(options.get("headers") or {}), RECORD_HEADER: demand}
+        if options["priority"] is None:
+            options["priority"] = DEFAULT_PRIORITY
         return super().send_task(name, args, kwargs, **options)
 
     def _get_backend(self) -> Any:

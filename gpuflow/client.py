@@ -34,6 +34,7 @@ from gpuflow.ledger.states import TaskState
 from gpuflow.pipelines.collect import stage_result
 from gpuflow.pipelines.engine import SETTLE_TASK
 from gpuflow.pipelines.records import PipelineRecord, PipelineState, StageRecord, new_pipeline_fields
+from gpuflow.pipelines.resolve import task_specs
 from gpuflow.routing.families import CONTROL_QUEUE, TASK_OF_TYPE
 from gpuflow.spec import Template, parse
 from gpuflow.submission import id_for_key
@@ -369,17 +370,21 @@ def submit(
     template = parse(source)
     if template.is_pipeline:
         raise InvalidTemplate("the template has stages; submit it with submit_pipeline()")
-    spec = template.stages[0].spec
-    who = owner if owner is not None else (template.metadata.owner or "")
+    (spec,) = task_specs(template.stages[0], _no_upstream)
+    who = owner if owner is not None else template.owner
     with reachable():
         sent = app.send_task(
             TASK_OF_TYPE[spec["taskType"]],
             kwargs={"spec": spec},
             owner=who,
-            title=template.metadata.name or spec["taskType"],
+            title=template.name,
             idempotency_key=idempotency_key,
         )
     return Task(sent.id, app)
+
+
+def _no_upstream(stage: str) -> Mapping[str, Any]:
+    raise InvalidTemplate(f"a single task cannot refer to stage {stage!r}; submit a pipeline")
 
 
 def submit_pipeline(
@@ -395,12 +400,12 @@ def submit_pipeline(
     """
     app = app or default_app
     template = parse(source)
-    who = owner if owner is not None else (template.metadata.owner or "")
+    who = owner if owner is not None else template.owner
     import uuid
 
     pipeline_id = id_for_key(who, idempotency_key) if idempotency_key else str(uuid.uuid4())
     fields = new_pipeline_fields(
-        name=template.metadata.name or "pipeline", owner=who, template=template.to_dict()
+        name=template.name, owner=who, template=template.to_dict()
     )
     header = {"kind": "pipeline", "id": pipeline_id, "fields": fields}
     with reachable():

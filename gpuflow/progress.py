@@ -76,7 +76,11 @@ class TerminalProgress:
 
     def _print(self, change: Change, at: float) -> None:
         key = (change.stage, change.kind)
-        if change.kind != "state" and at - self._printed_at.get(key, 0.0) < PLAIN_SECONDS and not self._complete(change):
+        if (
+            change.kind != "state"
+            and at - self._printed_at.get(key, 0.0) < PLAIN_SECONDS
+            and not self._complete(change)
+        ):
             return
         self._printed_at[key] = at
         clock = time.strftime("%H:%M:%S", time.localtime(at))

@@ -5,6 +5,7 @@ Used by the views in `gpuflow.progress`. It draws nothing and asks nobody.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol
@@ -228,7 +229,7 @@ def _take_progress(task: TaskProgress, data: Mapping[str, Any]) -> None:
 
 
 def _number(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
         return None
     return float(value)
 

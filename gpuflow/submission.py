@@ -73,8 +73,8 @@ def submission_header(
     requirement = choose_requirement(app, spec.get("resources"), light=task_type in _LIGHT_TYPES)
     queue = options.pop("queue", None)
     queue_text = str(getattr(queue, "name", queue) or queue_name(requirement))
-    if spec.get("priority") is not None:
-        options.setdefault("priority", spec["priority"])
+    if options.get("priority") is None:
+        options["priority"] = spec.get("priority")
     fields = new_record_fields(
         name=title,
         task_type=task_type,

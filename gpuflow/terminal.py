@@ -10,7 +10,9 @@ import unicodedata
 from typing import Final
 
 #: ANSI sequences: CSI (colours, cursor), OSC (titles, links), and two-byte escapes.
-_ESCAPES: Final = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[@-Z\\-_]|\x9b[0-?]*[ -/]*[@-~]")
+_ESCAPES: Final = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[@-Z\\-_]|\x9b[0-?]*[ -/]*[@-~]"
+)
 #: Marks that turn the direction of the text after them, and so can make it read as something else.
 _DIRECTION: Final = re.compile("[\u202a-\u202e\u2066-\u2069]")
 _ELLIPSIS: Final = "..."

@@ -161,7 +161,14 @@ def _bindable(port: int) -> int | None:
 
 def ping(port: int, password: str) -> bool:
     """Whether our server answers there, and be it that it is busy. Raises redis.BusyLoadingError while it loads."""
-    client = redis.Redis(host="127.0.0.1", port=port, password=password, socket_connect_timeout=2, socket_timeout=2)
+    client = redis.Redis(
+        host="127.0.0.1",
+        port=port,
+        password=password,
+        socket_connect_timeout=_PING_SECONDS,
+        socket_timeout=_PING_SECONDS,
+        retry=Retry(NoBackoff(), 0),
+    )
     try:
         return bool(client.ping())
     except redis.BusyLoadingError:

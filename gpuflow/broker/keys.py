@@ -11,18 +11,19 @@
 | `gpuflow.unreadable` | list | raw messages that no JSON parser reads |
 | `gpuflow.sweep` | hash | `at` and `run` of the last sweep: after a gap or a new server run, leases get grace |
 | `task:<id>` | hash | the task record (see `ledger.records`) |
-| `tasks` | zset | task id -> when it was submitted |
+| `gpuflow.tasks` | zset | task id -> when it was submitted |
 | `pipeline:<id>` | hash | the pipeline record |
 | `pipeline:<id>:stages` | hash | stage name -> JSON of the stage's state |
-| `pipelines` | zset | pipeline id -> when it was submitted |
+| `gpuflow.pipelines` | zset | pipeline id -> when it was submitted |
 | `events:<id>` | stream | the events of one task or pipeline, capped |
-| `queues` | set | demand queues that were ever asked for |
+| `gpuflow.queues` | set | demand queues that were ever asked for |
 | `queue:<name>` | hash | the requirement of one demand queue |
-| `queues:version` | string | counts registrations, so that a worker sees in one read that there is a new queue |
-| `workers` | set | worker ids |
+| `gpuflow.queues_version` | string | counts registrations, so that a worker sees in one read that there is a new queue |
+| `gpuflow.workers` | set | worker ids |
 | `worker:<id>` | hash | one worker: capability, labels, state, load |
 | `worker:<id>:hb` | string | its heartbeat; the key expires when the worker is silent |
 
+No queue may be named like one of them; `gpuflow.control` is the only queue whose name begins with `gpuflow.`.
 The optional global prefix (GPUFLOW_KEY_PREFIX) stands before every one of them.
 """
 
@@ -70,27 +71,27 @@ class Keys:
     @property
     def tasks(self) -> str:
         """Index of task ids."""
-        return f"{self.prefix}tasks"
+        return f"{self.prefix}gpuflow.tasks"
 
     @property
     def pipelines(self) -> str:
         """Index of pipeline ids."""
-        return f"{self.prefix}pipelines"
+        return f"{self.prefix}gpuflow.pipelines"
 
     @property
     def queues(self) -> str:
         """Set of demand queues."""
-        return f"{self.prefix}queues"
+        return f"{self.prefix}gpuflow.queues"
 
     @property
     def queues_version(self) -> str:
         """Counter of queue registrations."""
-        return f"{self.prefix}queues:version"
+        return f"{self.prefix}gpuflow.queues_version"
 
     @property
     def workers(self) -> str:
         """Set of worker ids."""
-        return f"{self.prefix}workers"
+        return f"{self.prefix}gpuflow.workers"
 
     def bell(self, owner: str) -> str:
         """Doorbell of one consumer."""

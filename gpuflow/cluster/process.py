@@ -1,8 +1,8 @@
 """One process of a local cluster: started in a session of its own, logged to a file, ended with all its children.
 
-Used by `gpuflow.cluster.local` alone. The process must not outlive us, not even after kill -9: on Linux the kernel kills
-it then (PR_SET_PDEATHSIG), and its shims, which watch a pipe to it, end its children. That signal is sent when the
-*thread* that started the process ends, so a thread of its own starts each process and waits for it. SIGKILL and no
+Used by `gpuflow.cluster.local` alone. The process must not outlive us, not even after kill -9: on Linux the kernel
+kills it then (PR_SET_PDEATHSIG), and its shims, which watch a pipe to it, end its children. That signal is sent when
+the *thread* that started the process ends, so a thread of its own starts each process and waits for it. SIGKILL and no
 gentler signal, because the embedded broker ends in the same moment, and a worker without a broker cannot stop well.
 """
 

@@ -151,9 +151,7 @@ def read_processes(uuid: str) -> tuple[GpuProcess, ...]:
     except pynvml.NVMLError as error:
         raise GPUFlowError(f"cannot list the processes on {uuid}: {_cause(error)}") from error
     return tuple(
-        GpuProcess(
-            pid=int(item.pid), used_mib=None if item.usedGpuMemory is None else item.usedGpuMemory // _MIB
-        )
+        GpuProcess(pid=int(item.pid), used_mib=None if item.usedGpuMemory is None else item.usedGpuMemory // _MIB)
         for item in found
     )
 
@@ -204,9 +202,7 @@ def _read_load(handle: Any, uuid: str) -> GpuLoad:
         uuid=uuid,
         free_mib=int(pynvml.nvmlDeviceGetMemoryInfo(handle).free) // _MIB,
         utilization_percent=_or_none(lambda: int(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)),
-        temperature_c=_or_none(
-            lambda: int(pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU))
-        ),
+        temperature_c=_or_none(lambda: int(pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU))),
         power_watts=None if milliwatts is None else milliwatts / 1000,
     )
 

@@ -49,9 +49,7 @@ def restrict(gpus: tuple[Gpu, ...], visible: str | None, lost_indices: tuple[int
                 continue
             return Restricted(
                 gpus=tuple(kept),
-                problems=(
-                    f"CUDA_VISIBLE_DEVICES={visible}: {error}; CUDA ends the list there, and so do we",
-                ),
+                problems=(f"CUDA_VISIBLE_DEVICES={visible}: {error}; CUDA ends the list there, and so do we",),
             )
         if any(gpu in kept for gpu in found):
             return Restricted(

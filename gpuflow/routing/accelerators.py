@@ -173,9 +173,7 @@ def _name_tokens(spec: str, text: str, start: int) -> Iterator[_Token]:
             words.append(found[0])
     name = "-".join(words)
     if name.lower() in _OTHER_VENDORS:
-        raise InvalidTemplate(
-            f"accelerators {spec!r}: {name!r} at column {start}: only NVIDIA GPUs are supported"
-        )
+        raise InvalidTemplate(f"accelerators {spec!r}: {name!r} at column {start}: only NVIDIA GPUs are supported")
     if name and name.lower() != "nvidia":
         yield _Token(kind="name", text=name, column=start)
 

@@ -78,9 +78,7 @@ class Capability:
     labels: tuple[tuple[str, str], ...] = ()
 
     @classmethod
-    def of(
-        cls, hardware: HardwareFacts, labels: Mapping[str, str] | None = None, tags: Sequence[str] = ()
-    ) -> Self:
+    def of(cls, hardware: HardwareFacts, labels: Mapping[str, str] | None = None, tags: Sequence[str] = ()) -> Self:
         """Build it from a probe, the labels (`--label k=v`) and the tags (WORKER_TAGS), without values."""
         gpus = []
         for gpu in hardware.gpus:
@@ -120,9 +118,7 @@ class Capability:
         known = {item.name: data[item.name] for item in fields(cls) if item.name in data}
         gpu_fields = {item.name for item in fields(GpuCapability)}
         known["gpus"] = tuple(
-            GpuCapability(
-                **{**{k: v for k, v in gpu.items() if k in gpu_fields}, "names": tuple(gpu["names"])}
-            )
+            GpuCapability(**{**{k: v for k, v in gpu.items() if k in gpu_fields}, "names": tuple(gpu["names"])})
             for gpu in known.get("gpus", ())
         )
         known["labels"] = tuple(sorted(dict(known.get("labels", {})).items()))

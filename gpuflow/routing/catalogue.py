@@ -86,9 +86,7 @@ def identify(nvml_name: str, total_mib: int) -> GpuKind:
     profile = _MIG_PROFILE.search(nvml_name)
     if profile is not None:
         parent = identify(nvml_name[: profile.start()], total_mib)
-        return GpuKind(
-            names=(f"mig{profile[1]}g{profile[2]}gb", f"mig{parent.names[0]}"), vram_gb=float(profile[2])
-        )
+        return GpuKind(names=(f"mig{profile[1]}g{profile[2]}gb", f"mig{parent.names[0]}"), vram_gb=float(profile[2]))
     words = [word for word in words_of(nvml_name) if gpu_memory_gb(word) is None]
     full = normalise_name("-".join(words)) or "unknown"
     entry = _longest_entry(words)

@@ -77,9 +77,7 @@ class Requirement:
             raise GPUFlowError(f"at most {self.gpu_count_max} GPUs is below at least {self.gpu_count}")
         asks_gpu = self.gpu_names or self.vram_gb_min or self.vram_gb_max is not None or self.gpu_count_max
         if not self.gpu_count and asks_gpu:
-            raise GPUFlowError(
-                "a GPU's name or memory is given, but 0 GPUs; ask for at least 1 or leave them out"
-            )
+            raise GPUFlowError("a GPU's name or memory is given, but 0 GPUs; ask for at least 1 or leave them out")
         if self.vram_gb_max is not None and self.vram_gb_max < (self.vram_gb_min or 0.001):
             raise GPUFlowError(
                 f"at most {self.vram_gb_max:g} GB per GPU is below at least {self.vram_gb_min or 0:g} GB"

@@ -65,12 +65,10 @@ def _long_form(gpu: object, strict: bool) -> Requirement | None:
     if gpu is None:
         return None
     if isinstance(gpu, bool) or not isinstance(gpu, Mapping):
-        raise InvalidTemplate(
-            f"resources.hardware.gpu is {gpu!r}; write fields such as {{type: a100, count: 1}}"
-        )
+        raise InvalidTemplate(f"resources.hardware.gpu is {gpu!r}; write fields such as {{type: a100, count: 1}}")
     if strict:
         _refuse_unknown(gpu, _KNOWN_GPU, "resources.hardware.gpu")
-    count = gpu.get("count", 1)
+    count = 1 if gpu.get("count") is None else gpu["count"]
     if isinstance(count, str) and re.fullmatch(r"\s*[0-9]{1,9}\s*", count):
         count = int(count)
     if isinstance(count, bool) or not isinstance(count, int) or count < 0:
@@ -109,9 +107,7 @@ def _amount(value: object, read: Any, field: str, example: str) -> Any:
         return None
     amount = None if isinstance(value, bool) else read(f"{value}".removesuffix("+"))
     if amount is None or amount <= 0:
-        raise InvalidTemplate(
-            f"resources.{field} is {value!r}; give an amount with its unit, such as {example}"
-        )
+        raise InvalidTemplate(f"resources.{field} is {value!r}; give an amount with its unit, such as {example}")
     return amount
 
 
@@ -140,9 +136,7 @@ def _mapping(value: object, field: str) -> Mapping[str, Any]:
 def _refuse_unknown(given: Mapping[str, Any], known: frozenset[str], where: str) -> None:
     for key in given:
         if key not in known:
-            raise InvalidTemplate(
-                f"{where} has an unknown field {key!r}; it knows {', '.join(sorted(known))}"
-            )
+            raise InvalidTemplate(f"{where} has an unknown field {key!r}; it knows {', '.join(sorted(known))}")
 
 
 def _checked(build: Any) -> Requirement:

@@ -82,21 +82,13 @@ class Settings(BaseModel):
     enable_task_merge: bool = _setting("ENABLE_TASK_MERGE", True, "true or false")
     task_merge_max_batch_size: PositiveCount = _setting("TASK_MERGE_MAX_BATCH_SIZE", 4, "a count from 1 up")
     enable_elastic_scaling: bool = _setting("ENABLE_ELASTIC_SCALING", True, "true or false")
-    elastic_auto_disable_idle_seconds: Seconds = _setting(
-        "ELASTIC_AUTO_DISABLE_IDLE_SEC", 60, "seconds, such as 60"
-    )
+    elastic_auto_disable_idle_seconds: Seconds = _setting("ELASTIC_AUTO_DISABLE_IDLE_SEC", 60, "seconds, such as 60")
     elastic_auto_enable_queue_threshold: Count = _setting(
         "ELASTIC_AUTO_ENABLE_QUEUE_THRESHOLD", 5, "a count of queued tasks"
     )
-    elastic_auto_disable_queue_max: Count = _setting(
-        "ELASTIC_AUTO_DISABLE_QUEUE_MAX", 2, "a count of queued tasks"
-    )
-    elastic_auto_min_active_workers: Count = _setting(
-        "ELASTIC_AUTO_MIN_ACTIVE_WORKERS", 1, "a count of workers"
-    )
-    elastic_auto_poll_interval_seconds: Seconds = _setting(
-        "ELASTIC_AUTO_POLL_INTERVAL_SEC", 30, "seconds, such as 30"
-    )
+    elastic_auto_disable_queue_max: Count = _setting("ELASTIC_AUTO_DISABLE_QUEUE_MAX", 2, "a count of queued tasks")
+    elastic_auto_min_active_workers: Count = _setting("ELASTIC_AUTO_MIN_ACTIVE_WORKERS", 1, "a count of workers")
+    elastic_auto_poll_interval_seconds: Seconds = _setting("ELASTIC_AUTO_POLL_INTERVAL_SEC", 30, "seconds, such as 30")
     elastic_auto_toggle_cooldown_seconds: Seconds = _setting(
         "ELASTIC_AUTO_TOGGLE_COOLDOWN_SEC", 60, "seconds, such as 60"
     )

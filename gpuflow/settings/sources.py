@@ -53,9 +53,7 @@ def config_file(env: Mapping[str, str], cwd: Path) -> Path | None:
     if named:
         path = cwd / Path(named).expanduser()
         if not path.is_file():
-            raise InvalidSettings(
-                f"{CONFIG_FILE_VARIABLE} names {named!r}, which is not a file; create it or unset it"
-            )
+            raise InvalidSettings(f"{CONFIG_FILE_VARIABLE} names {named!r}, which is not a file; create it or unset it")
         return path
     path = cwd / CONFIG_FILE_NAME
     return path if path.is_file() else None
@@ -104,9 +102,8 @@ def from_file(path: Path, names: Mapping[str, str]) -> tuple[dict[str, RawValue]
 
 
 def _did_you_mean(key: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6) or [
-        k for k in known if k.lower() == key.lower()
-    ]
+    same = [name for name in known if name.lower() == key.lower()]
+    near = same or difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     if near:
         return f"; did you mean {near[0]!r}?"
     return "; `gpuflow doctor` lists every setting"

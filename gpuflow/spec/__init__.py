@@ -31,7 +31,27 @@ _HOME = {
     "shard": "gpuflow.spec.matrix",
 }
 
-__all__ = [*_HOME]  # noqa: PLE0604
+__all__ = [
+    "Mistake",
+    "Reference",
+    "Stage",
+    "TaskSpec",
+    "Template",
+    "canonical",
+    "configs_root",
+    "duration_seconds",
+    "expand_matrix",
+    "list_presets",
+    "load_preset",
+    "memory_mib",
+    "parse",
+    "parse_text",
+    "pick",
+    "resolve",
+    "resolve_env",
+    "set_path",
+    "shard",
+]
 
 if TYPE_CHECKING:
     from gpuflow.spec.checking import canonical

@@ -72,6 +72,8 @@ def check_section(
     done: dict[str, Any] = {}
     written: dict[str, str] = {}
     for name, value in given.items():
+        if findings.full:
+            break
         here = (*path, name)
         target = section.aliases.get(name, name)
         entry = _entry(section, target)
@@ -107,7 +109,7 @@ def _refuse(name: str, section: Section, path: Path, findings: Findings, lenient
         hint = f"; {section.hints[name]}" if name in section.hints else suggest(name, known_fields(section))
         message = f"unknown field{hint or '; the fields are those of ' + _schema_file(section.schema)['source']}"
     if lenient:
-        findings.warn(path, f"is not used: {message}")
+        findings.warn(path, f"{message}; it is not used")
     else:
         findings.add(path, message)
 

@@ -5,6 +5,7 @@ Used by `stages`. Edges are a mapping: stage -> the stages that it depends on. N
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Mapping
 
 Edges = Mapping[str, Iterable[str]]
@@ -28,29 +29,37 @@ def find_cycle(edges: Edges) -> list[str] | None:
     for start in edges:
         if start in done:
             continue
-        trail: list[str] = [start]
-        waiting = [iter(edges.get(start, ()))]
-        while waiting:
-            following = next(waiting[-1], None)
+        trail = {start: iter(edges.get(start, ()))}
+        while trail:
+            last = next(reversed(trail))
+            following = next(trail[last], None)
             if following is None:
-                waiting.pop()
-                done.add(trail.pop())
+                del trail[last]
+                done.add(last)
             elif following in trail:
-                return [*trail[trail.index(following) :], following]
+                names = list(trail)
+                return [*names[names.index(following) :], following]
             elif following not in done:
-                trail.append(following)
-                waiting.append(iter(edges.get(following, ())))
+                trail[following] = iter(edges.get(following, ()))
     return None
 
 
 def topological(edges: Edges) -> list[str]:
     """Return the stages so that each stands after what it depends on; where free, in the order given. No cycles."""
+    names = list(edges)
+    place = {name: index for index, name in enumerate(names)}
+    missing = {name: set(edges[name]) for name in names}
+    after: dict[str, list[str]] = {name: [] for name in names}
+    for name in names:
+        for below in missing[name]:
+            after[below].append(name)
+    ready = [place[name] for name in names if not missing[name]]
     order: list[str] = []
-    placed: set[str] = set()
-    left = list(edges)
-    while left:
-        ready = next(name for name in left if placed.issuperset(edges[name]))
-        order.append(ready)
-        placed.add(ready)
-        left.remove(ready)
+    while ready:
+        name = names[heapq.heappop(ready)]
+        order.append(name)
+        for following in after[name]:
+            missing[following].discard(name)
+            if not missing[following]:
+                heapq.heappush(ready, place[following])
     return order

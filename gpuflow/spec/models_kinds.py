@@ -99,6 +99,7 @@ class EchoFailure(Strict):
     message: str = "asked to fail"
     retryable: Flag = False
     attempts: Whole | None = Field(None, ge=1, le=1000, description="Fail only in the first so many attempts")
+    unless_exists: Name | None = Field(None, description="Do not fail where this path exists on the worker")
 
 
 class Echo(Strict):
@@ -117,7 +118,7 @@ class Echo(Strict):
     artifact: RelativePath | None = Field(None, description="Write a file of this name")
     artifact_bytes: Whole | None = Field(None, ge=0, le=2**40)
     memory_mib: Whole | None = Field(None, ge=0, le=2**24, description="Memory to hold while running, in MiB")
-    report_env: list[Name] | None = Field(None, description="Environment variables to give back in the result")
+    print_environment: list[Name] | None = Field(None, description="Environment variables to give back in the result")
     stderr: str | None = Field(None, description="Written to the log")
 
 

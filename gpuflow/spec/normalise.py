@@ -175,7 +175,7 @@ def _node_item(item: Any) -> Any:
 
 
 def _node_reference(node: str, path: Any) -> str:
-    inside = str(path).removeprefix("result.") if path else ""
+    inside = str(path).removeprefix("result.") if path else "items"
     return "${" + f"{node}.result" + (inside if inside.startswith("[") else f".{inside}" if inside else "") + "}"
 
 

@@ -41,7 +41,7 @@ def parse(source: str | os.PathLike[str] | Mapping[str, Any] | Template, *, max_
         raise TypeError(f"a template is a path, a name, a mapping or a Template, not a {type(source).__name__}")
     name = os.fspath(source)
     path = FilePath(name)
-    if _exists(path):
+    if name and _exists(path):
         return _template(read_file(path, max_bytes))
     shipped = list_presets("pipelines")
     if isinstance(source, str) and name in shipped:
@@ -126,7 +126,7 @@ def _check_top(top: dict[str, Any], findings: Findings) -> bool:
             continue
         message = f"unknown field{suggest(key, _TOP) or f'; the fields here are {one_of(_TOP)}'}"
         if foreign:
-            findings.warn((key,), f"is not used: {message}")
+            findings.warn((key,), f"{message}; it is not used")
         else:
             findings.add((key,), message)
     return foreign
@@ -177,7 +177,7 @@ def _single(base: dict[str, Any], spec_at: Path, name: Any, findings: Findings, 
     spec = check_spec(given, inside, foreign=foreign)
     spec, references = collect_references(spec, inside, foreign=foreign)
     for path, reference in references:
-        Findings(line_of=findings.line_of, mistakes=findings.mistakes).add(
+        findings.within(lambda where: where).add(
             path,
             f"{reference}: a single task has no stages to refer to; for the text itself write $${reference.text[1:]}",
         )

@@ -14,6 +14,8 @@ from pydantic import BaseModel, ValidationError
 
 from gpuflow.spec.report import Findings, Path, one_of, show, suggest
 
+#: Most fields that are listed beside an unknown one.
+_MAX_LISTED: Final = 12
 _WANTED: Final = {
     "string_type": "text; put it in quotes", "int_type": "a whole number", "int_parsing": "a whole number",
     "int_from_float": "a whole number", "float_type": "a number", "float_parsing": "a number",
@@ -31,8 +33,10 @@ def report(
     A value for which `pending` holds (it is still to be replaced) is passed over. `lenient` makes an unknown field a
     warning.
     """
-    wrong, unknown = False, []
+    wrong, unknown = False, list[Path]()
     for one in error.errors(include_url=False):
+        if findings.full:
+            return True, unknown
         path: Path = tuple(part for part in one["loc"] if part != "[key]")
         if pending(one["input"]):
             wrong = True
@@ -40,7 +44,7 @@ def report(
         if one["type"] == "extra_forbidden":
             message = f"unknown field{_near(path, model)}"
             if lenient:
-                findings.warn(path, f"is not used: {message}")
+                findings.warn(path, f"{message}; it is not used")
                 unknown.append(path)
                 continue
             findings.add(path, message)
@@ -84,7 +88,8 @@ def _near(path: Path, model: type[BaseModel]) -> str:
     if owner is None:
         return ""
     names = list(owner.model_fields)
-    return suggest(path[-1], names) or f"; the fields here are {one_of(names)}"
+    listed = f"; the fields here are {one_of(names)}" if len(names) <= _MAX_LISTED else ""
+    return suggest(path[-1], names) or listed
 
 
 def _model_at(path: Path, model: type[BaseModel]) -> type[BaseModel] | None:

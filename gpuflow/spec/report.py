@@ -5,6 +5,7 @@ Every file of `gpuflow.spec` may use it. It knows paths and lines, nothing of wh
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 import re
@@ -17,11 +18,13 @@ from gpuflow.errors import InvalidTemplate
 #: Where a value stands in a template: keys and list positions from the top.
 Path = tuple[str | int, ...]
 
-#: Most lines of one report; `InvalidTemplate.mistakes` holds all of them.
+#: Most lines of one report; `InvalidTemplate.mistakes` holds more of them.
 MAX_REPORT_LINES: Final = 100
+#: Most mistakes and warnings that are looked for in one template.
+MAX_FOUND: Final = 1000
 #: Longest piece of a user's value that a report shows, in characters.
 _MAX_SHOWN: Final = 60
-_SECRET: Final = re.compile(r"token|secret|password|passwd|api_?key|authorization|headers|credential", re.I)
+_SECRET: Final = re.compile(r"(?:^|[_-])token$|secret|password|passwd|api_?key|authorization|headers|credential", re.I)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +48,7 @@ class Findings:
     line_of: Callable[[Path], int | None] = lambda path: None
     mistakes: list[Mistake] = field(default_factory=list)
     warnings: list[Mistake] = field(default_factory=list)
+    seen: set[Mistake] = field(default_factory=set)
 
     def add(self, path: Path, message: str) -> None:
         """Note a mistake, once."""
@@ -56,12 +60,18 @@ class Findings:
 
     def within(self, locate: Callable[[Path], Path]) -> Findings:
         """Return a view that writes into the same lists, with paths mapped by `locate`."""
-        return Findings(locate=locate, line_of=self.line_of, mistakes=self.mistakes, warnings=self.warnings)
+        return dataclasses.replace(self, locate=locate)
+
+    @property
+    def full(self) -> bool:
+        """Whether so much was found that looking further helps nobody; a loop over a user's values then stops."""
+        return len(self.mistakes) + len(self.warnings) >= MAX_FOUND
 
     def _note(self, notes: list[Mistake], path: Path, message: str) -> None:
         place = self.locate(path)
         note = Mistake(path=path_text(place), line=self.line_of(place), message=message)
-        if note not in notes:
+        if note not in self.seen and not self.full:
+            self.seen.add(note)
             notes.append(note)
 
     def raise_if_any(self, source: str) -> None:

@@ -86,7 +86,7 @@ def build_stages(
         draft.hard = _explicit(draft, drafts, findings)
         if linear and index and names[index - 1] not in draft.hard:
             draft.hard.insert(0, names[index - 1])
-    edges = _edges(drafts, base, base_at, findings)
+    edges = _edges(drafts, findings)
     if findings.mistakes:
         return ()
     return tuple(
@@ -180,6 +180,8 @@ def collect_references(value: Any, findings: Findings, *, foreign: bool) -> tupl
     found: list[tuple[Path, Reference]] = []
     malformed = False
     for path, reference in walk_references(value):
+        if findings.full:
+            break
         if isinstance(reference, ValueError):
             malformed = True
             if foreign:
@@ -214,30 +216,42 @@ def _stages(drafts: Mapping[str, Draft]) -> str:
     return f"; the stages are {', '.join(list(drafts)[:20])}"
 
 
-def _edges(
-    drafts: Mapping[str, Draft], base: dict[str, Any], base_at: Path, findings: Findings
-) -> dict[str, list[str]]:
+def _edges(drafts: Mapping[str, Draft], findings: Findings) -> dict[str, list[str]]:
     """Return stage -> what it depends on, references included; every fault on the way is noted."""
     edges = {name: list(draft.hard) for name, draft in drafts.items()}
     cycle = find_cycle(edges)
     if cycle:
         findings.add((*drafts[cycle[0]].at, "dependsOn"), f"closes a cycle: {' -> '.join(cycle)}; remove one of these")
-    plain = Findings(line_of=findings.line_of, mistakes=findings.mistakes, warnings=findings.warnings)
+    plain = findings.within(lambda path: path)
+    implied: list[tuple[str, Path, Reference]] = []
     for name, draft in drafts.items():
         for path, reference in draft.references:
             target = reference.name
             if target == name:
                 plain.add(path, f"{reference} refers to its own stage; refer to one before it")
             elif target not in drafts:
-                plain.add(
-                    path, f"{reference}: there is no stage {target!r}{suggest(target, drafts) or _stages(drafts)}"
-                )
-            elif target not in edges[name] and not cycle:
-                if name in upstream(edges, target):
-                    plain.add(
-                        path,
-                        f"{reference}: stage {target!r} is not upstream of {name!r}, it runs after it; turn them round",
-                    )
-                else:
-                    edges[name].append(target)
-    return edges
+                near = suggest(target, drafts) or _stages(drafts)
+                plain.add(path, f"{reference}: there is no stage {target!r}{near}")
+            else:
+                implied.append((name, path, reference))
+    if cycle:
+        return edges
+    whole = {name: list(below) for name, below in edges.items()}
+    for name, _, reference in implied:
+        if reference.name not in whole[name]:
+            whole[name].append(reference.name)
+    if find_cycle(whole):
+        _note_backward(edges, implied, plain)
+    return whole
+
+
+def _note_backward(edges: dict[str, list[str]], implied: list[tuple[str, Path, Reference]], findings: Findings) -> None:
+    """Find, in the order they were written, the references to stages that run later."""
+    for name, path, reference in implied:
+        target = reference.name
+        if name in upstream(edges, target):
+            findings.add(
+                path, f"{reference}: stage {target!r} is not upstream of {name!r}, it runs after it; turn them round"
+            )
+        elif target not in edges[name]:
+            edges[name].append(target)

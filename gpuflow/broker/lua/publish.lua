@@ -2,8 +2,8 @@
 --
 -- KEYS[1] list of the message      KEYS[2] gpuflow.waiters
 -- with a record, or a queue registration alone:
--- KEYS[3] record hash              KEYS[4] index zset (tasks, pipelines)
--- KEYS[5] queues set               KEYS[6] queues:version     KEYS[7] queue:<name>
+-- KEYS[3] record hash              KEYS[4] index zset of its kind
+-- KEYS[5] gpuflow.queues               KEYS[6] gpuflow.queues_version     KEYS[7] queue:<name>
 -- KEYS[8] event stream of the record
 -- ARGV[1] message                  ARGV[2] seconds a doorbell token may lie unread
 -- ARGV[3] record id, or '' for a queue registration alone

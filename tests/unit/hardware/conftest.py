@@ -4,13 +4,10 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from fixtures.simulated_nvml import simulated_nvml
+from tests.fixtures.simulated_nvml import simulated_nvml
 
 __all__ = ["simulated_nvml"]
 

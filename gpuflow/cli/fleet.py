@@ -1,0 +1,151 @@
+"""`gpuflow queues` and `gpuflow workers`."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from gpuflow.cli.options import json_option
+
+if TYPE_CHECKING:
+    from gpuflow.celery_app import GPUFlow
+    from gpuflow.fleet.registry import WorkerEntry
+
+_OFFLINE: Final = "OFFLINE"
+
+
+@click.command(short_help="List the queues.")
+@json_option
+def queues(as_json: bool) -> None:
+    """List the queues: what each asks for, what waits, what runs, and how many workers serve it."""
+    from gpuflow.cli import output
+    from gpuflow.cli.session import connected
+    from gpuflow.client import reachable
+
+    with connected() as app, reachable():
+        rows = queue_rows(app)
+    if as_json:
+        output.emit_json(rows)
+        return
+    output.table(
+        ["queue", "waiting", "running", "workers"],
+        [[row["name"], row["waiting"], row["running"], len(row["workers"]) or "none"] for row in rows],
+        empty="no queue yet; the first task makes one",
+    )
+
+
+def queue_rows(app: GPUFlow) -> list[dict[str, Any]]:
+    """Return every queue with its requirement (None: a plain Celery queue), depth, running tasks and live workers."""
+    from gpuflow.broker.priorities import list_keys, queue_of
+    from gpuflow.fleet.registry import Fleet
+    from gpuflow.routing.families import CONTROL_QUEUE
+
+    fleet = Fleet(app.redis, app.keys)
+    registered = fleet.queues()
+    prefix = app.keys.prefix
+    workers = [worker for worker in fleet.workers() if str(worker.state) != _OFFLINE]
+    leased: Any = app.redis.hvals(app.keys.owners)
+    running = Counter(queue_of(str(owner).partition("\n")[2].removeprefix(prefix)) for owner in leased)
+    rows = []
+    for name in [*registered, CONTROL_QUEUE, app.settings.task_topic]:
+        pipe = app.redis.pipeline(transaction=False)
+        for key in list_keys([name]):
+            pipe.llen(f"{prefix}{key}")
+        rows.append(
+            {
+                "name": name,
+                "requirement": registered.get(name),
+                "waiting": sum(pipe.execute()),
+                "running": running[name],
+                "workers": [worker.id for worker in workers if name in worker.queues],
+            }
+        )
+    return rows
+
+
+@click.group(invoke_without_command=True, short_help="List the workers, or show one.")
+@click.pass_context
+def workers(ctx: click.Context) -> None:
+    """List the workers, or show one."""
+    if ctx.invoked_subcommand is None:
+        ctx.invoke(list_workers)
+
+
+@workers.command("list")
+@click.option("--all", "everyone", is_flag=True, help="Also those that have gone.")
+@json_option
+def list_workers(everyone: bool = False, as_json: bool = False) -> None:
+    """List the workers that are there."""
+    from gpuflow.cli import output
+    from gpuflow.cli.session import connected
+    from gpuflow.client import reachable
+    from gpuflow.fleet.registry import Fleet
+
+    with connected() as app, reachable():
+        known = Fleet(app.redis, app.keys).workers()
+    shown = [worker for worker in known if everyone or str(worker.state) != _OFFLINE]
+    if as_json:
+        output.emit_json([worker.public() for worker in shown])
+        return
+    output.table(
+        ["worker", "state", "host", "gpus", "cpus", "labels", "tasks", "seen"],
+        [_row(worker) for worker in shown],
+        empty="no worker is there; start one with `celery -A gpuflow worker`, or `gpuflow up`",
+    )
+    if len(known) > len(shown):
+        output.note(f"{len(known) - len(shown)} more have gone; --all lists them")
+
+
+@workers.command("show")
+@click.argument("worker_id", metavar="ID")
+@json_option
+def show_worker(worker_id: str, as_json: bool) -> None:
+    """Show all that is known of a worker."""
+    from gpuflow.cli import output
+    from gpuflow.cli.errors import bad_input
+    from gpuflow.cli.session import connected
+    from gpuflow.client import reachable
+    from gpuflow.fleet.registry import Fleet
+
+    with connected() as app, reachable():
+        worker = Fleet(app.redis, app.keys).find(worker_id)
+    if worker is None:
+        raise bad_input(f"no worker {worker_id!r}; `gpuflow workers list --all` lists them")
+    shown = worker.public()
+    if as_json:
+        output.emit_json(shown)
+        return
+    capability, load = shown.pop("capability"), shown.pop("load")
+    times = {"startedAt": "started", "heartbeatAt": "heartbeat"}
+    output.pairs({times.get(key, key): output.when(value) if key in times else value for key, value in shown.items()})
+    output.pairs({"gpus": gpu_text(worker), "labels": _labels(worker)})
+    output.pairs({key: value for key, value in capability.items() if key not in ("gpus", "labels", "schema")})
+    output.pairs(load)
+
+
+def gpu_text(worker: WorkerEntry) -> str:
+    """Return the GPUs of a worker: `4x a100 80 GB`."""
+    kinds = Counter((gpu["names"][0], gpu["vram_gb"]) for gpu in worker.capability.get("gpus") or ())
+    return ", ".join(f"{count}x {name} {vram:g} GB" for (name, vram), count in kinds.items()) or "none"
+
+
+def _row(worker: WorkerEntry) -> list[object]:
+    ago = max(0.0, time.time() - worker.heartbeat_at)
+    return [
+        worker.id,
+        worker.state,
+        worker.hostname,
+        gpu_text(worker),
+        f"{worker.capability.get('cpu_count', 0):g}",
+        _labels(worker),
+        len(worker.tasks),
+        f"{ago:.0f} s ago",
+    ]
+
+
+def _labels(worker: WorkerEntry) -> str:
+    labels = dict(worker.capability.get("labels") or {})
+    return ", ".join(f"{key}={value}" if value else key for key, value in labels.items())

@@ -1,0 +1,178 @@
+"""`gpuflow logs`: what a run has told, from the event streams."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from gpuflow.cli.errors import DONE, interrupted
+from gpuflow.cli.options import json_option
+
+if TYPE_CHECKING:
+    from gpuflow.celery_app import GPUFlow
+    from gpuflow.client import PipelineRun, Task
+    from gpuflow.ledger.eventlog import LoggedEvent
+
+_PAGE: Final = 1000
+#: Events that no log needs: every piece of a text comes again in the whole of it.
+_SILENT: Final = frozenset({"text_delta"})
+
+
+@click.command(short_help="Show what a pipeline or task has told.")
+@click.argument("record_id", metavar="ID")
+@click.option("--follow", "-f", "following", is_flag=True, help="Go on to the end of the run.")
+@json_option
+def logs(record_id: str, following: bool, as_json: bool) -> int:
+    """Show the events and log lines of a task, or of all tasks of a pipeline, in order.
+
+    With -f and --json: one JSON object a line.
+    """
+    from gpuflow import client
+    from gpuflow.cli import output, watch
+    from gpuflow.cli.session import connected
+
+    with connected() as app:
+        handle = client.get(record_id, app=app)
+        labels = Labels(handle)
+        if not following:
+            events = stored(app, handle)
+            if as_json:
+                output.emit_json([labels.plain(event) for event in events])
+            else:
+                _print(labels, events)
+            return DONE
+        try:
+            if as_json:
+                for event in watch.follow(app, handle):
+                    output.line(json.dumps(labels.plain(event)))
+            else:
+                _print(labels, watch.follow(app, handle))
+        except KeyboardInterrupt as error:
+            output.note(f"stopped; nothing was cancelled: `gpuflow logs {record_id} -f` goes on")
+            return interrupted(error)
+    return DONE
+
+
+class Labels:
+    """Knows which stage an event belongs to; learns it from the events of the pipeline."""
+
+    def __init__(self, handle: PipelineRun | Task) -> None:
+        self._run_id = handle.id
+        self._stage_of: dict[str, str] = {}
+        self._alone = not hasattr(handle, "template")
+        if self._alone:
+            record = handle.record()
+            self._stage_of[handle.id] = getattr(record, "stage", None) or record.name or handle.id[:8]
+
+    def of(self, event: LoggedEvent) -> str:
+        """Return `stage`, or `stage/number` where a stage has several tasks; empty for the pipeline itself."""
+        if event.name == "stage" and event.source == self._run_id:
+            stage, tasks = str(event.data.get("stage")), list(event.data.get("tasks") or ())
+            for number, task in enumerate(tasks):
+                self._stage_of[str(task)] = f"{stage}/{number}" if len(tasks) > 1 else stage
+            return stage
+        if event.source == self._run_id and not self._alone:
+            return ""
+        return self._stage_of.get(event.source, event.source[:8])
+
+    def plain(self, event: LoggedEvent) -> dict[str, Any]:
+        """Return the event as JSON-able data."""
+        return {
+            "id": event.id,
+            "at": event.at,
+            "source": event.source,
+            "stage": self.of(event),
+            "event": event.name,
+            **{key: value for key, value in event.data.items() if key not in ("id", "at", "source", "stage", "event")},
+        }
+
+
+def stored(app: GPUFlow, handle: PipelineRun | Task) -> list[LoggedEvent]:
+    """Return all events of a run and of every task that it ever had, in order."""
+    from gpuflow.client import reachable
+
+    with reachable():
+        events = list(_all(app, handle.id))
+        tasks = dict.fromkeys(
+            str(task) for event in events if event.name == "stage" for task in event.data.get("tasks") or ()
+        )
+        for task_id in tasks:
+            events += _all(app, task_id)
+    return sorted(events, key=lambda event: tuple(int(part) for part in event.id.split("-")))
+
+
+def _all(app: GPUFlow, source: str) -> Iterator[LoggedEvent]:
+    position = "0"
+    while page := app.event_log.read(source, position, _PAGE):
+        yield from page
+        position = page[-1].id
+
+
+def _print(labels: Labels, events: Any) -> None:
+    from gpuflow.cli import output
+
+    for event in events:
+        label = labels.of(event)
+        text = message(event.name, event.data)
+        if text is None:
+            continue
+        clock = time.strftime("%H:%M:%S", time.localtime(event.at))
+        for part in text.splitlines() or [""]:
+            output.line(f"[{clock}] {label + ' ' if label else ''}{part}")
+
+
+def message(name: str, data: Mapping[str, Any]) -> str | None:
+    """Return an event as text for people; None for one that needs no line."""
+    if name in _SILENT:
+        return None
+    if name in ("log", "text"):
+        return str(data.get("message", data.get("content", "")))
+    if name == "state":
+        return _state(data)
+    if name == "stage":
+        error = _cause(data)
+        return str(data.get("state")).lower() + (f": {error}" if error else "")
+    if name == "worker":
+        return ": ".join(str(part) for part in (data.get("status"), data.get("message")) if part)
+    if name == "progress":
+        return _progress(data)
+    if name == "artifact":
+        return f"artifact {data.get('path')}"
+    if name == "finish":
+        error = _cause(data)
+        return f"finish {data.get('status')}" + (f": {error}" if error else "")
+    if name == "connection":
+        return str(data.get("status"))
+    return f"{name} {json.dumps(data, ensure_ascii=False, default=str)}" if data else name
+
+
+def _state(data: Mapping[str, Any]) -> str:
+    text = str(data.get("state"))
+    if data.get("attempt") and text == "STARTING":
+        text += f" attempt {data['attempt']}"
+    if data.get("worker"):
+        text += f" on {data['worker']}"
+    error = _cause(data)
+    return text + (f": {error}" if error else "")
+
+
+def _progress(data: Mapping[str, Any]) -> str:
+    total = f"/{data['total']}" if data.get("total") is not None else ""
+    metrics = data.get("metrics")
+    shown = ""
+    if isinstance(metrics, Mapping):
+        shown = " ".join(f"{name}={_short(value)}" for name, value in metrics.items())
+    return f"{data.get('current')}{total} {data.get('unit', 'step')} {shown}".rstrip()
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _cause(data: Mapping[str, Any]) -> str:
+    error = data.get("error")
+    return str(error.get("message", "")) if isinstance(error, Mapping) else ""

@@ -1,0 +1,90 @@
+"""`gpuflow presets` and `gpuflow models`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import click
+
+from gpuflow.cli.options import json_option
+
+
+@click.command(short_help="List what is shipped.")
+@click.argument("kind", required=False)
+@json_option
+def presets(kind: str | None, as_json: bool) -> None:
+    """List the shipped presets, of one KIND (pipelines, models, datasets, environments, ...) or of all."""
+    from gpuflow.cli import output
+    from gpuflow.cli.errors import bad_input
+    from gpuflow.spec.presets import KINDS
+
+    if kind is not None and kind not in KINDS:
+        raise bad_input(f"no presets of kind {kind!r}; the kinds are {', '.join(KINDS)}")
+    rows = [row for name in ([kind] if kind else KINDS) for row in _rows(name)]
+    if as_json:
+        output.emit_json(rows)
+        return
+    output.table(["kind", "name", "about"], [[row["kind"], row["name"], row["about"]] for row in rows], empty="none")
+
+
+@click.group(invoke_without_command=True, short_help="List the model presets, or fetch one.")
+@click.pass_context
+def models(ctx: click.Context) -> None:
+    """List the model presets, or fetch one into the cache."""
+    if ctx.invoked_subcommand is None:
+        ctx.invoke(list_models)
+
+
+@models.command("list")
+@json_option
+def list_models(as_json: bool = False) -> None:
+    """List the model presets."""
+    from gpuflow.cli import output
+
+    rows = _rows("models")
+    if as_json:
+        output.emit_json(rows)
+        return
+    output.table(["model", "about"], [[row["name"], row["about"]] for row in rows], empty="no model presets")
+
+
+@models.command("pull")
+@click.argument("name")
+def pull(name: str) -> int:
+    """Fetch a model preset into the cache, converted and ready for its first use."""
+    from gpuflow.cli.errors import FAILED, bad_input
+    from gpuflow.errors import GPUFlowError
+    from gpuflow.spec.presets import preset_path
+
+    try:
+        preset_path("models", name)
+    except GPUFlowError as error:
+        raise bad_input(str(error)) from error
+    ended = subprocess.run([sys.executable, "-m", "executors.models", "pull", name], check=False)
+    return FAILED if ended.returncode else 0
+
+
+def _rows(kind: str) -> list[dict[str, Any]]:
+    from gpuflow.errors import GPUFlowError
+    from gpuflow.spec.presets import list_presets, load_preset
+
+    rows = []
+    for name in list_presets(kind):
+        try:
+            about = _about(load_preset(kind, name))
+        except GPUFlowError as error:
+            about = f"cannot be read: {error}"
+        rows.append({"kind": kind, "name": name, "about": about})
+    return rows
+
+
+def _about(preset: dict[str, Any]) -> str:
+    """Return what a preset says of itself."""
+    metadata = preset.get("metadata")
+    annotations = metadata.get("annotations") if isinstance(metadata, dict) else None
+    for place in (preset, annotations, metadata):
+        if isinstance(place, dict) and isinstance(place.get("description"), str):
+            return str(place["description"])
+    return ""

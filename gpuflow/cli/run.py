@@ -1,0 +1,129 @@
+"""`gpuflow run`: a template on a local cluster that lives as long as the command."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import click
+
+from gpuflow.cli.errors import DONE, interrupted
+from gpuflow.cli.options import json_option, load_template, show_warnings, template_options
+
+if TYPE_CHECKING:
+    from gpuflow.celery_app import GPUFlow
+    from gpuflow.client import PipelineRun
+    from gpuflow.cluster import LocalCluster
+
+
+@click.command(short_help="Run a template here, with everything embedded.")
+@template_options
+@click.option("--keep", is_flag=True, help="Leave the local cluster up at the end, until Ctrl-C.")
+@click.option("--workers", default=1, type=click.IntRange(1, 64), metavar="N", help="Local workers (default 1).")
+@click.option("--max-jobs", type=click.IntRange(1, 1024), metavar="N", help="Most child processes of a worker at once.")
+@json_option
+def run(
+    source: str,
+    overrides: tuple[str, ...],
+    labels: tuple[str, ...],
+    keep: bool,
+    workers: int,
+    max_jobs: int | None,
+    as_json: bool,
+) -> int:
+    """Run a template here: an embedded broker (unless REDIS_URL is set), a worker, live progress, the results.
+
+    FILE is a path, `-` for stdin, or a shipped name such as quickstart. Ctrl-C stops everything; what is done is kept,
+    and `gpuflow resume` goes on with the rest.
+    """
+    template = load_template(source, overrides, labels)
+    show_warnings(template)
+
+    def start(app: GPUFlow) -> PipelineRun:
+        from gpuflow.client import submit_pipeline
+
+        return submit_pipeline(template, app=app)
+
+    return run_local(start, workers=workers, max_jobs=max_jobs, keep=keep, as_json=as_json)
+
+
+def run_local(
+    start: Callable[[GPUFlow], PipelineRun],
+    *,
+    workers: int = 1,
+    max_jobs: int | None = None,
+    keep: bool = False,
+    as_json: bool = False,
+) -> int:
+    """Bring up a local cluster, `start` a pipeline on it, show it to its end, print the results; return the exit code.
+
+    Nothing of the cluster is left afterwards, however it ends.
+    """
+    from gpuflow.cli.output import note
+    from gpuflow.cli.session import signals_interrupt
+    from gpuflow.cluster import LocalCluster
+    from gpuflow.settings import Settings
+
+    handle: PipelineRun | None = None
+    cluster = LocalCluster(Settings.load(), workers=workers, max_jobs=max_jobs, most_ends=3, note=note)
+    with signals_interrupt():
+        try:
+            with cluster:
+                try:
+                    handle = _started(cluster, start)
+                    code = _shown(cluster, handle, as_json=as_json)
+                    if keep:
+                        _keep(cluster)
+                except KeyboardInterrupt:
+                    note(_stopping(handle))
+                    raise
+        except KeyboardInterrupt as error:
+            return interrupted(error)
+    return code
+
+
+def _started(cluster: LocalCluster, start: Callable[[GPUFlow], PipelineRun]) -> PipelineRun:
+    from gpuflow.cli.output import note
+    from gpuflow.cli.session import app_for
+
+    note("starting a local worker ..." if len(cluster.worker_ids) == 1 else "starting local workers ...")
+    # The worker takes longer to start than the app to load: both at once.
+    app = app_for(cluster.settings)
+    cluster.wait_ready()
+    handle = start(app)
+    note(f"pipeline {handle.id}")
+    return handle
+
+
+def _shown(cluster: LocalCluster, handle: PipelineRun, *, as_json: bool) -> int:
+    from gpuflow.cli import summary as results
+    from gpuflow.cli import watch
+    from gpuflow.cli.output import emit_json
+
+    watch.show(handle.app, handle, on_stderr=as_json, since=time.time() - 1, tick=cluster.tend)
+    if as_json:
+        emit_json(results.document(handle))
+    else:
+        results.show(handle)
+    return watch.verdict(handle)
+
+
+def _keep(cluster: LocalCluster) -> None:
+    from gpuflow.cli.output import note
+
+    note("the local cluster stays up; Ctrl-C stops it")
+    while True:
+        cluster.tend()
+        time.sleep(0.5)
+
+
+def _stopping(handle: PipelineRun | None) -> str:
+    if handle is None:
+        return "stopping; nothing was submitted"
+    if handle.record().state.final:
+        return "stopping"
+    return f"stopping; resume with `gpuflow resume {handle.id}`"
+
+
+__all__ = ["DONE", "run", "run_local"]

@@ -1,0 +1,86 @@
+"""The connection of one command to its fleet: REDIS_URL, else this user's embedded server.
+
+Celery is imported here, when a command needs it, and nowhere above.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from gpuflow.cli.errors import Terminated
+from gpuflow.errors import BrokerUnavailable
+from gpuflow.settings import Settings
+
+if TYPE_CHECKING:
+    from gpuflow.celery_app import GPUFlow
+
+#: What may be asked of a fleet that does not run: `gpuflow status` and others look at the stored data.
+NO_FLEET = (
+    "REDIS_URL is not set and no embedded server runs; set REDIS_URL=redis://host:6379/0, "
+    "or start a local cluster with `gpuflow up`"
+)
+
+
+def app_for(settings: Settings) -> GPUFlow:
+    """Return an app with these settings. Its log goes to stderr, warnings alone."""
+    import logging
+
+    import structlog
+
+    structlog.configure(
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+    )
+    from gpuflow.celery_app import GPUFlow
+
+    return GPUFlow("gpuflow", settings=settings)
+
+
+@contextmanager
+def connected(settings: Settings | None = None, *, stored: bool = True) -> Iterator[GPUFlow]:
+    """Give an app that is connected to the fleet.
+
+    `stored`: if no server runs, the embedded one with the data of former runs is started as long as the command takes.
+    Raises BrokerUnavailable when there is nothing to connect to.
+    """
+    settings = settings or Settings.load()
+    if settings.redis_url:
+        yield app_for(settings)
+        return
+    from gpuflow.broker.embedded import EmbeddedServer
+
+    url = EmbeddedServer.running(settings.state_dir)
+    if url is not None:
+        yield app_for(settings.model_copy(update={"redis_url": url}))
+        return
+    if not stored or not (settings.state_dir / "embedded" / "data").is_dir():
+        raise BrokerUnavailable(NO_FLEET)
+    server = EmbeddedServer(settings.state_dir, program=settings.valkey_server)
+    try:
+        yield app_for(settings.model_copy(update={"redis_url": server.start()}))
+    finally:
+        server.stop()
+
+
+@contextmanager
+def signals_interrupt() -> Iterator[None]:
+    """Make SIGTERM and a closed terminal end the command as Ctrl-C does: everything is stopped in order."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, _: Any) -> None:
+        raise Terminated(number)
+
+    numbers = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+    before = {number: signal.signal(number, leave) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,44 @@
+"""`gpuflow validate`: is a template right, and if not, where not?"""
+
+from __future__ import annotations
+
+import click
+
+from gpuflow.cli.errors import BAD_INPUT
+from gpuflow.cli.options import json_option, load_template, show_warnings, template_options
+
+
+@click.command(short_help="Check a template.")
+@template_options
+@json_option
+def validate(source: str, overrides: tuple[str, ...], labels: tuple[str, ...], as_json: bool) -> int | None:
+    """Check a template and list every mistake, each with its line and path. Nothing is submitted."""
+    from gpuflow.cli.output import emit_json, line
+    from gpuflow.errors import InvalidTemplate
+
+    try:
+        template = load_template(source, overrides, labels)
+    except InvalidTemplate as error:
+        if not as_json:
+            raise
+        found = [mistake.to_dict() for mistake in error.mistakes] or [{"path": "", "line": None, "message": str(error)}]
+        emit_json({"valid": False, "mistakes": found, "warnings": []})
+        return BAD_INPUT
+    if as_json:
+        emit_json(
+            {
+                "valid": True,
+                "name": template.name,
+                "stages": [
+                    {"name": stage.name, "taskType": stage.task_type, "dependsOn": list(stage.depends_on)}
+                    for stage in template.stages
+                ],
+                "mistakes": [],
+                "warnings": [warning.to_dict() for warning in template.warnings],
+            }
+        )
+        return None
+    show_warnings(template)
+    listed = ", ".join(f"{stage.name} ({stage.task_type})" for stage in template.stages)
+    line(f"{template.source}: valid; {'stages' if template.is_pipeline else 'task'}: {listed}")
+    return None

@@ -1,0 +1,269 @@
+"""The local cluster itself: its parts, when it is ready, what happens when a part ends, and how all of it ends.
+
+Used by the command line. The caller calls `tend()` about once a second while it waits, so that a part that has ended is
+brought back; there is no thread that does it behind the caller's back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from gpuflow.broker.embedded import EmbeddedServer
+from gpuflow.broker.keys import Keys
+from gpuflow.cluster import commands
+from gpuflow.cluster.process import ManagedProcess
+from gpuflow.errors import BrokerUnavailable, GPUFlowError
+from gpuflow.fleet.hardware import probe
+from gpuflow.fleet.registry import Fleet, WorkerState
+from gpuflow.routing.families import CONTROL_QUEUE
+from gpuflow.settings import Settings
+
+#: How long the workers have to register, in seconds.
+READY_SECONDS: Final = 90.0
+#: A part that lived so long starts again at once; below, each time it ends doubles the wait, in seconds.
+_STABLE_SECONDS: Final = 60.0
+_LONGEST_WAIT_SECONDS: Final = 30.0
+_POLL_SECONDS: Final = 0.05
+_KEPT_LOGS: Final = 40
+
+
+@dataclass(kw_only=True)
+class _Part:
+    """One process of the cluster, and how often it has ended in short order."""
+
+    name: str
+    argv: list[str]
+    stop_signals: tuple[tuple[int, float], ...]
+    is_worker: bool = False
+    process: ManagedProcess | None = None
+    ended: int = 0
+    start_at: float = 0.0
+
+
+class LocalCluster:
+    """A context manager: inside it the cluster runs, after it nothing of it is left (its data stay on disk).
+
+    The broker is that of REDIS_URL, else the embedded one. `note` gets a line for people when something happens.
+    `most_ends`: how often a part may end in short order before `tend` raises (None: never).
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        workers: int = 1,
+        max_jobs: int | None = None,
+        beat: bool = False,
+        flower_port: int | None = None,
+        most_ends: int | None = None,
+        note: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.url = settings.redis_url or ""
+        self._settings = settings
+        self._server: EmbeddedServer | None = None
+        if not settings.redis_url:
+            self._server = EmbeddedServer(settings.state_dir, program=settings.valkey_server)
+        self._workers = workers
+        self._max_jobs = max_jobs
+        self._beat = beat
+        self._flower_port = flower_port
+        self._most_ends = most_ends
+        self._note = note
+        self._parts: list[_Part] = []
+        self._client: redis.Redis | None = None
+
+    @property
+    def settings(self) -> Settings:
+        """The settings, with the address of this cluster's broker."""
+        return self._settings.model_copy(update={"redis_url": self.url})
+
+    @property
+    def embedded(self) -> bool:
+        """Whether the broker is the embedded one."""
+        return self._server is not None
+
+    @property
+    def worker_ids(self) -> list[str]:
+        """The ids of its workers."""
+        return [part.name for part in self._parts if part.is_worker]
+
+    @property
+    def logs(self) -> Path:
+        """The folder of its logs."""
+        return self._settings.state_dir / "logs"
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.stop()
+        except KeyboardInterrupt:
+            self.kill()
+            raise
+
+    def start(self) -> None:
+        """Start the broker and every part. Raises BrokerUnavailable, GPUFlowError."""
+        if self._server is not None:
+            self.url = self._server.start()
+        self.logs.mkdir(parents=True, exist_ok=True)
+        _prune(self.logs)
+        self._client = redis.Redis.from_url(
+            self.url, decode_responses=True, socket_connect_timeout=2, socket_timeout=5, retry=Retry(NoBackoff(), 0)
+        )
+        self._parts = self._plan()
+        for part in self._parts:
+            self._launch(part)
+
+    def wait_ready(self, deadline_seconds: float = READY_SECONDS) -> None:
+        """Wait until every worker is registered and serves. Raises GPUFlowError with the end of the log otherwise."""
+        give_up_at = time.monotonic() + deadline_seconds
+        waiting = [part for part in self._parts if part.is_worker]
+        while waiting:
+            waiting = [part for part in waiting if not self._serves(part.name)]
+            for part in waiting:
+                process = part.process
+                if process is None or not process.alive:
+                    raise _ended(part)
+                if time.monotonic() > give_up_at:
+                    raise GPUFlowError(
+                        f"the worker {part.name} has not registered within {deadline_seconds:g} s; see {process.log}"
+                    )
+            if waiting and waiting[0].process is not None:
+                waiting[0].process.wait(_POLL_SECONDS)
+
+    def tend(self) -> None:
+        """Bring back what has ended. Raises GPUFlowError when a part ends too often, or the broker cannot come back."""
+        self._tend_server()
+        for part in self._parts:
+            process = part.process
+            if process is not None and not process.alive:
+                lived = time.monotonic() - process.started_at
+                part.ended = 1 if lived > _STABLE_SECONDS else part.ended + 1
+                part.process = None
+                if self._most_ends is not None and part.ended > self._most_ends:
+                    part.process = process
+                    raise _ended(part)
+                wait = min(_LONGEST_WAIT_SECONDS, 0.5 * 2 ** (part.ended - 1))
+                part.start_at = time.monotonic() + wait
+                code = process.exit_code
+                self._note(f"{part.name} ended (exit code {code}); it starts again in {wait:g} s; see {process.log}")
+            if part.process is None and time.monotonic() >= part.start_at:
+                self._launch(part)
+
+    def stop(self) -> None:
+        """End everything: what runs goes back to its queue, data are written. May be called twice."""
+        processes = [part.process for part in reversed(self._parts) if part.process is not None]
+        for process in processes:
+            process.ask()
+        for process in processes:
+            process.stop()
+        self._leave()
+        if self._server is not None:
+            self._server.stop()
+
+    def kill(self) -> None:
+        """End everything at once; the broker still writes its data."""
+        for part in self._parts:
+            if part.process is not None:
+                part.process.kill()
+        self._leave()
+        if self._server is not None:
+            self._server.stop()
+
+    def _plan(self) -> list[_Part]:
+        settings = self._settings
+        quick = ((signal.SIGTERM, 5.0),)
+        # SIGQUIT is Celery's cold stop: children are stopped, their messages go back to their queues.
+        cold = ((signal.SIGQUIT, settings.grace_seconds + 5.0), (signal.SIGTERM, 2.0))
+        name = settings.worker_id or f"local-{uuid.uuid4().hex[:8]}"
+        uuids = [gpu.uuid for gpu in probe().gpus] if self._workers > 1 else []
+        parts = []
+        for number, gpus in enumerate(commands.share_gpus(uuids, self._workers), 1):
+            worker_id = name if self._workers == 1 else f"{name}-{number}"
+            argv = commands.worker_command(worker_id, log_level=settings.log_level, max_jobs=self._max_jobs, gpus=gpus)
+            parts.append(_Part(name=worker_id, argv=argv, stop_signals=cold, is_worker=True))
+        if self._beat:
+            parts.append(_Part(name="beat", argv=commands.beat_command(settings.log_level), stop_signals=quick))
+        if self._flower_port is not None:
+            parts.append(_Part(name="flower", argv=commands.flower_command(self._flower_port), stop_signals=quick))
+        return parts
+
+    def _launch(self, part: _Part) -> None:
+        environment = commands.process_environment(self._settings, self.url, os.environ, Path.cwd())
+        if part.name == "flower":
+            # On loopback, for this user's own look at a local cluster.
+            environment["FLOWER_UNAUTHENTICATED_API"] = "true"
+        log = self.logs / (f"worker-{part.name}.log" if part.is_worker else f"{part.name}.log")
+        part.process = ManagedProcess(
+            part.name,
+            part.argv,
+            environment=environment,
+            folder=self._settings.state_dir,
+            log=log,
+            stop_signals=part.stop_signals,
+        )
+
+    def _tend_server(self) -> None:
+        server = self._server
+        if server is None or server.alive or EmbeddedServer.running(self._settings.state_dir) == self.url:
+            return
+        # Ours has crashed, or the process that owned it has ended: the data are there, and the port is kept.
+        self._note("the embedded server has ended; it starts again")
+        if server.start() != self.url:
+            raise BrokerUnavailable("the embedded server came back under another port; start again, its data are kept")
+
+    def _serves(self, worker_id: str) -> bool:
+        try:
+            entry = self._fleet().find(worker_id)
+        except redis.RedisError:
+            return False
+        return entry is not None and entry.state is not WorkerState.OFFLINE and CONTROL_QUEUE in entry.queues
+
+    def _leave(self) -> None:
+        """Take our workers out of the registry, those too that were killed."""
+        if self._client is None:
+            return
+        with contextlib.suppress(redis.RedisError):
+            for worker_id in self.worker_ids:
+                self._fleet().leave(worker_id)
+        self._client.close()
+        self._client = None
+
+    def _fleet(self) -> Fleet:
+        assert self._client is not None  # noqa: S101  (set by start, before any part runs)
+        return Fleet(self._client, Keys(self._settings.key_prefix))
+
+
+def _ended(part: _Part) -> GPUFlowError:
+    process = part.process
+    if process is None:
+        return GPUFlowError(f"{part.name} is not there")
+    tail = process.log_tail()
+    return GPUFlowError(
+        f"{part.name} ended with exit code {process.exit_code}; see {process.log}" + (f"\n{tail}" if tail else "")
+    )
+
+
+def _prune(folder: Path) -> None:
+    """Keep the newest logs."""
+    logs = sorted(folder.glob("*.log"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in logs[_KEPT_LOGS:]:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,217 @@
+"""Pipelines by a real worker process: order, references, failure, cancel, resume."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+
+from gpuflow.client import get, submit, submit_pipeline
+from gpuflow.errors import InvalidTemplate, TaskFailed
+from tests.support.fleet import TestFleet, running
+from tests.support.waiting import eventually
+
+
+def node(name: str, *needs: str, **echo: Any) -> dict[str, Any]:
+    return {"name": name, "dependsOn": list(needs), "spec": {"taskType": "echo", "echo": echo}}
+
+
+def graph(*nodes: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "apiVersion": "gpuflow/v1",
+        "kind": "Pipeline",
+        "metadata": {"name": "test"},
+        "spec": {"taskType": "echo", "graph": {"nodes": list(nodes)}},
+    }
+
+
+def started_at(run: Any, stage: str) -> float:
+    return min(task.record().started_at for task in run[stage].tasks)
+
+
+def test_two_stages_run_in_order_and_pass_values(fleet: TestFleet) -> None:
+    fleet.start_worker("w1")
+    run = submit_pipeline(
+        {
+            "apiVersion": "gpuflow/v1",
+            "kind": "Pipeline",
+            "metadata": {"name": "two"},
+            "spec": {
+                "taskType": "echo",
+                "stages": [
+                    {
+                        "name": "first",
+                        "spec": {"data": {"type": "list", "items": ["a", "b"]}, "echo": {"output": {"n": 7}}},
+                    },
+                    {
+                        "name": "second",
+                        "spec": {
+                            "echo": {
+                                "output": {
+                                    "whole": "${first.result.output}",
+                                    "text": "n=${first.output.n}",
+                                    "item": "${first.items[1].output}",
+                                }
+                            }
+                        },
+                    },
+                ],
+            },
+        },
+        app=fleet.app,
+    )
+
+    run.wait(timeout=60)
+
+    assert run["second"].result["output"] == {"whole": {"n": 7}, "text": "n=7", "item": "b"}
+    assert started_at(run, "second") >= run["first"].tasks[0].record().finished_at
+
+
+def test_a_diamond_runs_in_order(fleet: TestFleet) -> None:
+    fleet.start_worker("w1", "--max-jobs", "2")
+    run = submit_pipeline(
+        graph(
+            node("a", output=1),
+            node("b", "a", output="${a.output}"),
+            node("c", "a", output=[1, {"x": "${a.result.output}"}]),
+            node("d", "b", "c", output={"b": "${b.output}", "c": "${c.output[1].x}"}),
+        ),
+        app=fleet.app,
+    ).wait(timeout=60)
+
+    assert run["d"].result["output"] == {"b": 1, "c": 1}
+    assert started_at(run, "d") >= max(run[name].tasks[0].record().finished_at for name in "bc")
+
+
+def test_a_failed_stage_fails_all_its_descendants_with_the_cause_and_resume_runs_only_the_rest(
+    fleet: TestFleet,
+) -> None:
+    worker = fleet.start_worker("w1", "--max-jobs", "2")
+    marker = fleet.folder / "mended"
+    run = submit_pipeline(
+        graph(
+            node("a", output=1),
+            node("b", "a", fail={"type": "Broken", "message": "no luck", "unless_exists": str(marker)}),
+            node("c", "b", output="${b.output}"),
+            node("d", "c", output=4),
+            node("side", "a", output=5),
+        ),
+        app=fleet.app,
+    )
+
+    with pytest.raises(TaskFailed, match="stage 'b' failed: no luck"):
+        run.wait(timeout=60)
+
+    status = {stage["name"]: stage for stage in run.status()["stages"]}
+    assert {name: stage["state"] for name, stage in status.items()} == {
+        "a": "SUCCEEDED",
+        "b": "FAILED",
+        "c": "FAILED",
+        "d": "FAILED",
+        "side": "SUCCEEDED",
+    }
+    for name in ("c", "d"):
+        assert status[name]["error"]["cause"]["stage"] == "b"
+        assert "no luck" in status[name]["error"]["message"]
+        assert status[name]["tasks"] == []
+    first = {name: [task.id for task in run[name].tasks] for name in ("a", "side")}
+
+    marker.touch()
+    assert run.resume() == "resumed"
+    run.wait(timeout=60)
+
+    assert {name: [task.id for task in run[name].tasks] for name in ("a", "side")} == first
+    assert all(task.record().attempt == 1 for name in first for task in run[name].tasks)
+    assert run["d"].result["output"] == 4
+    assert worker.process.poll() is None
+
+
+def test_a_missing_value_fails_the_stage_and_names_the_path(fleet: TestFleet) -> None:
+    fleet.start_worker("w1")
+    run = submit_pipeline(graph(node("a", output={"x": 1}), node("b", "a", output="${a.output.y}")), app=fleet.app)
+
+    with pytest.raises(TaskFailed, match=r"a\.output\.y"):
+        run.wait(timeout=60)
+
+
+def test_bad_references_are_refused_at_submit(fleet: TestFleet) -> None:
+    with pytest.raises(InvalidTemplate, match="nowhere"):
+        submit_pipeline(graph(node("a", output="${nowhere.x}")), app=fleet.app)
+    with pytest.raises(InvalidTemplate, match="cycle"):
+        submit_pipeline(graph(node("a", "b"), node("b", "a")), app=fleet.app)
+    assert fleet.broker.client.keys("pipeline:*") == []
+
+
+def test_a_matrix_and_shards_are_collected_in_order(fleet: TestFleet) -> None:
+    fleet.start_worker("w1", "--max-jobs", "3")
+    wide = node("wide", output=1)
+    wide["matrix"] = {"echo.output": [10, 20, 30]}
+    sharded = node("sharded")
+    sharded["spec"]["data"] = {"type": "list", "items": [f"item-{n}" for n in range(10)]}
+    sharded["spec"]["parallel"] = {"enabled": True, "max_shards": 4}
+    run = submit_pipeline(
+        graph(wide, sharded, node("end", "wide", "sharded", output="${wide.results[2].output}")), app=fleet.app
+    ).wait(timeout=90)
+
+    assert [result["output"] for result in run["wide"].result["results"]] == [10, 20, 30]
+    assert len(run["sharded"].tasks) == 4
+    items = run["sharded"].result["items"]
+    assert [item["output"] for item in items] == [f"item-{n}" for n in range(10)]
+    assert [item["index"] for item in items] == list(range(10))
+    assert run["end"].result["output"] == 30
+
+
+def test_cancel_stops_what_runs_and_starts_nothing_more(fleet: TestFleet) -> None:
+    worker = fleet.start_worker("w1")
+    run = submit_pipeline(graph(node("a", sleep_seconds=60), node("b", "a", output=1)), app=fleet.app)
+    eventually(lambda: run["a"].tasks and run["a"].tasks[0].state == "RUNNING")
+    tree = [process.pid for process in worker.children()]
+
+    assert run.cancel()
+
+    eventually(lambda: run["a"].tasks[0].state == "CANCELLED")
+    eventually(lambda: not running(tree), within=10)
+    assert run.state == "CANCELLED"
+    assert run["b"].tasks == []
+
+
+def test_the_join_completes_while_the_only_worker_is_busy(fleet: TestFleet) -> None:
+    fleet.start_worker("w1", "--max-jobs", "1")
+    run = submit_pipeline(graph(node("a", output=1)), app=fleet.app)
+    long = submit({**fleet.echo(sleep_seconds=30), "priority": 4}, app=fleet.app)
+    eventually(lambda: long.state == "RUNNING")
+    second = submit_pipeline(graph(node("a", output=1), node("b", "a", output=2)), app=fleet.app)
+
+    run.wait(timeout=20)
+    eventually(lambda: second["a"].tasks)
+
+    assert long.state == "RUNNING"
+    assert second["a"].tasks[0].state == "QUEUED"
+    long.cancel()
+    second.wait(timeout=30)
+
+
+def test_a_pipeline_goes_on_after_its_worker_was_killed(fleet: TestFleet) -> None:
+    lease = {"GPUFLOW_LEASE_SEC": "2"}
+    worker = fleet.start_worker("w1", env=lease)
+    run = submit_pipeline(graph(node("a", sleep_seconds=1.5, output=1), node("b", "a", output="${a.output}")), app=fleet.app)
+    eventually(lambda: run["a"].tasks and run["a"].tasks[0].state == "RUNNING")
+
+    worker.send(signal.SIGKILL)
+    fleet.start_worker("w2", env=lease)
+
+    run.wait(timeout=60)
+    assert run["b"].result["output"] == 1
+    assert run["a"].tasks[0].record().attempt == 2
+
+
+def test_get_finds_a_pipeline_and_events_tell_its_story(fleet: TestFleet) -> None:
+    fleet.start_worker("w1")
+    run = submit_pipeline(graph(node("a", steps=2, output=1)), app=fleet.app)
+
+    same = get(run.id, app=fleet.app)
+    names = {event.name for event in same.events()}
+
+    assert {"state", "stage", "progress"} <= names
+    assert same.state == "SUCCEEDED"

@@ -1,0 +1,215 @@
+"""A supervised task from submit to committed result, through a real broker, worker, shim and child."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import psutil
+import pytest
+
+from gpuflow.client import Task, submit
+from gpuflow.errors import InvalidTemplate, TaskCancelled, TaskFailed
+from tests.support.fleet import TestFleet, running
+from tests.support.waiting import eventually
+
+
+def test_a_task_runs_and_its_result_is_committed_on_disk_and_in_the_record(fleet: TestFleet) -> None:
+    fleet.start_worker("w1")
+    task = submit(fleet.echo(output={"n": 1}, steps=3), app=fleet.app)
+
+    result = task.get(timeout=30)
+
+    assert result["output"] == {"n": 1}
+    record = task.record()
+    assert (record.state, record.attempt, record.worker) == ("SUCCEEDED", 1, "w1")
+    folder = fleet.results / task.id
+    assert json.loads((folder / "responses.json").read_text())
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert {"responses.json"} <= {item["name"] for item in manifest["artifacts"]}
+    assert (folder / "manifest.json").resolve().parent.name == "attempt-1"
+    states = [event.data["state"] for event in fleet.app.event_log.read(task.id) if event.name == "state"]
+    assert states == ["QUEUED", "STARTING", "RUNNING", "SUCCEEDED"]
+    steps = [event.data["current"] for event in fleet.app.event_log.read(task.id) if event.name == "progress"]
+    assert steps == sorted(steps) and steps[-1] == 3
+    celery_result = fleet.app.AsyncResult(task.id)
+    assert eventually(lambda: celery_result.state == "SUCCESS")
+    assert celery_result.get(timeout=5)["output"] == {"n": 1}
+
+
+def test_a_failing_child_fails_its_task_with_the_cause(fleet: TestFleet) -> None:
+    fleet.start_worker("w1")
+    task = submit(fleet.echo(fail={"type": "Boom", "message": "no luck", "retryable": False}), app=fleet.app)
+
+    with pytest.raises(TaskFailed, match="no luck"):
+        task.get(timeout=30)
+
+    assert task.record().error == {"type": "Boom", "message": "no luck", "retryable": False}
+    with pytest.raises(Exception, match="no luck"):
+        fleet.app.AsyncResult(task.id).get(timeout=10)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        ({"exit_code": 3}, "Contradiction"),
+        ({"stdout_garbage": True, "output": 1}, None),
+        ({"silent": True, "exit_code": 7}, "ChildDied"),
+        ({"silent": True, "exit_code": 0}, "NoFinish"),
+    ],
+)
+def test_exit_code_and_finish_event_must_agree(fleet: TestFleet, fields: dict, kind: str | None) -> None:
+    fleet.start_worker("w1")
+    task = submit(fleet.echo(**fields), app=fleet.app)
+
+    record = task.wait(timeout=30)
+
+    if kind is None:
+        assert record.state == "SUCCEEDED"
+    else:
+        assert (record.state, record.error["type"]) == ("FAILED", kind)
+
+
+def test_cancel_while_it_waits_takes_it_out_of_the_queue(fleet: TestFleet) -> None:
+    task = submit(fleet.echo(output=1), app=fleet.app)
+
+    assert task.cancel() == "cancelled"
+
+    assert fleet.broker.client.llen(task.record().queue) == 0
+    with pytest.raises(TaskCancelled):
+        task.get(timeout=5)
+    assert fleet.app.AsyncResult(task.id).state == "REVOKED"
+
+
+def test_cancel_while_it_runs_ends_the_whole_tree_even_if_it_ignores_sigterm(fleet: TestFleet) -> None:
+    worker = fleet.start_worker("w1")
+    task = submit(fleet.echo(sleep_seconds=60, children=2, ignore_sigterm=True), app=fleet.app)
+    tree = _tree_of(worker, at_least=4)
+
+    assert task.cancel() == "requested"
+
+    assert task.wait(timeout=20).state == "CANCELLED"
+    eventually(lambda: not running(tree), within=5, what="every process of the tree gone")
+
+
+def test_nothing_outlives_a_worker_that_is_killed(fleet: TestFleet) -> None:
+    worker = fleet.start_worker("w1")
+    submit(fleet.echo(sleep_seconds=60, children=2, ignore_sigterm=True), app=fleet.app)
+    tree = _tree_of(worker, at_least=4)
+
+    worker.send(signal.SIGKILL)
+
+    eventually(lambda: not running(tree), within=5, what="every process of the tree gone")
+
+
+def test_a_time_out_stops_a_silent_child(fleet: TestFleet) -> None:
+    fleet.start_worker("w1")
+    spec = {**fleet.echo(sleep_seconds=60, silent=True), "timeout": "1s"}
+    task = submit(spec, app=fleet.app)
+
+    record = task.wait(timeout=20)
+
+    assert (record.state, record.error["type"]) == ("FAILED", "TimeLimitExceeded")
+
+
+def test_a_killed_child_is_told_apart(fleet: TestFleet) -> None:
+    worker = fleet.start_worker("w1")
+    task = submit(fleet.echo(sleep_seconds=60), app=fleet.app)
+    child = eventually(
+        lambda: next((p for p in worker.children() if "executors" in " ".join(p.cmdline()[-2:]) and _is_child(p)), None)
+    )
+
+    child.kill()
+
+    record = task.wait(timeout=20)
+    assert (record.state, record.error["type"]) == ("FAILED", "ChildDied")
+    assert "SIGKILL" in record.error["message"]
+
+
+def test_an_invalid_spec_is_refused_before_anything_is_written(fleet: TestFleet) -> None:
+    with pytest.raises(InvalidTemplate):
+        submit({"taskType": "lora_sft", "training": {"max_steps": -1}}, app=fleet.app)
+    with pytest.raises(InvalidTemplate):
+        fleet.app.send_task("gpuflow.echo", kwargs={"spec": {"taskType": "nonsense"}})
+    assert fleet.broker.client.keys("task:*") == []
+
+
+def test_an_idempotency_key_returns_the_first_task(fleet: TestFleet) -> None:
+    first = submit(fleet.echo(output=1), idempotency_key="k1", owner="ana", app=fleet.app)
+    again = submit(fleet.echo(output=1), idempotency_key="k1", owner="ana", app=fleet.app)
+    other = submit(fleet.echo(output=1), idempotency_key="k1", owner="bob", app=fleet.app)
+
+    assert first.id == again.id != other.id
+    assert fleet.broker.client.llen(first.record().queue) == 2
+
+
+def test_a_failed_task_can_be_queued_again_under_its_id(fleet: TestFleet) -> None:
+    fleet.start_worker("w1")
+    task = submit(fleet.echo(fail={"message": "once"}), app=fleet.app)
+    assert task.wait(timeout=30).state == "FAILED"
+
+    assert task.retry()
+
+    eventually(lambda: task.record().attempt == 2 and task.record().state == "FAILED")
+    assert (fleet.results / task.id / "attempt-2").is_dir()
+
+
+def test_the_child_sees_no_broker_address_and_no_token(fleet: TestFleet) -> None:
+    fleet.start_worker("w1", env={"GPUFLOW_PASS_ENV": "REDIS_URL,EXTRA", "EXTRA": "yes", "HIDDEN": "x"})
+    names = ["REDIS_URL", "GPUFLOW_WORKER_TOKEN", "HIDDEN", "EXTRA", "TASK_ID", "ATTEMPT", "CUDA_VISIBLE_DEVICES"]
+    task = submit(fleet.echo(print_environment=names), app=fleet.app)
+
+    seen = task.get(timeout=30)["environment"]
+
+    assert seen.get("EXTRA") == "yes"
+    assert seen["TASK_ID"] == task.id
+    assert seen["ATTEMPT"] == "1"
+    assert seen["CUDA_VISIBLE_DEVICES"] == ""
+    assert not seen.get("REDIS_URL") and not seen.get("HIDDEN") and not seen.get("GPUFLOW_WORKER_TOKEN")
+
+
+def test_a_warm_stop_finishes_what_runs_and_takes_nothing_new(fleet: TestFleet) -> None:
+    worker = fleet.start_worker("w1", "--max-jobs", "1")
+    runs = submit(fleet.echo(sleep_seconds=2, output="done"), app=fleet.app)
+    eventually(lambda: runs.state == "RUNNING")
+    waits = submit(fleet.echo(output=2), app=fleet.app)
+
+    assert worker.stop() == 0
+
+    assert runs.state == "SUCCEEDED"
+    assert waits.state == "QUEUED"
+
+
+def test_a_cold_stop_returns_the_message_and_another_worker_runs_it(fleet: TestFleet) -> None:
+    worker = fleet.start_worker("w1")
+    task = submit(fleet.echo(sleep_seconds=3, output="done"), app=fleet.app)
+    eventually(lambda: task.state == "RUNNING")
+    tree = [process.pid for process in worker.children()]
+
+    worker.send(signal.SIGQUIT)
+    worker.process.wait(timeout=20)
+
+    assert not running(tree)
+    assert not task.state.final
+    fleet.start_worker("w2")
+    assert task.get(timeout=30)["output"] == "done"
+    assert task.record().attempt == 2
+
+
+def _is_child(process: psutil.Process) -> bool:
+    return "-P" in process.cmdline() and not any("shim.py" in word for word in process.cmdline())
+
+
+def _tree_of(worker: object, at_least: int) -> list[int]:
+    def tree() -> list[int]:
+        found = [process.pid for process in worker.children()]  # type: ignore[attr-defined]
+        return found if len(found) >= at_least else []
+
+    return eventually(tree, what="shim, child and grandchildren running")
+
+
+def test_a_handle_works_from_another_place(fleet: TestFleet) -> None:
+    fleet.start_worker("w1")
+    task = submit(fleet.echo(output=5), app=fleet.app)
+
+    assert Task(task.id, fleet.app).get(timeout=30)["output"] == 5

@@ -1,0 +1,1 @@
+"""What tests share: waiting for conditions, real brokers, real worker processes."""

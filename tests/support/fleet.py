@@ -1,0 +1,177 @@
+"""Real brokers and real worker processes for tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import redis
+
+from gpuflow.broker.embedded import EmbeddedServer
+from gpuflow.celery_app import GPUFlow
+from gpuflow.fleet.registry import Fleet, WorkerState
+from gpuflow.settings import Settings
+from tests.support.waiting import eventually
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Broker:
+    """A real server with an append-only file, on loopback."""
+
+    def __init__(self, folder: Path) -> None:
+        self.server = EmbeddedServer(folder)
+        self.url = self.server.start()
+        self.client: Any = redis.Redis.from_url(self.url, decode_responses=True)
+
+    def close(self) -> None:
+        self.client.close()
+        self.server.stop()
+
+
+class WorkerProcess:
+    """One `celery -A gpuflow worker` process."""
+
+    def __init__(
+        self,
+        url: str,
+        folder: Path,
+        name: str,
+        *options: str,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.name = name
+        self.url = url
+        self.log_path = folder / f"{name}.log"
+        environment = {
+            **os.environ,
+            "REDIS_URL": url,
+            "RESULTS_DIR": str(folder / "results"),
+            "GPUFLOW_STATE_DIR": str(folder / "state"),
+            "GPUFLOW_CACHE_DIR": str(folder / "cache"),
+            "GPUFLOW_GRACE_SEC": "1",
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")]),
+            **(env or {}),
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        self.settings = Settings.load(env=environment, cwd=folder)
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "celery", "-A", "gpuflow", "worker", "-l", "INFO", "--name", name, *options],
+                env=environment,
+                cwd=folder,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def ready(self, within: float = 60) -> WorkerProcess:
+        app = GPUFlow("probe", settings=self.settings)
+        fleet = Fleet(app.redis, app.keys)
+
+        def registered() -> bool:
+            if self.process.poll() is not None:
+                raise AssertionError(f"worker {self.name} ended with {self.process.returncode}:\n{self.log()[-3000:]}")
+            entry = fleet.find(self.name)
+            return entry is not None and entry.pid == self.pid and entry.state is not WorkerState.OFFLINE
+
+        eventually(registered, within=within, what=f"worker {self.name} in the registry")
+        app.redis.close()
+        return self
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def children(self) -> list[psutil.Process]:
+        try:
+            return psutil.Process(self.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+    def stop(self, within: float = 30) -> int:
+        """Ask for a warm stop and wait for the end."""
+        if self.process.poll() is None:
+            self.process.terminate()
+        return self.process.wait(timeout=within)
+
+    def close(self) -> None:
+        """End the process and everything it started."""
+        left = self.children()
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGQUIT)
+            try:
+                self.process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait(timeout=10)
+        for child in left:
+            if child.is_running():
+                child.kill()
+
+
+class TestFleet:
+    """A broker, an app that talks to it, and the workers that a test starts; everything ends with the test."""
+
+    __test__ = False
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.broker = Broker(folder / "broker")
+        self.settings = Settings.load(
+            env={
+                "REDIS_URL": self.broker.url,
+                "RESULTS_DIR": str(folder / "results"),
+                "GPUFLOW_STATE_DIR": str(folder / "state"),
+            },
+            cwd=folder,
+        )
+        self.app = GPUFlow("gpuflow", settings=self.settings)
+        self.workers: list[WorkerProcess] = []
+
+    @property
+    def results(self) -> Path:
+        return self.settings.results_dir
+
+    def start_worker(self, name: str = "w1", *options: str, env: Mapping[str, str] | None = None) -> WorkerProcess:
+        worker = WorkerProcess(self.broker.url, self.folder, name, *options, env=env)
+        self.workers.append(worker)
+        return worker.ready()
+
+    def echo(self, **fields: Any) -> dict[str, Any]:
+        return {"taskType": "echo", "echo": fields}
+
+    def state(self, task_id: str) -> str:
+        record = self.app.ledger.find(task_id)
+        return str(record.state) if record else "UNKNOWN"
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+        self.app.close()
+        self.app.redis.close()
+        self.broker.close()
+
+
+def running(pids: Sequence[int]) -> list[int]:
+    """Return those of the processes that still run (a zombie does not)."""
+    alive = []
+    for pid in pids:
+        try:
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                alive.append(pid)
+        except psutil.NoSuchProcess:
+            continue
+    return alive

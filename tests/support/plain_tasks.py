@@ -1,0 +1,37 @@
+"""A team's own Celery tasks, as `--include plain_tasks` brings them in."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from gpuflow import app
+
+
+@app.task
+def add(a: int, b: int) -> int:
+    return a + b
+
+
+@app.task(resources="A100:1")
+def on_a100() -> str:
+    return "ran"
+
+
+@app.task(bind=True, soft_time_limit=0.5)
+def too_slow(self: Any) -> str:
+    from celery.exceptions import SoftTimeLimitExceeded
+
+    try:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            time.sleep(0.01)
+    except SoftTimeLimitExceeded:
+        return "stopped softly"
+    return "not stopped"
+
+
+@app.task
+def environment(name: str) -> str | None:
+    return os.environ.get(name)
