@@ -1,19 +1,81 @@
-"""TEMPORARY stand-in by the lead so that the worker can be tried: the executors helper overwrites this file."""
-import json, os, signal, subprocess, sys, threading, time
-req = json.loads(sys.stdin.read()); e = req["spec"].get("echo") or {}
-def emit(n, **k): print(json.dumps({"event": n, **k}), flush=True)
-stop = threading.Event()
-if e.get("ignore_sigterm"): signal.signal(signal.SIGTERM, signal.SIG_IGN)
-emit("connection", status="connected")
-if e.get("stdout_garbage"): print("garbage {", flush=True)
-for _ in range(e.get("children", 0)): subprocess.Popen(["sleep", "600"])
-if e.get("sleep_seconds"): stop.wait(e["sleep_seconds"])
-if e.get("silent"): sys.exit(e.get("exit_code", 0))
-n = e.get("steps", 0)
-for i in range(n): emit("progress", current=i + 1, total=n)
-fail = e.get("fail")
-if fail and not (fail.get("unless_exists") and os.path.exists(fail["unless_exists"])):
-    emit("finish", status="failed", error={"type": "Failed", "message": "", "retryable": False, **fail}); sys.exit(1)
-items = [{"index": i, "input": x, "output": x} for i, x in enumerate((req["spec"].get("data") or {}).get("items") or [])]
-emit("result", value={"items": items, "output": e.get("output"), "environment": {k: os.environ.get(k) for k in e.get("print_environment", [])}, "gpus": req["gpus"], "pid": os.getpid()})
-emit("finish", status="completed"); sys.exit(e.get("exit_code", 0))
+"""The child process: reads one request on stdin, runs its executor, writes events on stdout.
+
+Exit codes: 0 completed, 1 failed, 2 a request that cannot be read or is of no known task type, 143 cancelled.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Final
+
+from executors import cancellation
+from executors.base import ExecutorError, plain
+from executors.registry import find
+from gpuflow.protocol import Emitter, Request
+
+COMPLETED: Final = 0
+FAILED: Final = 1
+BAD_REQUEST: Final = 2
+CANCELLED: Final = 143
+
+
+def main() -> int:
+    """Run the one request of this process and return the exit code."""
+    emitter = Emitter.claim_stdout()
+    try:
+        cancellation.install()
+        return _serve(emitter)
+    except cancellation.Cancelled:
+        cancellation.ignore()
+        emitter.finish("cancelled")
+        return CANCELLED
+
+
+def _serve(emitter: Emitter) -> int:
+    emitter.emit("connection", status="connected")
+    try:
+        request = _read_request()
+        executor = find(request.task_type)
+    except ExecutorError as error:
+        return _fail(emitter, error, BAD_REQUEST)
+    except Exception as error:  # noqa: BLE001  (a broken executor module is this task's failure)
+        return _fail(emitter, error, FAILED)
+    try:
+        result = executor.run(request, emitter)
+    except Exception as error:  # noqa: BLE001  (whatever went wrong is told, with its traceback in the log)
+        return _fail(emitter, error, FAILED)
+    cancellation.ignore()
+    emitter.result(plain(result))
+    emitter.finish("completed")
+    return COMPLETED
+
+
+def _read_request() -> Request:
+    try:
+        request = Request.from_json(sys.stdin.buffer.read().decode("utf-8"))
+        if not isinstance(request.spec, Mapping):
+            raise ValueError("its spec must be a JSON object")
+        if not isinstance(request.task_type, str) or not isinstance(request.output_dir, str):
+            raise ValueError("its task_type and output_dir must be text")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ExecutorError(
+            "BadRequest", f"the request on stdin cannot be read: {error}; send one JSON object"
+        ) from error
+    return request
+
+
+def _fail(emitter: Emitter, error: Exception, code: int) -> int:
+    import traceback
+
+    from executors.failures import classify
+
+    cancellation.check()
+    traceback.print_exception(error)
+    cancellation.ignore()
+    emitter.finish("failed", plain(classify(error)))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

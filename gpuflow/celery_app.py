@@ -46,6 +46,7 @@ class GPUFlow(Celery):  # type: ignore[misc]
     """A Celery app whose tasks are routed to GPUs by what they ask for."""
 
     amqp_cls = "gpuflow.broker.connection:LeasedAMQP"
+    task_cls = "gpuflow.task:GPUTask"
 
     def __init__(self, *args: Any, settings: Settings | None = None, **kwargs: Any) -> None:
         self._given_settings = settings

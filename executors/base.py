@@ -1,0 +1,79 @@
+"""What every executor is and may raise, and how it writes its files.
+
+Imported by all executors and by `__main__`; the standard library and the event protocol alone, so that a child starts
+fast.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+from gpuflow.protocol import Emitter, Request
+
+#: Name of the result file in the output folder.
+RESPONSES: Final = "responses.json"
+
+
+class ExecutorError(Exception):
+    """A failure whose type, message and worth of another attempt the executor knows itself."""
+
+    def __init__(self, type: str, message: str, *, retryable: bool = False) -> None:
+        super().__init__(message)
+        self.type = type
+        self.message = message
+        self.retryable = retryable
+
+
+def bad_input(message: str) -> ExecutorError:
+    """Return the error of a request that no attempt can fulfil: what is wrong, and how to mend it."""
+    return ExecutorError("BadInput", message)
+
+
+class Executor(ABC):
+    """Runs the tasks of one or more task types, one request a process."""
+
+    task_types: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
+    def run(self, request: Request, emitter: Emitter) -> dict[str, Any]:
+        """Do the work and return the result value; raise ExecutorError, or anything else, for a failure."""
+
+
+def plain(value: Any) -> Any:
+    """Return `value` as strict JSON can hold it: NaN and infinities become None, lone surrogates `?`."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, Mapping):
+        return {plain(str(key)): plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(entry) for entry in value]
+    return value
+
+
+def write_json_atomically(path: Path, value: Any) -> None:
+    """Write `value` as strict JSON; the file appears whole, by rename, and is on disk then. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        with fresh.open("w", encoding="utf-8") as file:
+            json.dump(plain(value), file, ensure_ascii=False, allow_nan=False, indent=1, default=str)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def write_responses(request: Request, emitter: Emitter, value: Mapping[str, Any]) -> None:
+    """Write the result file of the task and declare it."""
+    write_json_atomically(Path(request.output_dir) / RESPONSES, value)
+    emitter.artifact(RESPONSES)

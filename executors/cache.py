@@ -1,0 +1,47 @@
+"""The cache of prepared models and data sets: where it is, one preparer at a time, entries that appear whole.
+
+Used by `modeling`, `data` and `models`. An entry is a folder or file under its final name only when it is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from gpuflow.protocol import Emitter
+
+
+def cache_root(cache_dir: str | None) -> Path:
+    """Return the cache folder: the request's, else $GPUFLOW_CACHE_DIR, else ~/.cache/gpuflow."""
+    chosen = cache_dir or os.environ.get("GPUFLOW_CACHE_DIR")
+    return Path(chosen).expanduser().absolute() if chosen else Path.home() / ".cache" / "gpuflow"
+
+
+@contextlib.contextmanager
+def locked(root: Path, name: str, emitter: Emitter) -> Iterator[None]:
+    """Hold the lock of entry `name`; waits, and says so, while another process prepares it. Raises OSError."""
+    folder = root / "locks"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{name}.lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            emitter.status("loading", f"waiting for another process that prepares {name}")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def staging(root: Path) -> Iterator[Path]:
+    """Give an empty folder on the cache's own disk, so that a rename out of it is atomic; removed at the end."""
+    root.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=".staging-", dir=root))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,164 @@
+"""Reads the rows that the `data` section of a spec names: a list, a file, a shipped preset or a hub data set.
+
+Every reader gives a list of mappings (a bare text becomes `{text: ...}` or the role that the caller names). Imports no
+torch; `datasets` and `pyarrow` only for what needs them.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+import tempfile
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import unquote, urlsplit
+
+from executors.base import bad_input
+from gpuflow.protocol import Emitter
+
+_TIMEOUT_SECONDS: Final = 60
+#: Longest cell of a csv file, in characters.
+_MAX_CELL: Final = 16 * 1024 * 1024
+
+Row = Mapping[str, Any]
+
+
+def read_rows(data: Mapping[str, Any], cache_dir: str | None, emitter: Emitter, *, bare: str) -> list[Row]:
+    """Return the rows of a `data` section, shuffled and cut as it says; a row that is bare text gets the key `bare`.
+
+    Raises ExecutorError: BadInput naming what is wrong and where; OSError and URLError for files that cannot be read.
+    """
+    entries = read_entries(data, cache_dir, emitter)
+    rows = [_as_row(entry, index, bare) for index, entry in enumerate(entries)]
+    if not rows:
+        raise bad_input("the data has no rows; check data.path, data.split and data.max_items")
+    return rows
+
+
+def read_entries(data: Mapping[str, Any], cache_dir: str | None, emitter: Emitter) -> list[Any]:
+    """Return the entries of a `data` section as they are, shuffled and cut as it says."""
+    kind = data.get("type") or "list"
+    if kind == "list":
+        entries = list(data.get("items") or chats(data.get("messages") or []))
+    elif kind in ("prompts", "preferences"):
+        entries = list(data.get(kind) or ())
+    elif kind in _FILES:
+        entries = _read_file(data, kind)
+    elif kind == "preset":
+        from executors.data.presets import preset_rows
+
+        entries = preset_rows(str(data.get("name")), cache_dir, emitter)
+    elif kind == "dataset":
+        entries = hub_rows(data, data.get("split") or "train")
+    else:
+        raise bad_input(f"data.type {kind!r} cannot be read here; use list, prompts, jsonl, csv, parquet or dataset")
+    if data.get("shuffle"):
+        random.Random(data.get("seed") or 0).shuffle(entries)  # noqa: S311
+    return entries[: data["max_items"]] if data.get("max_items") else entries
+
+
+def chats(messages: list[Any]) -> list[Any]:
+    """Return a list of chats: one chat is a list of messages, several are a list of those."""
+    return [{"messages": chat} for chat in messages] if _is_nested(messages) else [{"messages": messages}]
+
+
+def _is_nested(messages: list[Any]) -> bool:
+    return bool(messages) and all(isinstance(entry, list) for entry in messages)
+
+
+def _as_row(entry: Any, index: int, bare: str) -> Row:
+    if isinstance(entry, str):
+        return {bare: entry}
+    if isinstance(entry, list):
+        return {"messages": entry}
+    if isinstance(entry, Mapping):
+        return entry
+    raise bad_input(f"data row {index} is {type(entry).__name__}; a row is text, a list of messages, or a mapping")
+
+
+def _read_file(data: Mapping[str, Any], kind: str) -> list[Any]:
+    address = data.get("path") or data.get("url")
+    if not address:
+        raise bad_input(f"data.type {kind} needs data.path or data.url")
+    parts = urlsplit(str(address))
+    if parts.scheme in ("http", "https"):
+        with tempfile.TemporaryDirectory(prefix="gpuflow-data-") as folder:
+            path = Path(folder) / f"data.{kind}"
+            _fetch(str(address), path)
+            return _FILES[kind](path)
+    path = Path(unquote(parts.path)) if parts.scheme == "file" else Path(str(address)).expanduser()
+    if not path.is_file():
+        raise bad_input(f"{path} is no file on this machine; check data.path, or give data.url")
+    return _FILES[kind](path)
+
+
+def _fetch(url: str, path: Path) -> None:
+    with (
+        urllib.request.urlopen(url, timeout=_TIMEOUT_SECONDS) as answer,  # noqa: S310  (http and https alone)
+        path.open("wb") as file,
+    ):
+        while block := answer.read(1 << 20):
+            file.write(block)
+
+
+def _jsonl(path: Path) -> list[Any]:
+    rows = []
+    with path.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(_decoded(lines, path), start=1):
+            if not line.strip():
+                continue
+            try:
+                rows.append(json.loads(line))
+            except (ValueError, RecursionError) as error:
+                raise bad_input(f"{path.name} line {number} is not JSON: {error}; write one object a line") from error
+    return rows
+
+
+def _csv(path: Path) -> list[Any]:
+    csv.field_size_limit(_MAX_CELL)
+    with path.open(encoding="utf-8-sig", newline="") as lines:
+        reader = csv.DictReader(_decoded(lines, path), restkey="", strict=True)
+        try:
+            rows = list(reader)
+        except csv.Error as error:
+            raise bad_input(f"{path.name} line {reader.line_num} is not csv: {error}") from error
+    for number, row in enumerate(rows):
+        if "" in row or None in row.values():
+            raise bad_input(f"{path.name} row {number} has another number of cells than the head line")
+    return list(rows)
+
+
+def _decoded(lines: Any, path: Path) -> Any:
+    try:
+        yield from lines
+    except UnicodeDecodeError as error:
+        raise bad_input(f"{path.name} is not UTF-8: {error}; convert it") from error
+
+
+def _parquet(path: Path) -> list[Any]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        rows: list[Any] = pyarrow.parquet.read_table(path).to_pylist()
+    except pyarrow.ArrowInvalid as error:
+        raise bad_input(f"{path.name} is not parquet: {error}") from error
+    return rows
+
+
+_FILES: Final[Mapping[str, Callable[[Path], list[Any]]]] = {"jsonl": _jsonl, "csv": _csv, "parquet": _parquet}
+
+
+def hub_rows(data: Mapping[str, Any], split: str) -> list[Any]:
+    """Return the rows of one split of a hub data set."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    options = {key: data[key] for key in ("name", "revision") if data.get(key)}
+    try:
+        return list(datasets.load_dataset(str(data["url"]), split=split, **options))
+    except ValueError as error:
+        raise bad_input(f"data set {data['url']}: {error}") from error

@@ -1,0 +1,137 @@
+"""The task type `echo`: does what it is told and gives back what it was given. For tests, demos and checks of a fleet.
+
+The standard library alone; the whole child takes some tens of milliseconds.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+from executors.base import Executor, ExecutorError, write_responses
+from gpuflow.protocol import Emitter, Request
+
+_BLOCK_BYTES: Final = 1 << 20
+#: What a careless library might print between the events.
+_GARBAGE: Final = (
+    b"plain text\n",
+    b"\xff\xfe\x00 not UTF-8\n",
+    b"[1, 2, 3]\n",
+    b'{"event": "finish"}\n',
+    b'{"event": "progress", "current"\n',
+    b"{" * 5000 + b"\n",
+    b"x" * 100_000 + b"\n",
+)
+
+
+class Echo(Executor):
+    """Sleeps, fails, floods, forks or ends as `spec.echo` says, and returns the items of `data`."""
+
+    task_types: ClassVar[tuple[str, ...]] = ("echo",)
+
+    def run(self, request: Request, emitter: Emitter) -> dict[str, Any]:
+        """Play the part of `spec.echo` and return items, output, environment, gpus and pid."""
+        wanted: Mapping[str, Any] = request.spec.get("echo") or {}
+        if wanted.get("ignore_sigterm"):
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if wanted.get("stderr"):
+            print(wanted["stderr"], file=sys.stderr, flush=True)
+        if wanted.get("stdout_garbage"):
+            _litter(emitter)
+        held = b"\1" * (int(wanted.get("memory_mib") or 0) << 20)
+        children = _start_children(int(wanted.get("children") or 0), emitter)
+        emitter.status("working")
+        _sleep(float(wanted.get("sleep_seconds") or 0), int(wanted.get("steps") or 0), emitter)
+        del held
+        _fail_if_asked(wanted.get("fail"), request.attempt)
+        if wanted.get("artifact"):
+            _write_artifact(request, emitter, str(wanted["artifact"]), int(wanted.get("artifact_bytes") or 0))
+        result = _result(request, wanted)
+        if children:
+            result["children"] = children
+        write_responses(request, emitter, result)
+        _leave_if_asked(wanted, result, emitter)
+        return result
+
+
+def _litter(emitter: Emitter) -> None:
+    """Write lines that are no events to the real stdout, past the emitter's own writing."""
+    stream = emitter._stream
+    stream.flush()
+    for line in _GARBAGE:
+        stream.buffer.write(line)
+    stream.buffer.flush()
+
+
+def _start_children(count: int, emitter: Emitter) -> list[int]:
+    """Start processes that sleep and are not waited for, as careless user code does."""
+    if not count:
+        return []
+    import subprocess
+
+    argv = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(86400)"]
+    pids = [subprocess.Popen(argv).pid for _ in range(count)]
+    emitter.emit("log", message=f"started {count} children", pids=pids)
+    return pids
+
+
+def _sleep(seconds: float, steps: int, emitter: Emitter) -> None:
+    never = threading.Event()
+    for step in range(1, steps + 1):
+        never.wait(seconds / steps)
+        emitter.progress(step, steps)
+    if seconds and not steps:
+        never.wait(seconds)
+
+
+def _fail_if_asked(fail: Any, attempt: int) -> None:
+    if not fail:
+        return
+    how: Mapping[str, Any] = fail if isinstance(fail, Mapping) else {}
+    if how.get("attempts") and attempt > int(how["attempts"]):
+        return
+    message = fail if isinstance(fail, str) else how.get("message") or "asked to fail"
+    raise ExecutorError(str(how.get("type") or "EchoFailure"), message, retryable=bool(how.get("retryable")))
+
+
+def _write_artifact(request: Request, emitter: Emitter, name: str, size_bytes: int) -> None:
+    path = Path(request.output_dir) / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        for start in range(0, size_bytes, _BLOCK_BYTES):
+            file.write(b"\0" * min(_BLOCK_BYTES, size_bytes - start))
+    emitter.artifact(name)
+
+
+def _result(request: Request, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    data: Mapping[str, Any] = request.spec.get("data") or {}
+    inputs = data.get("items") or data.get("prompts") or []
+    environment = {name: os.environ.get(name) for name in wanted.get("report_env") or ()}
+    result: dict[str, Any] = {
+        "items": [{"index": index, "input": entry, "output": entry} for index, entry in enumerate(inputs)],
+        "output": wanted.get("output"),
+        "environment": environment,
+        "gpus": list(request.gpus),
+        "pid": os.getpid(),
+        "attempt": request.attempt,
+    }
+    if "message" in wanted:
+        result["message"] = wanted["message"]
+    if isinstance(wanted.get("output"), Mapping):
+        result.update(wanted["output"])
+    return result
+
+
+def _leave_if_asked(wanted: Mapping[str, Any], result: Mapping[str, Any], emitter: Emitter) -> None:
+    """End the process here: with an exit code that may contradict the finish event, or without a finish event."""
+    if wanted.get("exit_code") is None and not wanted.get("silent"):
+        return
+    emitter.result(result)
+    if not wanted.get("silent"):
+        emitter.finish("completed")
+    raise SystemExit(int(wanted.get("exit_code") or 0))

@@ -1,0 +1,114 @@
+"""From an exception to the error record of a finish event: type, message, and whether another attempt may help.
+
+Called by the entry points alone, once a task has failed. Libraries are known by the names of their classes, so that
+nothing heavy is imported here.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from typing import Any, Final
+
+from executors.base import ExecutorError
+from gpuflow.errors import GPUFlowError
+
+#: Longest message of an error record, in characters; the traceback in the log has the rest.
+MAX_MESSAGE: Final = 2000
+
+_DISK_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+_OUT_OF_MEMORY: Final = (
+    "out of memory",
+    "defaultcpuallocator: can't allocate memory",
+    "cublas_status_alloc_failed",
+    "cannot allocate memory",
+)
+#: Faults of a device or of the link between devices: another GPU may do.
+_DEVICE_FAULTS: Final = (
+    "uncorrectable ecc",
+    "unspecified launch failure",
+    "cuda driver",
+    "cuda error: unknown error",
+    "nccl error",
+    "no cuda gpus are available",
+)
+_HUB_AUTH: Final = frozenset({"GatedRepoError", "DisabledRepoError", "LocalTokenNotFoundError"})
+_HUB_MISSING: Final = frozenset({"RepositoryNotFoundError", "RevisionNotFoundError", "RemoteEntryNotFoundError"})
+_NETWORK: Final = frozenset(
+    {
+        "ConnectError", "ConnectTimeout", "ReadTimeout", "ReadError", "RemoteProtocolError", "TransportError",
+        "NetworkError", "ProxyError", "URLError", "IncompleteRead", "ChunkedEncodingError", "OfflineModeIsEnabled",
+        "LocalEntryNotFoundError", "SSLError", "ProtocolError", "MaxRetryError", "NewConnectionError",
+    }
+)  # fmt: skip
+
+
+def classify(error: BaseException) -> dict[str, Any]:
+    """Return `{type, message, retryable}` of a failure; causes are looked at too, the nearest first."""
+    for link in _chain(error):
+        known = _known(link, first=link is error)
+        if known is not None:
+            kind, retryable = known
+            return _record(kind, link if isinstance(link, ExecutorError) else error, retryable)
+    return _record(type(error).__name__, error, False)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+
+
+def _known(error: BaseException, *, first: bool) -> tuple[str, bool] | None:
+    if isinstance(error, ExecutorError):
+        return error.type, error.retryable
+    if isinstance(error, GPUFlowError):
+        return "BadInput", False
+    if isinstance(error, ImportError) and first:  # deeper down it is a fallback that a library tried
+        return "MissingDependency", False
+    text = str(error).lower()
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if isinstance(error, MemoryError) or "OutOfMemoryError" in names or any(part in text for part in _OUT_OF_MEMORY):
+        return "OutOfMemory", True
+    if (isinstance(error, OSError) and error.errno in _DISK_FULL) or "no space left on device" in text:
+        return "DiskFull", True
+    if isinstance(error, RuntimeError) and any(part in text for part in _DEVICE_FAULTS):
+        return "DeviceFault", True
+    return _known_remote(error, names)
+
+
+def _known_remote(error: BaseException, names: set[str]) -> tuple[str, bool] | None:
+    status = _http_status(error)
+    if names & _HUB_AUTH or (status in (401, 403) and not names & _HUB_MISSING):
+        return "NotAuthorized", False
+    if names & _HUB_MISSING or status == 404:
+        return "NotFound", False
+    if status is not None and (status == 429 or status >= 500):
+        return "Network", True
+    if isinstance(error, ConnectionError | TimeoutError) or names & _NETWORK:
+        return "Network", True
+    return None
+
+
+def _http_status(error: BaseException) -> int | None:
+    """The HTTP status of an error of httpx, requests, huggingface_hub or urllib."""
+    response = getattr(error, "response", None)
+    for place, name in ((response, "status_code"), (error, "code")):
+        status = getattr(place, name, None)
+        if isinstance(status, int) and 100 <= status < 600:
+            return status
+    return None
+
+
+def _record(kind: str, error: BaseException, retryable: bool) -> dict[str, Any]:
+    message = str(error).strip() or type(error).__name__
+    if isinstance(error, KeyError):
+        message = f"{type(error).__name__}: {message}"
+    if kind == "MissingDependency":
+        message = f"{message}; install the libraries of this task type beside the worker (see `gpuflow doctor`)"
+    if len(message) > MAX_MESSAGE:
+        message = message[: MAX_MESSAGE - 4] + " ..."
+    return {"type": kind, "message": message, "retryable": retryable}

