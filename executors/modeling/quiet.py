@@ -15,6 +15,7 @@ _DEFAULTS: Final = {
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_VERBOSITY": "error",
     "TRL_EXPERIMENTAL_SILENCE": "1",
+    "TQDM_DISABLE": "1",
 }
 
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 import structlog
-from celery import chord
+from celery import chord, group
 
 from gpuflow.errors import GPUFlowError
 from gpuflow.ledger.ledger import Ledger
@@ -62,6 +62,16 @@ class Engine:
             if not self._round(record):
                 return record.state
         return PipelineState.RUNNING
+
+    def fail(self, pipeline_id: str, error: Exception) -> None:
+        """End a pipeline that cannot be settled, with the cause; `resume` tries again."""
+        record = self.store.find(pipeline_id)
+        if record is None:
+            return
+        log.error("pipeline_not_settled", pipeline=pipeline_id, cause=repr(error))
+        names = [stage.name for stage in Template.from_dict(record.template).stages]
+        cause = {"type": type(error).__name__, "message": f"gpuflow could not go on with it: {error}"}
+        self.store.end(pipeline_id, PipelineState.FAILED, names, cause)
 
     def _round(self, record: PipelineRecord) -> bool:
         """Do one round; True if something moved."""
@@ -156,7 +166,8 @@ class Engine:
             },
         )
         group_id = stage_task_id(record.id, stage.name, stage.epoch, "group")
-        chord(header, app=self.app).apply_async(body=body, group_id=group_id)
+        header_group = group(header, app=self.app).set(task_id=group_id)
+        chord(header_group, body=body, app=self.app).apply_async()
 
     def _result_of(self, record: PipelineRecord) -> Any:
         cache: dict[str, Mapping[str, Any]] = {}

@@ -30,6 +30,9 @@ from gpuflow.worker.runtime import Runtime, current
 
 log = structlog.get_logger("gpuflow.supervisor")
 
+#: How a supervised task ends when it does not succeed; Celery logs these in one line, without a traceback.
+ENDS = (TaskFailed, TaskCancelled)
+
 
 def supervise(task: Any, spec: Mapping[str, Any]) -> dict[str, Any]:
     """Run one delivery of a supervised task and return its committed result.

@@ -1,0 +1,1 @@
+"""Text generation with transformers: sampling parameters, prompts, batches, stop strings and streams."""

@@ -1,0 +1,152 @@
+"""Runs one batch of prompts through transformers' `generate`, following every row: stop strings, streaming, speed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+
+from executors.base import bad_input
+from executors.generation.parameters import Sampling
+from executors.generation.rows import Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+#: Called after every step with the rows of the batch.
+Watcher = Callable[[Sequence[Row]], None]
+
+
+class _Follow(StoppingCriteria):
+    """Feeds the rows with each new token and tells generate which of them have ended."""
+
+    def __init__(self, rows: Sequence[Row], watch: Watcher) -> None:
+        self._rows = rows
+        self._watch = watch
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.BoolTensor:
+        for row, token in zip(self._rows, input_ids[:, -1].tolist(), strict=True):
+            row.push(token)
+        self._watch(self._rows)
+        ended = [row.finish_reason is not None for row in self._rows]
+        return torch.tensor(ended, dtype=torch.bool, device=input_ids.device)
+
+
+class _OccurrencePenalty(LogitsProcessor):
+    """presence_penalty and frequency_penalty as OpenAI defines them, over the generated tokens alone."""
+
+    def __init__(self, sampling: Sampling, prompt_tokens: int) -> None:
+        self._sampling = sampling
+        self._prompt_tokens = prompt_tokens
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        generated = input_ids[:, self._prompt_tokens :]
+        counts = torch.zeros_like(scores)
+        counts.scatter_add_(1, generated, torch.ones_like(generated, dtype=scores.dtype))
+        return (
+            scores
+            - self._sampling.frequency_penalty * counts
+            - self._sampling.presence_penalty * (counts > 0).to(scores.dtype)
+        )
+
+
+class Engine:
+    """A loaded model that answers batches of prompts. One thread at a time."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> None:
+        self._model = model.eval()
+        self._tokenizer = tokenizer
+        self._sampling = sampling
+        defaults = model.generation_config
+        ends = defaults.eos_token_id if defaults.eos_token_id is not None else tokenizer.eos_token_id
+        ends = [ends] if isinstance(ends, int) else list(ends or ())
+        self._end_tokens = [] if sampling.ignore_eos else ends
+        self._end_tokens = [*self._end_tokens, *sampling.stop_token_ids]
+        # Sampling defaults of the checkpoint would fill what the task leaves out: start from a clean one.
+        model.generation_config = GenerationConfig(
+            pad_token_id=tokenizer.pad_token_id, bos_token_id=defaults.bos_token_id, eos_token_id=None
+        )
+        config = model.config.get_text_config()
+        self._context_tokens: int | None = getattr(config, "max_position_embeddings", None)
+
+    def count_tokens(self, text: str) -> int:
+        """Return the number of tokens of a rendered prompt."""
+        return len(self._encode([text])["input_ids"][0])
+
+    def _encode(self, texts: Sequence[str], **options: Any) -> Any:
+        # A chat template writes its own begin token.
+        special = self._tokenizer.chat_template is None
+        return self._tokenizer(list(texts), add_special_tokens=special, **options)
+
+    def answer(self, texts: Sequence[str], watch: Watcher) -> list[list[Row]]:
+        """Return for each prompt its `n` finished rows. Raises ExecutorError: BadInput for a prompt that is too long."""
+        batch = self._encode(texts, return_tensors="pt", padding=True).to(self._model.device)
+        length = batch["input_ids"].shape[1]
+        arguments = self._sampling.generate_arguments()
+        arguments["max_new_tokens"] = self._room(length)
+        if arguments.get("min_new_tokens"):
+            arguments["min_new_tokens"] = min(arguments["min_new_tokens"], arguments["max_new_tokens"])
+        rows = [
+            Row(self._sampling, self._decode, frozenset(self._end_tokens)) for _ in range(len(texts) * self._sampling.n)
+        ]
+        processors = LogitsProcessorList()
+        if self._sampling.presence_penalty or self._sampling.frequency_penalty:
+            processors.append(_OccurrencePenalty(self._sampling, length))
+        with torch.inference_mode():
+            self._model.generate(
+                input_ids=batch["input_ids"],
+                attention_mask=batch["attention_mask"],
+                eos_token_id=self._end_tokens or None,
+                stopping_criteria=StoppingCriteriaList([_Follow(rows, watch)]),
+                logits_processor=processors,
+                **arguments,
+            )
+        for row in rows:
+            row.close()
+        watch(rows)
+        return [rows[start : start + self._sampling.n] for start in range(0, len(rows), self._sampling.n)]
+
+    def _room(self, prompt_tokens: int) -> int:
+        if self._context_tokens is None:
+            return self._sampling.max_tokens
+        room = self._context_tokens - prompt_tokens
+        if room < 1:
+            raise bad_input(
+                f"a prompt has {prompt_tokens} tokens, but the model takes {self._context_tokens} with the answer; "
+                "shorten it"
+            )
+        return min(self._sampling.max_tokens, room)
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return str(
+            self._tokenizer.decode(
+                tokens,
+                skip_special_tokens=self._sampling.skip_special_tokens,
+                clean_up_tokenization_spaces=False,
+            )
+        )
+
+
+class Meter:
+    """Counts tokens over time. `due` is true at most once an interval, so that progress costs little."""
+
+    def __init__(self, interval_seconds: float = 0.5) -> None:
+        self._started = self._last = time.monotonic()
+        self._interval_seconds = interval_seconds
+        self.tokens = 0
+
+    def due(self) -> bool:
+        """Whether it is time to tell again."""
+        now = time.monotonic()
+        if now - self._last < self._interval_seconds:
+            return False
+        self._last = now
+        return True
+
+    def tokens_per_second(self, running: int = 0) -> float:
+        """Return the mean speed since the start; `running` are the tokens of rows not yet counted."""
+        elapsed = time.monotonic() - self._started
+        return round((self.tokens + running) / elapsed, 2) if elapsed > 0 else 0.0
