@@ -95,6 +95,8 @@ def _fail_if_asked(fail: Any, attempt: int) -> None:
     how: Mapping[str, Any] = fail if isinstance(fail, Mapping) else {}
     if how.get("attempts") and attempt > int(how["attempts"]):
         return
+    if how.get("unless_exists") and Path(str(how["unless_exists"])).exists():
+        return
     message = fail if isinstance(fail, str) else how.get("message") or "asked to fail"
     raise ExecutorError(str(how.get("type") or "EchoFailure"), message, retryable=bool(how.get("retryable")))
 

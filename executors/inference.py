@@ -41,10 +41,11 @@ def _load(request: Request, sampling: Sampling, emitter: Emitter) -> tuple[Any, 
 
     from executors.generation.engine import Engine
     from executors.modeling.loading import apply_adapters, load_model, load_tokenizer, locate
+    from executors.modeling.precision import inference_options
 
     location, adapters = locate(request, emitter)
     tokenizer = load_tokenizer(location, padding_side="left")
-    options = {**location.inference, **((request.spec.get("model") or {}).get("transformers") or {})}
+    options = {**inference_options(location), **((request.spec.get("model") or {}).get("transformers") or {})}
     if torch.cuda.device_count() > 1:
         options.setdefault("device_map", "auto")
     model = apply_adapters(load_model(location, options), adapters)

@@ -162,8 +162,14 @@ class ProgressModel:
                 for stage in self.stages.values():
                     if not stage.final:
                         stage.recorded, stage.finished_at = "CANCELLED", event.at
-            return Change(stage="", kind="state", text=f"pipeline {self.state.lower()}")
+            resumed = int(event.data.get("epoch") or 1) > 1
+            if self.state in _FINAL or resumed:
+                return Change(stage="", kind="state", text="pipeline resumed" if resumed else self._end_text(event))
         return None
+
+    def _end_text(self, event: EventLike) -> str:
+        error = _error_text(event.data.get("error"))
+        return f"pipeline {self.state.lower()}" + (f": {error}" if error else "")
 
     def _of_stage(self, stage: StageProgress, event: EventLike) -> Change | None:
         stage.recorded = str(event.data.get("state"))
@@ -187,10 +193,12 @@ class ProgressModel:
         if event.name == "state":
             return self._task_state(stage, task, event)
         if event.name == "worker":
-            message = one_line(event.data.get("message") or event.data.get("status") or "", 120)
+            told = one_line(event.data.get("message") or "", 120)
+            message = told or one_line(event.data.get("status") or "", 40).replace("_", " ")
             if message and message != stage.message:
                 stage.message = message
-                return Change(stage=stage.name, kind="message", text=message)
+                if told or message != "working":
+                    return Change(stage=stage.name, kind="message", text=message)
         elif event.name == "progress":
             _take_progress(task, event.data)
             return Change(stage=stage.name, kind="progress", text=progress_text(stage))

@@ -82,7 +82,7 @@ class Engine:
         return self._tokenizer(list(texts), add_special_tokens=special, **options)
 
     def answer(self, texts: Sequence[str], watch: Watcher) -> list[list[Row]]:
-        """Return for each prompt its `n` finished rows. Raises ExecutorError: BadInput for a prompt that is too long."""
+        """Return for each prompt its `n` finished rows. Raises ExecutorError: BadInput for too long a prompt."""
         batch = self._encode(texts, return_tensors="pt", padding=True).to(self._model.device)
         length = batch["input_ids"].shape[1]
         arguments = self._sampling.generate_arguments()

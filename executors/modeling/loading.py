@@ -1,4 +1,4 @@
-"""Loads a model and its tokenizer: precision, device, adapters. The only place that calls from_pretrained for a task."""
+"""Loads a model and its tokenizer for a task: precision, device, adapters."""
 
 from __future__ import annotations
 

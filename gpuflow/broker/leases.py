@@ -93,11 +93,11 @@ class LeaseTable:
         self._renewed_at = time.monotonic()
         self._run_id = ""
 
-    def connect(self, client: redis.Redis) -> None:
-        """Use `client` (a connection pool of our own, it outlives channels) and start the keeper once."""
+    def connect(self, client: redis.Redis, *, keep: bool) -> None:
+        """Use `client` (a pool of our own, it outlives channels); with `keep`, start the keeper once."""
         with self._lock:
             self._client = client
-            if self._thread is None:
+            if keep and self._thread is None:
                 self._thread = threading.Thread(target=self._keep, name="gpuflow-leases", daemon=True)
                 self._thread.start()
 

@@ -75,6 +75,7 @@ class Channel(stock.Channel):
     #: Term of a lease in seconds (a transport option).
     lease_seconds: float = 60.0
     supports_batch_publish = False
+    #: Whether something consumes from a queue through this channel.
     consumes = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -109,7 +110,7 @@ class Channel(stock.Channel):
             self._unacknowledged.add(queue)
         if not self.consumes and queue not in self._fanout_queues:
             self.consumes = True
-            self.leases.connect(redis.Redis(connection_pool=self._get_pool()))
+            self.leases.connect(redis.Redis(connection_pool=self._get_pool()), keep=not no_ack)
         return super().basic_consume(queue, no_ack, *args, **kwargs)
 
     # -- publish ------------------------------------------------------------------------------------------------

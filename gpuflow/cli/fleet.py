@@ -67,11 +67,12 @@ def queue_rows(app: GPUFlow) -> list[dict[str, Any]]:
 
 
 @click.group(invoke_without_command=True, short_help="List the workers, or show one.")
+@json_option
 @click.pass_context
-def workers(ctx: click.Context) -> None:
+def workers(ctx: click.Context, as_json: bool) -> None:
     """List the workers, or show one."""
     if ctx.invoked_subcommand is None:
-        ctx.invoke(list_workers)
+        ctx.invoke(list_workers, as_json=as_json)
 
 
 @workers.command("list")

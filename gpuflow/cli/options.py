@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
@@ -34,7 +35,9 @@ def load_template(source: str, overrides: Iterable[str] = (), labels: Iterable[s
 
     Raises InvalidTemplate, click.UsageError.
     """
+    from gpuflow.errors import InvalidTemplate
     from gpuflow.spec import parse, parse_text
+    from gpuflow.spec.report import invalid
 
     changes = [_assignment("--set", text) for text in overrides]
     asked = [_assignment("--label", text) for text in labels]
@@ -45,7 +48,11 @@ def load_template(source: str, overrides: Iterable[str] = (), labels: Iterable[s
         data = override(data, path, value)
     for key, glob in asked:
         data = add_label(data, key, glob)
-    return parse(data)
+    try:
+        return dataclasses.replace(parse(data), source=source)
+    except InvalidTemplate as error:
+        # The lines of the file are those of what was written, not of what the options made of it.
+        raise invalid(source, error.mistakes) if error.mistakes else error from None
 
 
 def override(data: Mapping[str, Any], path: str, text: str) -> dict[str, Any]:

@@ -30,11 +30,12 @@ def presets(kind: str | None, as_json: bool) -> None:
 
 
 @click.group(invoke_without_command=True, short_help="List the model presets, or fetch one.")
+@json_option
 @click.pass_context
-def models(ctx: click.Context) -> None:
+def models(ctx: click.Context, as_json: bool) -> None:
     """List the model presets, or fetch one into the cache."""
     if ctx.invoked_subcommand is None:
-        ctx.invoke(list_models)
+        ctx.invoke(list_models, as_json=as_json)
 
 
 @models.command("list")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ import click
 
 from gpuflow.cli.errors import DONE, interrupted
 from gpuflow.cli.options import json_option, load_template, show_warnings, template_options
+from gpuflow.errors import GPUFlowError
 
 if TYPE_CHECKING:
     from gpuflow.celery_app import GPUFlow
@@ -121,8 +123,9 @@ def _keep(cluster: LocalCluster) -> None:
 def _stopping(handle: PipelineRun | None) -> str:
     if handle is None:
         return "stopping; nothing was submitted"
-    if handle.record().state.final:
-        return "stopping"
+    with contextlib.suppress(GPUFlowError):
+        if handle.record().state.final:
+            return "stopping"
     return f"stopping; resume with `gpuflow resume {handle.id}`"
 
 

@@ -217,7 +217,6 @@ def print_grid(grid: Grid, run_id: str) -> None:
 
     from gpuflow.cli.output import line
 
-    line()
     if sys.stdout.isatty():
         from rich.box import ROUNDED
         from rich.console import Console
@@ -231,12 +230,14 @@ def print_grid(grid: Grid, run_id: str) -> None:
             shown.add_row(*(Text(cell) for cell in row))
         Console().print(shown)
     else:
-        line(grid.title)
+        line()
+        line(f"{grid.title}:")
         width = max(len(header) for header in grid.headers)
-        for row in grid.rows:
+        for number, row in enumerate(grid.rows):
+            if number:
+                line()
             for header, cell in zip(grid.headers, row, strict=True):
                 line(f"  {header.ljust(width)}  {cell}")
-            line()
     if grid.more:
         line(f"and {grid.more} more; see `gpuflow result {run_id} --json`")
 

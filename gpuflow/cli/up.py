@@ -21,9 +21,8 @@ _TEND_SECONDS: Final = 0.5
 @click.option("--max-jobs", type=click.IntRange(1, 1024), metavar="N", help="Most child processes of a worker at once.")
 @click.option("--no-beat", is_flag=True, help="Without beat (reconcile, cleanup, scaling).")
 @click.option("--no-flower", is_flag=True, help="Without Flower, where it is installed.")
-@click.option("--no-gateway", is_flag=True, help="Without the HTTP gateway, where it is installed.")
-@click.option("--flower-port", default=5555, show_default=True, type=click.IntRange(1, 65_535), help="Flower's port.")
-def up(workers: int, max_jobs: int | None, no_beat: bool, no_flower: bool, no_gateway: bool, flower_port: int) -> int:
+@click.option("--flower-port", type=click.IntRange(1, 65_535), help="Flower's port (default: 5555, or the next free).")
+def up(workers: int, max_jobs: int | None, no_beat: bool, no_flower: bool, flower_port: int | None) -> int:
     """Start a broker (unless REDIS_URL is set), workers, beat and Flower; print the addresses; Ctrl-C stops all.
 
     A part that ends is started again.
@@ -31,11 +30,11 @@ def up(workers: int, max_jobs: int | None, no_beat: bool, no_flower: bool, no_ga
     from gpuflow.cli.output import line, note
     from gpuflow.cli.session import signals_interrupt
     from gpuflow.cluster import LocalCluster
-    from gpuflow.cluster.commands import flower_installed
+    from gpuflow.cluster.commands import FLOWER_PORT, flower_installed, free_port
     from gpuflow.settings import Settings
 
     settings = Settings.load()
-    flower = flower_port if flower_installed() and not no_flower else None
+    flower = (flower_port or free_port(FLOWER_PORT)) if flower_installed() and not no_flower else None
     with signals_interrupt():
         try:
             with LocalCluster(

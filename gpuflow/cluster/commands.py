@@ -6,6 +6,7 @@ Used by `gpuflow.cluster.local` alone.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
@@ -13,14 +14,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
+from gpuflow.errors import GPUFlowError
 from gpuflow.settings import Settings
 
+#: Flower's own default.
+FLOWER_PORT: Final = 5555
+_PORTS_TRIED: Final = 50
 _CONFIG_VARIABLE: Final = "GPUFLOW_CONFIG"
 
 
 def worker_command(worker_id: str, *, log_level: str, max_jobs: int | None, gpus: str | None) -> list[str]:
     """Return the command line of one worker; `gpus` as `--gpus` takes it (None: all of the machine)."""
-    command = [*_celery("worker"), "--name", worker_id, "--loglevel", log_level]
+    # Mingle asks the other workers for what they know, and waits a second for answers: not on one machine.
+    command = [*_celery("worker"), "--name", worker_id, "--loglevel", log_level, "--without-mingle"]
     if max_jobs is not None:
         command += ["--max-jobs", str(max_jobs)]
     if gpus is not None:
@@ -36,6 +42,19 @@ def beat_command(log_level: str) -> list[str]:
 def flower_command(port: int) -> list[str]:
     """Return the command line of Flower on this machine's loopback."""
     return [*_celery("flower"), "--address=127.0.0.1", f"--port={port}"]
+
+
+def free_port(first: int) -> int:
+    """Return the first free port of this machine's loopback from `first` on. Raises GPUFlowError."""
+    for port in range(first, min(first + _PORTS_TRIED, 65_536)):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise GPUFlowError(f"no port from {first} on is free on 127.0.0.1; name another")
 
 
 def flower_installed() -> bool:

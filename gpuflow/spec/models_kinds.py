@@ -118,7 +118,7 @@ class Echo(Strict):
     artifact: RelativePath | None = Field(None, description="Write a file of this name")
     artifact_bytes: Whole | None = Field(None, ge=0, le=2**40)
     memory_mib: Whole | None = Field(None, ge=0, le=2**24, description="Memory to hold while running, in MiB")
-    print_environment: list[Name] | None = Field(None, description="Environment variables to give back in the result")
+    report_env: list[Name] | None = Field(None, description="Environment variables to give back in the result")
     stderr: str | None = Field(None, description="Written to the log")
 
 

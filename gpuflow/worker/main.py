@@ -7,8 +7,15 @@ from typing import Any
 
 from celery.apps.worker import Worker as CeleryWorker
 from celery.utils.nodenames import default_nodename, gethostname
+from click import ClickException
 
 from gpuflow.errors import GPUFlowError
+
+
+class CannotStart(ClickException):
+    """The worker cannot start with these options; shown in one line, exit code 2."""
+
+    exit_code = 2
 
 
 class Worker(CeleryWorker):  # type: ignore[misc]
@@ -23,6 +30,12 @@ class Worker(CeleryWorker):  # type: ignore[misc]
     ) -> None:
         settings = (app or self.app).settings
         self.worker_id = name or settings.worker_id or f"w-{uuid.uuid4().hex[:10]}"
+        try:
+            self._start(app, hostname, **kwargs)
+        except GPUFlowError as error:
+            raise CannotStart(str(error)) from None
+
+    def _start(self, app: Any, hostname: str | None, **kwargs: Any) -> None:
         if not all(char.isascii() and (char.isalnum() or char in "._-") for char in self.worker_id):
             raise GPUFlowError(
                 f"--name {self.worker_id!r} cannot name a worker; use letters, digits, '.', '_' and '-'"

@@ -100,8 +100,8 @@ class PresenceThread(threading.Thread):
         }
         if hardware.gpus:
             load["gpus"] = {
-                uuid: {"freeMib": gpu.free_mib, "utilizationPercent": gpu.utilization_percent}
-                for uuid, gpu in live([gpu.uuid for gpu in hardware.gpus]).gpus.items()
+                gpu.uuid: {"freeMib": gpu.free_mib, "utilizationPercent": gpu.utilization_percent}
+                for gpu in live([gpu.uuid for gpu in hardware.gpus]).loads
             }
         return load
 

@@ -157,7 +157,7 @@ def test_a_failed_task_can_be_queued_again_under_its_id(fleet: TestFleet) -> Non
 def test_the_child_sees_no_broker_address_and_no_token(fleet: TestFleet) -> None:
     fleet.start_worker("w1", env={"GPUFLOW_PASS_ENV": "REDIS_URL,EXTRA", "EXTRA": "yes", "HIDDEN": "x"})
     names = ["REDIS_URL", "GPUFLOW_WORKER_TOKEN", "HIDDEN", "EXTRA", "TASK_ID", "ATTEMPT", "CUDA_VISIBLE_DEVICES"]
-    task = submit(fleet.echo(print_environment=names), app=fleet.app)
+    task = submit(fleet.echo(report_env=names), app=fleet.app)
 
     seen = task.get(timeout=30)["environment"]
 

@@ -1,0 +1,130 @@
+"""The task types `sft` and `lora_sft`: supervised fine-tuning with TRL, of all weights or of a LoRA adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from executors.base import Executor, bad_input, write_responses
+from executors.data.columns import training_rows
+from executors.data.sources import hub_rows, read_rows
+from executors.data.splits import split
+from executors.modeling.quiet import quiet
+from gpuflow.protocol import Emitter, Request
+
+#: Seed of the split and of the training where the task names none; TRL's own default.
+DEFAULT_SEED = 42
+
+Rows = list[dict[str, Any]]
+
+
+class SupervisedTuning(Executor):
+    """Trains on the rows of `data`; leaves final_model/ or final_lora/ and the history of the losses."""
+
+    task_types: ClassVar[tuple[str, ...]] = ("sft", "lora_sft")
+
+    def run(self, request: Request, emitter: Emitter) -> dict[str, Any]:
+        """Check the data, load the model, evaluate, train, evaluate again, save."""
+        training: Mapping[str, Any] = request.spec.get("training") or {}
+        train_rows, eval_rows = _read_data(request, training, emitter)
+        quiet()
+        emitter.status("loading", "loading the model")
+        trainer, progress, location = _trainer(request, training, train_rows, eval_rows, emitter)
+        from executors.training.checkpoints import complete, to_resume
+
+        resume = to_resume(request.resume_from)
+        before = _evaluate(trainer, emitter, "evaluating before the training") if eval_rows else None
+        emitter.status("working", f"training on {len(train_rows)} rows")
+        outcome = trainer.train(resume_from_checkpoint=resume)
+        after = _evaluate(trainer, emitter, "evaluating after the training") if eval_rows else None
+        result: dict[str, Any] = {
+            "steps": trainer.state.global_step,
+            "train_loss": outcome.training_loss,
+            "eval_loss_before": before,
+            "eval_loss_after": after,
+            "model": location.name,
+            "metrics": {**outcome.metrics, "train_rows": len(train_rows), "eval_rows": len(eval_rows)},
+            "checkpoints": [str(path) for path in complete(Path(trainer.args.output_dir))],
+        }
+        if training.get("save_model", True):
+            result |= _save(request, trainer, location.name, emitter)
+        write_responses(request, emitter, {**result, "items": [], "history": progress.history})
+        return result
+
+
+def _read_data(request: Request, training: Mapping[str, Any], emitter: Emitter) -> tuple[Rows, Rows]:
+    data: Mapping[str, Any] = request.spec.get("data") or {}
+    rows = training_rows(read_rows(data, request.cache_dir, emitter, bare="text"), data)
+    share = data.get("eval_split") or 0
+    if isinstance(share, str):
+        if data.get("type") != "dataset":
+            raise bad_input(f"data.eval_split {share!r} names a split, which only hub data sets have; give a share")
+        return rows, training_rows(hub_rows(data, share), data)
+    seed = data.get("seed")
+    return split(rows, share, int(training.get("seed", DEFAULT_SEED) if seed is None else seed))
+
+
+def _trainer(
+    request: Request, training: Mapping[str, Any], train_rows: Rows, eval_rows: Rows, emitter: Emitter
+) -> tuple[Any, Any, Any]:
+    import datasets
+    from transformers import PrinterCallback, set_seed
+    from trl import SFTTrainer
+
+    from executors.modeling.loading import load_model, load_tokenizer, locate, merged
+    from executors.modeling.precision import training_dtype
+    from executors.training.arguments import lora_config, sft_arguments
+    from executors.training.checkpoints import MarkComplete
+    from executors.training.progress import Progress
+    from executors.training.shaping import shape
+
+    datasets.disable_progress_bars()
+    work = request.checkpoint_dir or str(Path(request.output_dir) / "checkpoints")
+    arguments = sft_arguments(training, work, has_eval=bool(eval_rows))
+    set_seed(arguments.seed)
+    location, adapters = locate(request, emitter)
+    tokenizer = load_tokenizer(location, padding_side="right")
+    is_lora = request.task_type == "lora_sft"
+    options = {
+        "dtype": training_dtype(location, is_lora=is_lora, bf16=bool(arguments.bf16)),
+        **(training.get("model_init_kwargs") or {}),
+        **((request.spec.get("model") or {}).get("transformers") or {}),
+    }
+    model = merged(load_model(location, options), adapters)
+    chat = bool(tokenizer.chat_template)
+    separator = (request.spec.get("data") or {}).get("separator")
+    sets = [
+        datasets.Dataset.from_list(shape(rows, chat=chat, separator=separator)) if rows else None
+        for rows in (train_rows, eval_rows)
+    ]
+    progress = Progress(emitter)
+    trainer = SFTTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=sets[0],
+        eval_dataset=sets[1],
+        processing_class=tokenizer,
+        peft_config=lora_config(request.spec.get("lora"), model.config.model_type) if is_lora else None,
+        callbacks=[progress, MarkComplete(emitter)],
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer, progress, location
+
+
+def _evaluate(trainer: Any, emitter: Emitter, message: str) -> float:
+    emitter.status("working", message)
+    return float(trainer.evaluate()["eval_loss"])
+
+
+def _save(request: Request, trainer: Any, base_name: str, emitter: Emitter) -> dict[str, Any]:
+    from executors.training.saving import save_final
+
+    if not trainer.is_world_process_zero():
+        return {}
+    name = "final_lora" if request.task_type == "lora_sft" else "final_model"
+    emitter.status("cleaning_up", f"saving {name}")
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    save_final(model, trainer.processing_class, Path(request.output_dir) / name, base_name=base_name)
+    emitter.artifact(name)
+    return {name: name}

@@ -1,0 +1,73 @@
+"""From the sections `training` and `lora` to the configurations of TRL and PEFT, with defaults for this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from executors.base import bad_input
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from trl import SFTConfig
+
+#: Fields of a template's `training` that are ours, not the trainer's.
+OWN: Final = frozenset({"allow_multi_gpu", "nproc_per_node", "save_model"})
+#: Up to so many steps, every one is logged.
+_LOG_EVERY_STEP: Final = 200
+
+
+def sft_arguments(training: Mapping[str, Any], output_dir: str, *, has_eval: bool) -> SFTConfig:
+    """Return the configuration of a supervised training; the user's fields win over every default.
+
+    Raises ExecutorError: BadInput with the trainer's own words.
+    """
+    import torch
+    from trl import SFTConfig
+
+    given = {name: value for name, value in training.items() if name not in OWN and name != "model_init_kwargs"}
+    if not has_eval and given.get("eval_strategy", "no") != "no":
+        raise bad_input("training.eval_strategy needs data to evaluate on; set data.eval_split, as in 0.1")
+    defaults = _defaults(given, cuda=torch.cuda.is_available())
+    try:
+        return SFTConfig(**{**defaults, **given, "output_dir": output_dir})
+    except (TypeError, ValueError) as error:
+        raise bad_input(f"training: {error}") from error
+
+
+def _defaults(given: Mapping[str, Any], *, cuda: bool) -> dict[str, Any]:
+    import torch
+
+    steps = given.get("max_steps") or 0
+    saves = any(name in given for name in ("save_steps", "load_best_model_at_end"))
+    defaults: dict[str, Any] = {
+        "report_to": "none",
+        "disable_tqdm": True,
+        "logging_steps": 1 if 0 < steps <= _LOG_EVERY_STEP else 10,
+        "logging_first_step": True,
+        "save_strategy": "steps" if saves else "no",
+    }
+    if not given.get("bf16") and not given.get("fp16"):
+        defaults["bf16"] = cuda and torch.cuda.is_bf16_supported()
+    # Activation checkpointing trades time for GPU memory; a CPU has the memory.
+    defaults["activation_checkpointing"] = given.get("gradient_checkpointing", cuda)
+    if not cuda:
+        defaults |= {"use_cpu": True, "dataloader_pin_memory": False}
+    return defaults
+
+
+def lora_config(lora: Mapping[str, Any] | None, model_type: str) -> LoraConfig:
+    """Return the configuration of the adapter; PEFT's defaults for what the user left out.
+
+    Where PEFT knows no target modules for a model, all its linear layers are tuned. Raises ExecutorError: BadInput.
+    """
+    from peft import LoraConfig
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
+
+    fields = {"task_type": "CAUSAL_LM", **(lora or {})}
+    if not fields.get("target_modules") and not fields.get("target_parameters") and model_type not in KNOWN:
+        fields["target_modules"] = "all-linear"
+    try:
+        return LoraConfig(**fields)
+    except (TypeError, ValueError) as error:
+        raise bad_input(f"lora: {error}") from error

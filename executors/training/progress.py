@@ -1,0 +1,62 @@
+"""Tells the supervisor how a training goes, and keeps the history of its losses."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any, Final
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from executors import cancellation
+from gpuflow.protocol import Emitter
+
+_TOLD: Final = ("loss", "eval_loss", "learning_rate", "grad_norm", "epoch", "mean_token_accuracy")
+
+
+class Progress(TrainerCallback):
+    """Emits a progress event for every log of the trainer; `history` holds the same numbers, one entry a log."""
+
+    def __init__(self, emitter: Emitter) -> None:
+        self._emitter = emitter
+        self._tokens = 0.0
+        self._at = time.monotonic()
+        self.history: list[dict[str, float]] = []
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Start the clock of the speed."""
+        self._at = time.monotonic()
+        if state.is_world_process_zero:
+            self._emitter.progress(state.global_step, state.max_steps, "step")
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """End a cancelled training even where a library swallowed the signal."""
+        cancellation.check()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Pass on the numbers of one log."""
+        logs = logs or {}
+        numbers = {name: logs[name] for name in _TOLD if isinstance(logs.get(name), int | float)}
+        if not state.is_world_process_zero or not ({"loss", "eval_loss"} & set(numbers)):
+            return
+        if "loss" in numbers and logs.get("num_tokens"):
+            numbers["tokens_per_second"] = self._speed(float(logs["num_tokens"]))
+        finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
+        self.history.append({"step": state.global_step, **finite})
+        if state.max_steps:
+            self._emitter.progress(state.global_step, state.max_steps, "step", **finite)
+
+    def _speed(self, tokens: float) -> float:
+        now = time.monotonic()
+        speed = (tokens - self._tokens) / max(now - self._at, 1e-6)
+        self._tokens, self._at = tokens, now
+        return round(speed, 1)

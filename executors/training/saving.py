@@ -1,0 +1,35 @@
+"""Saves what a training made: a folder that appears whole, by rename, with its tokenizer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from executors.base import write_json_atomically
+from executors.training.checkpoints import flush
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def save_final(model: Any, tokenizer: PreTrainedTokenizerBase, target: Path, *, base_name: str) -> None:
+    """Write a model or an adapter to `target`.
+
+    An adapter names its base model as the user did (`base_name`), not by a path of this machine.
+    """
+    fresh = target.with_name(f".{target.name}.new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    try:
+        model.save_pretrained(fresh)
+        tokenizer.save_pretrained(fresh)
+        adapter = fresh / "adapter_config.json"
+        if adapter.is_file():
+            config = json.loads(adapter.read_text("utf-8"))
+            write_json_atomically(adapter, {**config, "base_model_name_or_path": base_name})
+            (fresh / "README.md").unlink(missing_ok=True)
+        flush(fresh)
+        fresh.rename(target)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
