@@ -9,7 +9,7 @@ from executors.base import Executor, write_responses
 from executors.data.sources import read_entries
 from executors.generation.parameters import Sampling, read_sampling
 from executors.generation.prompts import Prompt, read_prompts, render
-from executors.modeling.quiet import quiet
+from executors.modeling.libraries import prepare_libraries
 from gpuflow.protocol import Emitter, Request
 
 
@@ -26,7 +26,7 @@ class Inference(Executor):
         prompts = read_prompts(read_entries(data, request.cache_dir, emitter), data)
         if (request.spec.get("model") or {}).get("vllm"):
             emitter.emit("log", message="model.vllm is not used: this task runs on the transformers engine")
-        quiet()
+        prepare_libraries()
         engine, tokenizer, name = _load(request, sampling, emitter)
         emitter.status("working")
         items, usage = _answer_all(prompts, engine, tokenizer, inference, sampling, emitter)

@@ -97,9 +97,9 @@ def _pull(name: str, cache_dir: str | None, emitter: Emitter) -> dict[str, Any]:
 
 
 def _pull_from_hub(source: dict[str, Any], emitter: Emitter) -> str:
-    from executors.modeling.quiet import quiet
+    from executors.modeling.libraries import prepare_libraries
 
-    quiet()
+    prepare_libraries()
     from huggingface_hub import snapshot_download
 
     emitter.status("loading", f"fetching {source['identifier']} from the hub")

@@ -10,7 +10,7 @@ from executors.base import Executor, bad_input, write_responses
 from executors.data.columns import training_rows
 from executors.data.sources import hub_rows, read_rows
 from executors.data.splits import split
-from executors.modeling.quiet import quiet
+from executors.modeling.libraries import prepare_libraries
 from gpuflow.protocol import Emitter, Request
 
 #: Seed of the split and of the training where the task names none; TRL's own default.
@@ -28,7 +28,7 @@ class SupervisedTuning(Executor):
         """Check the data, load the model, evaluate, train, evaluate again, save."""
         training: Mapping[str, Any] = request.spec.get("training") or {}
         train_rows, eval_rows = _read_data(request, training, emitter)
-        quiet()
+        prepare_libraries()
         emitter.status("loading", "loading the model")
         trainer, progress, location = _trainer(request, training, train_rows, eval_rows, emitter)
         from executors.training.checkpoints import complete, to_resume

@@ -219,9 +219,7 @@ class PipelineRun:
         with reachable():
             tasks = {
                 stage.name: [
-                    task.public()
-                    for task in self.app.ledger.find_many(record.stage(stage.name).tasks)
-                    if task
+                    task.public() for task in self.app.ledger.find_many(record.stage(stage.name).tasks) if task
                 ]
                 for stage in stages
             }
@@ -271,9 +269,7 @@ class PipelineRun:
         if not record.state.final:
             raise TimeoutError(f"pipeline {self.id} is {record.state} after {timeout:g} s")
         if check and record.state is PipelineState.CANCELLED:
-            raise TaskCancelled(
-                f"pipeline {self.id} was cancelled; `gpuflow resume {self.id}` goes on with the rest"
-            )
+            raise TaskCancelled(f"pipeline {self.id} was cancelled; `gpuflow resume {self.id}` goes on with the rest")
         if check and record.state is PipelineState.FAILED:
             error = dict(record.error or {})
             raise TaskFailed(str(error.get("message", "the pipeline failed")), error)
@@ -332,10 +328,7 @@ class reachable:  # noqa: N801  (reads as a statement: with reachable(): ...)
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if (
-            isinstance(error, RedisConnectionError | RedisTimeoutError)
-            or type(error).__name__ == "OperationalError"
-        ):
+        if isinstance(error, RedisConnectionError | RedisTimeoutError) or type(error).__name__ == "OperationalError":
             raise BrokerUnavailable(
                 f"the broker cannot be reached ({error}); check REDIS_URL, or start one with `gpuflow up`"
             ) from error
@@ -404,9 +397,7 @@ def submit_pipeline(
     import uuid
 
     pipeline_id = id_for_key(who, idempotency_key) if idempotency_key else str(uuid.uuid4())
-    fields = new_pipeline_fields(
-        name=template.name, owner=who, template=template.to_dict()
-    )
+    fields = new_pipeline_fields(name=template.name, owner=who, template=template.to_dict())
     header = {"kind": "pipeline", "id": pipeline_id, "fields": fields}
     with reachable():
         app.send_task(

@@ -6,25 +6,28 @@ names of its stages. Plain lines are what a log of CI, a pipe and a notebook get
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from typing import Any, Final
 
 from rich.console import Console, RenderableType
 from rich.live import Live
-from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from gpuflow.progress_model import Change, EventLike, ProgressModel, StageProgress, metric_texts
+from gpuflow.progress_model import Change, EventLike, ProgressModel, StageProgress, count_text, metric_texts
 from gpuflow.terminal import clean, duration, one_line
 
 #: Lines of progress and messages of one stage come at most this often in plain output, in seconds of event time.
 PLAIN_SECONDS: Final = 5.0
 _REFRESH_PER_SECOND: Final = 8
 _BAR_WIDTH: Final = 24
+#: Width of everything on a line but the name of the stage and what is told of it.
+_OTHER_COLUMNS: Final = _BAR_WIDTH + 24
+_DIGITS: Final = re.compile(r"[0-9.,]+")
 _MARKS: Final = {
     "PENDING": ("·", ".", "dim"),
     "QUEUED": ("○", "o", "yellow"),
@@ -75,7 +78,9 @@ class TerminalProgress:
             live.stop()
 
     def _print(self, change: Change, at: float) -> None:
-        key = (change.stage, change.kind)
+        # `downloading 43%` and `downloading 44%` are one message, told now and then; another text is told at once.
+        what = _DIGITS.sub("", change.text)[:80] if change.kind == "message" else change.kind
+        key = (change.stage, what)
         if (
             change.kind != "state"
             and at - self._printed_at.get(key, 0.0) < PLAIN_SECONDS
@@ -118,18 +123,19 @@ def render(
     stages = list(model.stages.values())
     room = max(3, console.size.height - 3)
     shown = stages
+    room_for_detail = max(20, console.width - _OTHER_COLUMNS - max((len(stage.name) for stage in stages), default=0))
     if len(stages) > room:
         shown = [stage for stage in stages if stage.state in ("RUNNING", "QUEUED", "FAILED")][:room]
     for stage in shown:
         spinner = spinners.setdefault(stage.name, Spinner("dots" if unicode else "line", style="cyan"))
-        table.add_row(*_row(stage, spinner, unicode, now()))
+        table.add_row(*_row(stage, spinner, unicode, now(), room_for_detail))
     if len(shown) < len(stages):
         done = sum(1 for stage in stages if stage.recorded == "SUCCEEDED")
         table.add_row("", Text(f"{done} of {len(stages)} stages done", style="dim"))
     return table
 
 
-def _row(stage: StageProgress, spinner: Spinner, unicode: bool, now: float) -> list[RenderableType]:
+def _row(stage: StageProgress, spinner: Spinner, unicode: bool, now: float, room: int) -> list[RenderableType]:
     state = stage.state
     fancy, simple, style = _MARKS.get(state, _MARKS["PENDING"])
     mark: RenderableType = spinner if state == "RUNNING" else Text(fancy if unicode else simple, style=style)
@@ -142,15 +148,15 @@ def _row(stage: StageProgress, spinner: Spinner, unicode: bool, now: float) -> l
     if state == "RUNNING" and total:
         bar = ProgressBar(total=total, completed=min(current, total), width=_BAR_WIDTH)
     if unit and (total or current) and state in ("RUNNING", "SUCCEEDED"):
-        counted = f"{current:g}/{total:g} {unit}" if total else f"{current:g} {unit}"
+        counted = count_text(current, total, unit)
     told = stage.error or (stage.message if state == "RUNNING" else "")
     metrics = metric_texts(stage) if state in ("RUNNING", "SUCCEEDED") else []
-    detail = "  ".join([*metrics, *([told] if told else [])])
+    detail = "  ".join([*([counted] if bar else []), *metrics, *([told] if told else [])])
     return [
         mark,
         Text(one_line(stage.name, 32), style="bold" if state == "RUNNING" else ""),
         Text(state.lower(), style=_MARKS.get(state, ("", "", "cyan"))[2]),
         Text(elapsed, style="dim"),
         bar if bar else Text(counted),
-        Text.from_markup(escape(f"{counted}  {detail}".strip() if bar else detail)),
+        Text(one_line(detail, room)),
     ]

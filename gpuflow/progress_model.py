@@ -248,10 +248,18 @@ def _error_text(error: object) -> str:
 
 def progress_text(stage: StageProgress) -> str:
     """Return how far a stage is, with its metrics: `12/60 steps, loss 1.23, tokens/s 40`."""
-    current, total, unit = stage.done
+    counted = count_text(*stage.done)
+    return ", ".join([*([counted] if counted else []), *metric_texts(stage)])
+
+
+def count_text(current: float, total: float | None, unit: str) -> str:
+    """Return `12/60 steps`, `40.1/92.9 MB`, or an empty text when there is no unit."""
+    if not unit:
+        return ""
+    if unit == "byte":
+        return f"{current / 1e6:.1f}/{total / 1e6:.1f} MB" if total else f"{current / 1e6:.1f} MB"
     counted = f"{current:g}/{total:g}" if total else f"{current:g}"
-    parts = [f"{counted} {unit}{'' if (total or current) == 1 else 's'}"] if unit else []
-    return ", ".join([*parts, *metric_texts(stage)])
+    return f"{counted} {unit}{'' if (total or current) == 1 else 's'}"
 
 
 def metric_texts(stage: StageProgress) -> list[str]:

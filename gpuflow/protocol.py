@@ -145,9 +145,7 @@ class Emitter:
         """Say what the child is doing: loading, working, cleaning_up, ..."""
         self.emit("worker", status=status, message=message)
 
-    def progress(
-        self, current: float, total: float | None = None, unit: str = "step", **metrics: float
-    ) -> None:
+    def progress(self, current: float, total: float | None = None, unit: str = "step", **metrics: float) -> None:
         """Say how far the work is; `metrics` are numbers such as loss or tokens_per_second."""
         self.emit("progress", current=current, total=total, unit=unit, metrics=metrics)
 

@@ -56,15 +56,11 @@ def submission_header(
 
     given = kwargs.get("spec") if "spec" in kwargs else (args[0] if args else None)
     if not isinstance(given, Mapping):
-        raise InvalidTemplate(
-            f"{name} takes one argument, `spec`: a mapping with taskType; got {type(given).__name__}"
-        )
+        raise InvalidTemplate(f"{name} takes one argument, `spec`: a mapping with taskType; got {type(given).__name__}")
     spec = canonical(given)
     task_type = spec["taskType"]
     if TASK_OF_TYPE.get(task_type) != name:
-        raise InvalidTemplate(
-            f"{name} does not run taskType {task_type!r}; send it as {TASK_OF_TYPE[task_type]!r}"
-        )
+        raise InvalidTemplate(f"{name} does not run taskType {task_type!r}; send it as {TASK_OF_TYPE[task_type]!r}")
     owner = options.pop("owner", None) or ""
     key = options.pop("idempotency_key", None)
     task_id = options.get("task_id") or (id_for_key(owner, key) if key else str(uuid.uuid4()))
@@ -90,9 +86,7 @@ def submission_header(
         "requirement": json.dumps(requirement.to_dict()),
         "fields": fields,
     }
-    return Prepared(
-        task_id=task_id, queue=queue_text, kwargs={"spec": spec}, summary=f"<{task_type}>", header=header
-    )
+    return Prepared(task_id=task_id, queue=queue_text, kwargs={"spec": spec}, summary=f"<{task_type}>", header=header)
 
 
 def demand_header(app: GPUFlow, name: str, options: dict[str, Any]) -> dict[str, Any] | None:

@@ -11,7 +11,6 @@ from gpuflow.celery_app import app
 from gpuflow.pipelines.engine import JOIN_TASK, SETTLE_TASK
 from gpuflow.routing.families import CONTROL_QUEUE
 
-
 #: A broker that is away is asked again after this many seconds.
 RETRY_SECONDS = 1
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+# Last, so that an installed gpuflow is the one that is tested (tox tests the wheel).
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from tests.support.fleet import TestFleet
 

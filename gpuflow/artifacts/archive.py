@@ -10,7 +10,7 @@ import shutil
 import tarfile
 import tempfile
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from gpuflow.errors import ArtifactError
 
@@ -19,6 +19,8 @@ GZIP_LEVEL: Final = 1
 #: Most bytes and members that an archive may unpack to.
 MAX_UNPACKED_BYTES: Final = 512 * 1024**3
 MAX_MEMBERS: Final = 100_000
+#: Arguments of `extract`: the filter where this Python has one.
+_FILTER: Final[dict[str, Any]] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
 
 
 def pack(folder: Path, archive: Path) -> None:
@@ -74,7 +76,26 @@ def _extract(tar: tarfile.TarFile, folder: Path) -> None:
     for count, member in enumerate(tar, start=1):
         unpacked += member.size
         if count > MAX_MEMBERS or unpacked > MAX_UNPACKED_BYTES:
-            raise ArtifactError(
-                f"the archive holds more than {MAX_MEMBERS} files or {MAX_UNPACKED_BYTES} bytes"
-            )
-        tar.extract(member, folder, filter="data")
+            raise ArtifactError(f"the archive holds more than {MAX_MEMBERS} files or {MAX_UNPACKED_BYTES} bytes")
+        _vet(member, folder.resolve())
+        tar.extract(member, folder, **_FILTER)
+
+
+def _vet(member: tarfile.TarInfo, root: Path) -> None:
+    """Refuse what would leave the folder or is no plain file, folder or link; clear owner and special bits.
+
+    tarfile's own filter does much the same, but only from Python 3.11.4 on.
+    """
+    place = root / member.name
+    leads_to = place
+    if member.issym():
+        leads_to = place.parent / member.linkname
+    elif member.islnk():
+        leads_to = root / member.linkname
+    elif not member.isreg() and not member.isdir():
+        raise ArtifactError(f"the archive holds {member.name!r}, which is neither a file nor a folder")
+    if not all(path.resolve().is_relative_to(root) for path in (place, leads_to)):
+        raise ArtifactError(f"the archive holds {member.name!r}, which leads out of its folder")
+    member.uid = member.gid = 0
+    member.uname = member.gname = ""
+    member.mode = 0o755 if member.isdir() or member.mode & 0o100 else 0o644

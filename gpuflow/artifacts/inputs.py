@@ -75,9 +75,7 @@ def _folder(address: str, cache_dir: Path) -> Path:
         )
     path = Path(unquote(parts.path)) if parts.scheme == "file" else Path(address)
     if not path.exists():
-        raise ArtifactError(
-            f"{path} is not on this machine; share RESULTS_DIR between the workers, or give a URL"
-        )
+        raise ArtifactError(f"{path} is not on this machine; share RESULTS_DIR between the workers, or give a URL")
     return path if path.is_dir() else _unpacked(path, cache_dir)
 
 

@@ -70,9 +70,7 @@ def _check_json(path: Path) -> None:
     try:
         json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ArtifactError(
-            f"{path.name} is not JSON: {error}; the executor must write one JSON document"
-        ) from error
+        raise ArtifactError(f"{path.name} is not JSON: {error}; the executor must write one JSON document") from error
 
 
 def _entries(folder: Path, wanted: Iterable[str]) -> Iterable[dict[str, Any]]:

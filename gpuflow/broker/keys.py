@@ -2,7 +2,7 @@
 
 | key | type | what |
 |---|---|---|
-| `<queue>`, `<queue>\\x06\\x16<p>` | list | waiting messages of one priority, in kombu's own layout (see `broker.priorities`) |
+| `<queue>`, `<queue>\\x06\\x16<p>` | list | waiting messages of one priority, in kombu's layout (`broker.priorities`) |
 | `gpuflow.unacked` | hash | delivery tag -> the message as it was popped |
 | `gpuflow.leases` | zset | delivery tag -> when the lease ends (Unix seconds on the server's clock) |
 | `gpuflow.owners` | hash | delivery tag -> `<owner token>\\n<list key it came from>` |
@@ -18,7 +18,7 @@
 | `events:<id>` | stream | the events of one task or pipeline, capped |
 | `gpuflow.queues` | set | demand queues that were ever asked for |
 | `queue:<name>` | hash | the requirement of one demand queue |
-| `gpuflow.queues_version` | string | counts registrations, so that a worker sees in one read that there is a new queue |
+| `gpuflow.queues_version` | string | counts registrations: one read tells a worker of a new queue |
 | `gpuflow.workers` | set | worker ids |
 | `worker:<id>` | hash | one worker: capability, labels, state, load |
 | `worker:<id>:hb` | string | its heartbeat; the key expires when the worker is silent |

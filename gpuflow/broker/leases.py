@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 import redis
-import structlog
 from redis.exceptions import RedisError
 
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.scripts import load_script
+from gpuflow.logs import get_logger
 
-log = structlog.get_logger("gpuflow.leases")
+log = get_logger("gpuflow.leases")
 
 #: Restored messages of one sweep step; more are left to the next second.
 SWEEP_LIMIT: Final = 100

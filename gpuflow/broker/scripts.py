@@ -22,9 +22,7 @@ class Script:
         self.text = text
         self.sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
-    def __call__(
-        self, client: redis.Redis, keys: Sequence[str], args: Sequence[str | bytes | int | float]
-    ) -> Any:
+    def __call__(self, client: redis.Redis, keys: Sequence[str], args: Sequence[str | bytes | int | float]) -> Any:
         """Run the step. Raises redis errors as they are."""
         try:
             return client.evalsha(self.sha, len(keys), *keys, *args)

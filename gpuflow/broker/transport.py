@@ -29,7 +29,7 @@ RECORD_HEADER: Final = "gpuflow_record"
 RESCAN_SECONDS: Final = 1
 
 
-class LeaseQoS(virtual.QoS):
+class LeaseQoS(virtual.QoS):  # type: ignore[misc]
     """Acknowledgement through the lease table; the number of messages held is the gate's matter."""
 
     restore_at_shutdown = True
@@ -65,7 +65,7 @@ class LeaseQoS(virtual.QoS):
         """Do nothing: the lease table's own thread sweeps."""
 
 
-class Channel(stock.Channel):
+class Channel(stock.Channel):  # type: ignore[misc]
     """A Redis channel whose publish, pop and settle are one Lua step each."""
 
     QoS: ClassVar[type] = LeaseQoS
@@ -77,6 +77,7 @@ class Channel(stock.Channel):
     supports_batch_publish = False
     #: Whether something consumes from a queue through this channel.
     consumes = False
+    _keeps_leases = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -108,8 +109,11 @@ class Channel(stock.Channel):
         """Start to consume; the first time, the lease table gets a client that outlives this channel."""
         if no_ack:
             self._unacknowledged.add(queue)
-        if not self.consumes and queue not in self._fanout_queues:
+        # The first consumer of a worker's channel may be mingle's, which acknowledges nothing: no keeper for that one.
+        first = not self.consumes or (not no_ack and not self._keeps_leases)
+        if first and queue not in self._fanout_queues:
             self.consumes = True
+            self._keeps_leases = not no_ack
             self.leases.connect(redis.Redis(connection_pool=self._get_pool()), keep=not no_ack)
         return super().basic_consume(queue, no_ack, *args, **kwargs)
 
@@ -230,7 +234,7 @@ class Channel(stock.Channel):
         super().close()
 
 
-class Transport(stock.Transport):
+class Transport(stock.Transport):  # type: ignore[misc]
     """The leased Redis transport."""
 
     Channel: ClassVar[type] = Channel

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import click
 
-from gpuflow.cli.errors import guarded, set_debug
+from gpuflow.cli.errors import ReaderGone, guarded, set_debug
 
 #: section -> command -> (module under gpuflow.cli, its attribute, one line of help).
 SECTIONS: Final[dict[str, dict[str, tuple[str, str, str]]]] = {
@@ -63,6 +63,13 @@ class LazyGroup(click.Group):
             with formatter.section(title):
                 formatter.write_dl([(name, line) for name, (_, _, line) in section.items()])
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; click would end with 1 when the reader of our output goes away, we say so ourselves."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:
+            raise ReaderGone from error
+
     def main(  # type: ignore[override]
         self, args: Any = None, prog_name: str | None = None, standalone_mode: bool = True, **extra: Any
     ) -> Any:
@@ -84,7 +91,9 @@ def _show_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
         ctx.exit()
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    "gpuflow", cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
+)
 @click.option("--debug", is_flag=True, help="Show a traceback with an error (also GPUFLOW_DEBUG=1).")
 @click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show it.")
 def cli(debug: bool) -> None:

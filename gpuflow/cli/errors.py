@@ -28,6 +28,10 @@ class _State:
     debug = False
 
 
+class ReaderGone(Exception):
+    """Nobody reads what we print any more (`gpuflow queues | head -1`)."""
+
+
 class Terminated(KeyboardInterrupt):
     """The process was asked to end by a signal; `number` is that signal."""
 
@@ -55,8 +59,8 @@ def guarded(action: Callable[[], Any]) -> int:
     try:
         code = action()
         sys.stdout.flush()
-    except BrokenPipeError:
-        # Nobody reads on. Python would flush once more at its end and complain.
+    except (BrokenPipeError, ReaderGone):
+        # Python would flush once more at its end and complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _PIPE_CLOSED
     except (KeyboardInterrupt, click.Abort) as error:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gpuflow.cli.errors import DONE, interrupted
+from gpuflow.cli.errors import interrupted
 from gpuflow.cli.options import json_option, load_template, show_warnings, template_options
 from gpuflow.errors import GPUFlowError
 
@@ -95,6 +95,9 @@ def _started(cluster: LocalCluster, start: Callable[[GPUFlow], PipelineRun]) -> 
     cluster.wait_ready()
     handle = start(app)
     note(f"pipeline {handle.id}")
+    for other in app.pipelines.recent() if cluster.embedded else ():
+        if not other.state.final and other.id != handle.id:
+            note(f"{other.name} ({other.id}) had not ended and goes on too; `gpuflow cancel {other.id}` ends it")
     return handle
 
 
@@ -127,6 +130,3 @@ def _stopping(handle: PipelineRun | None) -> str:
         if handle.record().state.final:
             return "stopping"
     return f"stopping; resume with `gpuflow resume {handle.id}`"
-
-
-__all__ = ["DONE", "run", "run_local"]

@@ -6,7 +6,6 @@ Celery is imported here, when a command needs it, and nowhere above.
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,18 +26,19 @@ NO_FLEET = (
 
 
 def app_for(settings: Settings) -> GPUFlow:
-    """Return an app with these settings. Its log goes to stderr, warnings alone."""
-    import logging
-
-    import structlog
-
-    structlog.configure(
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
-    )
+    """Return an app with these settings."""
     from gpuflow.celery_app import GPUFlow
 
     return GPUFlow("gpuflow", settings=settings)
+
+
+def _reached(app: GPUFlow) -> GPUFlow:
+    """Return the app if its broker answers. Raises BrokerUnavailable at once: Celery would try for 20 s."""
+    from gpuflow.client import reachable
+
+    with reachable():
+        app.redis.ping()
+    return app
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def connected(settings: Settings | None = None, *, stored: bool = True) -> Itera
     """
     settings = settings or Settings.load()
     if settings.redis_url:
-        yield app_for(settings)
+        yield _reached(app_for(settings))
         return
     from gpuflow.broker.embedded import EmbeddedServer
 

@@ -83,11 +83,16 @@ def process_environment(settings: Settings, url: str, base: Mapping[str, str], f
     config = (folder / Path(named).expanduser()).absolute()
     if config.is_file():
         environment[_CONFIG_VARIABLE] = str(config)
+    return with_our_packages(environment)
+
+
+def with_our_packages(base: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for a Python that must find our packages, also where they are not installed."""
     home = Path(__file__).resolve().parents[2]
     installed = {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")}
-    if home not in installed:
-        environment["PYTHONPATH"] = os.pathsep.join([str(home), *filter(None, [base.get("PYTHONPATH", "")])])
-    return environment
+    if home in installed:
+        return dict(base)
+    return {**base, "PYTHONPATH": os.pathsep.join([str(home), *filter(None, [base.get("PYTHONPATH", "")])])}
 
 
 def share_gpus(uuids: Sequence[str], workers: int) -> list[str | None]:

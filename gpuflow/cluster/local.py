@@ -28,7 +28,7 @@ from gpuflow.errors import BrokerUnavailable, GPUFlowError
 from gpuflow.fleet.hardware import probe
 from gpuflow.fleet.registry import Fleet, WorkerState
 from gpuflow.routing.families import CONTROL_QUEUE
-from gpuflow.settings import Settings
+from gpuflow.settings import Settings, mask_url
 
 #: How long the workers have to register, in seconds.
 READY_SECONDS: Final = 90.0
@@ -128,9 +128,22 @@ class LocalCluster:
         self._client = redis.Redis.from_url(
             self.url, decode_responses=True, socket_connect_timeout=2, socket_timeout=5, retry=Retry(NoBackoff(), 0)
         )
+        if self._server is None:
+            self._reach()
         self._parts = self._plan()
         for part in self._parts:
             self._launch(part)
+
+    def _reach(self) -> None:
+        """Raise BrokerUnavailable at once, instead of workers that try for ever."""
+        try:
+            if self._client is not None:
+                self._client.ping()
+        except redis.RedisError as error:
+            raise BrokerUnavailable(
+                f"the broker {mask_url(self.url)} cannot be used ({error}); check REDIS_URL, "
+                "or unset it for the embedded one"
+            ) from error
 
     def wait_ready(self, deadline_seconds: float = READY_SECONDS) -> None:
         """Wait until every worker is registered and serves. Raises GPUFlowError with the end of the log otherwise."""

@@ -10,14 +10,14 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import structlog
 from celery.backends.redis import RedisBackend
 
 from gpuflow.ledger.ledger import Ledger
 from gpuflow.ledger.states import TaskState
+from gpuflow.logs import get_logger
 from gpuflow.routing.families import SUPERVISED_TASKS
 
-log = structlog.get_logger("gpuflow.backend")
+log = get_logger("gpuflow.backend")
 
 
 class Attempts:
@@ -43,9 +43,7 @@ class Attempts:
             return self._numbers.get(task_id)
 
 
-def error_record(
-    error: BaseException, *, error_type: str | None = None, retryable: bool = False
-) -> dict[str, Any]:
+def error_record(error: BaseException, *, error_type: str | None = None, retryable: bool = False) -> dict[str, Any]:
     """Return the record of an error: `type`, `message`, `retryable`, and what a TaskFailed brings with it."""
     details = getattr(error, "details", None)
     if details:
@@ -100,9 +98,7 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
         """Commit the cancellation to the record first, as `mark_as_failure` does."""
         if self._refused(task_id, request, TaskState.CANCELLED, RuntimeError(reason or "revoked")):
             return None
-        return super().mark_as_revoked(
-            task_id, reason=reason, request=request, store_result=store_result, state=state
-        )
+        return super().mark_as_revoked(task_id, reason=reason, request=request, store_result=store_result, state=state)
 
     def _refused(self, task_id: str, request: Any, state: TaskState, exc: BaseException) -> bool:
         name = getattr(request, "task", None) or getattr(request, "name", None)
@@ -120,6 +116,4 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
 
     @staticmethod
     def _state_for(exc: BaseException, default: TaskState) -> TaskState:
-        return {"TaskCancelled": TaskState.CANCELLED, "TaskDead": TaskState.DEAD}.get(
-            type(exc).__name__, default
-        )
+        return {"TaskCancelled": TaskState.CANCELLED, "TaskDead": TaskState.DEAD}.get(type(exc).__name__, default)

@@ -58,9 +58,7 @@ class EventLog:
             found += [self._event(names[key], entry_id, fields) for entry_id, fields in batch]
         return sorted(found, key=lambda event: tuple(int(part) for part in event.id.split("-")))
 
-    def follow(
-        self, source: str, after: str = "0", timeout_seconds: float | None = None
-    ) -> Iterator[LoggedEvent]:
+    def follow(self, source: str, after: str = "0", timeout_seconds: float | None = None) -> Iterator[LoggedEvent]:
         """Yield events as they come, until the caller stops or `timeout_seconds` pass without one."""
         position, quiet_since = after, time.monotonic()
         while True:

@@ -33,9 +33,7 @@ ALLOWED: Final[dict[TaskState, frozenset[TaskState]]] = {
     _S.PENDING: frozenset({_S.QUEUED, _S.FAILED, _S.CANCELLED}),
     _S.QUEUED: frozenset({_S.MERGED, _S.STARTING, _S.FAILED, _S.CANCELLED, _S.DEAD}),
     _S.MERGED: frozenset({_S.QUEUED, _S.SUCCEEDED, _S.FAILED, _S.CANCELLED, _S.DEAD}),
-    _S.STARTING: frozenset(
-        {_S.RUNNING, _S.QUEUED, _S.STARTING, _S.SUCCEEDED, _S.FAILED, _S.CANCELLED, _S.DEAD}
-    ),
+    _S.STARTING: frozenset({_S.RUNNING, _S.QUEUED, _S.STARTING, _S.SUCCEEDED, _S.FAILED, _S.CANCELLED, _S.DEAD}),
     _S.RUNNING: frozenset({_S.QUEUED, _S.STARTING, _S.SUCCEEDED, _S.FAILED, _S.CANCELLED, _S.DEAD}),
     _S.SUCCEEDED: frozenset(),
     _S.FAILED: frozenset({_S.QUEUED}),

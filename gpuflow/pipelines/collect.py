@@ -18,8 +18,7 @@ def stage_result(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if all(isinstance(result.get("items"), list) for result in results):
         items = [item for result in results for item in result["items"]]
         joined["items"] = [
-            {**item, "index": index} if isinstance(item, Mapping) else item
-            for index, item in enumerate(items)
+            {**item, "index": index} if isinstance(item, Mapping) else item for index, item in enumerate(items)
         ]
     usages = [result["usage"] for result in results if isinstance(result.get("usage"), Mapping)]
     if usages:

@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-import structlog
 from celery import chord, group
 
 from gpuflow.errors import GPUFlowError
 from gpuflow.ledger.ledger import Ledger
 from gpuflow.ledger.records import TaskRecord
 from gpuflow.ledger.states import TaskState
+from gpuflow.logs import get_logger
 from gpuflow.pipelines.collect import stage_result
 from gpuflow.pipelines.plan import plan
 from gpuflow.pipelines.records import PipelineRecord, PipelineState, StageRecord, StageState
@@ -28,7 +28,7 @@ from gpuflow.pipelines.store import PipelineStore
 from gpuflow.routing.families import CONTROL_QUEUE, TASK_OF_TYPE
 from gpuflow.spec import Template
 
-log = structlog.get_logger("gpuflow.pipelines")
+log = get_logger("gpuflow.pipelines")
 
 SETTLE_TASK: Final = "gpuflow.pipelines.settle"
 JOIN_TASK: Final = "gpuflow.pipelines.join"
@@ -105,9 +105,7 @@ class Engine:
             self._send(record, stage)
             return None
         found = [task for task in tasks if task is not None]
-        bad = next(
-            (task for task in found if task.state.final and task.state is not TaskState.SUCCEEDED), None
-        )
+        bad = next((task for task in found if task.state.final and task.state is not TaskState.SUCCEEDED), None)
         if bad is not None:
             for task in found:
                 if not task.state.final:
@@ -137,9 +135,7 @@ class Engine:
         template = Template.from_dict(record.template)
         spec_stage = next(item for item in template.stages if item.name == stage.name)
         specs = task_specs(spec_stage, self._result_of(record))
-        nudge = self.app.signature(
-            SETTLE_TASK, args=(record.id,), immutable=True, options={"queue": CONTROL_QUEUE}
-        )
+        nudge = self.app.signature(SETTLE_TASK, args=(record.id,), immutable=True, options={"queue": CONTROL_QUEUE})
         header = [
             self.app.signature(
                 TASK_OF_TYPE[spec["taskType"]],

@@ -17,9 +17,7 @@ from gpuflow.pipelines.records import PipelineRecord, PipelineState, StageRecord
 class PipelineStore:
     """The pipelines of one fleet; `client` must decode responses."""
 
-    def __init__(
-        self, client: redis.Redis, keys: Keys, *, events_maxlen: int, retention_seconds: int
-    ) -> None:
+    def __init__(self, client: redis.Redis, keys: Keys, *, events_maxlen: int, retention_seconds: int) -> None:
         self.client: Any = client
         self.keys = keys
         self.events_maxlen = events_maxlen

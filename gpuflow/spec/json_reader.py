@@ -15,7 +15,7 @@ _MAX_DIGITS: Final = 400
 
 def read_json(text: str, findings: Findings) -> Tree:
     """Return the tree of `text`; notes every mistake in `findings`. Never raises for bad input."""
-    tree = Tree(findings)
+    tree = Tree(findings, merge_key=None)
     try:
         json.loads(text, parse_int=lambda digits: 0, parse_float=lambda digits: 0, parse_constant=_refuse)
         _feed(tree, text)

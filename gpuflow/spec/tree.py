@@ -54,7 +54,9 @@ class Frame:
 class Tree:
     """Receives opens, scalars, aliases and closes; gives the root, and the line of every path."""
 
-    def __init__(self, findings: Findings) -> None:
+    def __init__(self, findings: Findings, merge_key: str | None = "<<") -> None:
+        """`merge_key` brings in another mapping (YAML's `<<`); None where no key does."""
+        self._merge_key = merge_key
         self.lines: dict[Path, int] = {}
         self.root: Node | None = None
         self._findings = findings
@@ -91,7 +93,7 @@ class Tree:
         """Take the key of the next value; a repeated one is a mistake that names both lines."""
         top = self._stack[-1]
         first = top.key_lines.get(name)
-        if first is not None and name != "<<":
+        if first is not None and name != self._merge_key:
             self.mistake((*top.path, name), line, f"is given twice, in lines {first} and {line}; keep one of them")
         else:
             top.key_lines[name] = line
@@ -165,7 +167,7 @@ class Tree:
             top.node.data.append(node.data)
             return
         key, top.key = top.key or "", None
-        if key == "<<":
+        if key == self._merge_key:
             top.merges.append((node, line))
         else:
             top.node.data.setdefault(key, node.data)

@@ -15,6 +15,7 @@ from typing import Final, Literal
 from gpuflow.routing.capability import Capability
 from gpuflow.routing.families import CONTROL_QUEUE
 from gpuflow.routing.fit import match
+from gpuflow.routing.queues import is_demand_queue
 from gpuflow.routing.requirement import Requirement
 
 #: Control tasks (joins, dispatch) that may run at once, beside all other work.
@@ -62,10 +63,10 @@ class Admission:
             self._requirements = dict(requirements)
 
     def slot_of(self, queue: str) -> SlotClass:
-        """Return which kind of slot a message of `queue` takes."""
+        """Return which kind of slot a message of `queue` takes; a demand queue is known by its name."""
         if queue == CONTROL_QUEUE:
             return "control"
-        return "job" if queue in self._requirements else "plain"
+        return "job" if is_demand_queue(queue) else "plain"
 
     def open_queues(self, queues: Sequence[str]) -> list[str]:
         """Return those of `queues` whose next message could start now."""
@@ -78,7 +79,8 @@ class Admission:
             slot = self.slot_of(queue)
             gpus: tuple[str, ...] = ()
             if slot == "job":
-                gpus = self._choose(self._requirements[queue]) or ()
+                requirement = self._requirements.get(queue)
+                gpus = (self._choose(requirement) if requirement is not None else None) or ()
                 self.limits.jobs_taken += 1
             self._held[tag] = Allocation(queue=queue, slot=slot, gpus=gpus)
 
@@ -129,7 +131,8 @@ class Admission:
             return False
         if slot == "plain":
             return self._count("plain") < self.limits.threads
-        return self._job_fits(self._requirements[queue])
+        requirement = self._requirements.get(queue)
+        return requirement is not None and self._job_fits(requirement)
 
     def _job_fits(self, requirement: Requirement) -> bool:
         limits = self.limits

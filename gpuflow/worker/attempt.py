@@ -15,13 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
-import structlog
-
 from gpuflow.ledger.ledger import Ledger
+from gpuflow.logs import get_logger
 from gpuflow.protocol import Event, Request, parse_line
 from gpuflow.worker.child import Child, ChildEnd
 
-log = structlog.get_logger("gpuflow.attempt")
+log = get_logger("gpuflow.attempt")
 
 #: Events are sent to Redis at most this often, in seconds.
 FLUSH_SECONDS: Final = 0.1
@@ -112,9 +111,7 @@ class Attempt:
                 cwd=Path(self.request.output_dir),
             )
         except OSError as error:
-            return Outcome(
-                completed=False, error=_error("CannotStart", f"the child cannot start: {error}", True)
-            )
+            return Outcome(completed=False, error=_error("CannotStart", f"the child cannot start: {error}", True))
         with self._lock:
             self._child = child
             if self._stop is not None:
@@ -130,9 +127,7 @@ class Attempt:
         for kind, line in child.read(FLUSH_SECONDS):
             if kind == "log":
                 write_log(line + b"\n")
-                self._note(
-                    Event(name="log", data={"message": line.decode("utf-8", "replace"), "stream": "stderr"})
-                )
+                self._note(Event(name="log", data={"message": line.decode("utf-8", "replace"), "stream": "stderr"}))
             elif kind == "event":
                 self._handle(parse_line(line))
             now = time.monotonic()
@@ -143,11 +138,7 @@ class Attempt:
                 flushed = asked = now
 
     def _enforce(self, child: Child, now: float, started: float) -> None:
-        if (
-            self._stop is None
-            and self._deadline_seconds is not None
-            and now - started > self._deadline_seconds
-        ):
+        if self._stop is None and self._deadline_seconds is not None and now - started > self._deadline_seconds:
             self.stop("timeout")
         with self._lock:
             overdue = self._kill_at is not None and now >= self._kill_at

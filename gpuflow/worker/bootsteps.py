@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import structlog
 from celery import bootsteps
 from celery.signals import task_postrun
 from celery.worker.control import control_command
@@ -21,6 +21,7 @@ from gpuflow.broker import leases
 from gpuflow.errors import GPUFlowError, InvalidSettings
 from gpuflow.fleet.hardware import probe
 from gpuflow.fleet.registry import Fleet
+from gpuflow.logs import get_logger
 from gpuflow.routing.capability import Capability
 from gpuflow.routing.families import CONTROL_QUEUE
 from gpuflow.routing.fit import match
@@ -30,7 +31,7 @@ from gpuflow.worker.admission import Admission, Limits
 from gpuflow.worker.presence import PresenceThread
 from gpuflow.worker.runtime import Runtime, current, find, install
 
-log = structlog.get_logger("gpuflow.worker")
+log = get_logger("gpuflow.worker")
 
 #: New demand queues are looked for this often, in seconds.
 QUEUE_POLL_SECONDS = 0.5
@@ -120,8 +121,7 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
                 "worker": runtime.worker_id,
                 "labels": dict(runtime.labels),
                 "gpus": [
-                    {"uuid": gpu.uuid, "name": gpu.name, "totalMib": gpu.total_mib}
-                    for gpu in runtime.hardware.gpus
+                    {"uuid": gpu.uuid, "name": gpu.name, "totalMib": gpu.total_mib} for gpu in runtime.hardware.gpus
                 ],
                 "freeGpus": list(runtime.admission.free_gpus()),
                 "leases": len(runtime.leases.held()),
@@ -145,12 +145,11 @@ def _forget_attempt(task_id: str | None = None, **_: Any) -> None:
 
 def shadowing_check(folder: Path) -> None:
     """Raise GPUFlowError when a `tasks` module in the current folder hides ours."""
-    import tasks
-
-    home = Path(tasks.__file__ or "").resolve().parent
-    if not (home / "pipelines.py").exists():
+    found = find_spec("tasks")
+    place = Path((found.origin if found else None) or "tasks").resolve()
+    if not (place.parent / "pipelines.py").exists():
         raise GPUFlowError(
-            f"{tasks.__file__} hides gpuflow's own package `tasks`; rename it (or move it into a package), "
+            f"{place} hides gpuflow's own package `tasks`; rename it (or move it into a package), "
             f"then start the worker in {folder} again with --include its.new.name"
         )
 

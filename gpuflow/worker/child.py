@@ -9,8 +9,6 @@ import contextlib
 import json
 import os
 import select
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +16,8 @@ from pathlib import Path
 from typing import Final, Literal
 
 from gpuflow.protocol import MAX_LINE_BYTES
+from gpuflow.worker.spawner import spawner
 
-_SHIM: Final = str(Path(__file__).with_name("shim.py"))
 _CHUNK_BYTES: Final = 65_536
 
 
@@ -70,55 +68,38 @@ class Child:
         cwd: Path,
         keep_open: Sequence[int] = (),
     ) -> None:
-        control_read, self._control = os.pipe()
-        self._status, status_write = os.pipe()
-        env_read, env_write = os.pipe()
+        pipes = [os.pipe() for _ in range(6)]
+        theirs = [pipes[0][0], pipes[1][1], pipes[2][1], pipes[3][0], pipes[4][1], pipes[5][0]]
+        stdin, self._stdout, self._stderr, self._control, self._status, env_write = (
+            pipes[0][1],
+            pipes[1][0],
+            pipes[2][0],
+            pipes[3][1],
+            pipes[4][0],
+            pipes[5][1],
+        )
         self._lock = threading.Lock()
         try:
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-I",
-                    "-S",
-                    _SHIM,
-                    str(control_read),
-                    str(status_write),
-                    str(env_read),
-                    "--",
-                    *argv,
-                ],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                pass_fds=(control_read, status_write, env_read, *keep_open),
-                cwd=cwd,
-                env={},
-                start_new_session=True,
-            )
+            self.shim_pid = spawner().spawn(argv, cwd, [*theirs, *keep_open])
         except OSError:
-            os.close(self._control)
-            os.close(self._status)
-            os.close(env_write)
+            for descriptor in (stdin, self._stdout, self._stderr, self._control, self._status, env_write):
+                os.close(descriptor)
             raise
         finally:
-            for descriptor in (control_read, status_write, env_read):
+            for descriptor in theirs:
                 os.close(descriptor)
-        self.shim_pid = self._process.pid
         self._feeder = threading.Thread(
-            target=self._feed, args=(env_write, dict(environment), request), name="gpuflow-feed", daemon=True
+            target=self._feed, args=(stdin, env_write, dict(environment), request), name="gpuflow-feed", daemon=True
         )
         self._feeder.start()
 
-    def _feed(self, env_write: int, environment: Mapping[str, str], request: str) -> None:
+    @staticmethod
+    def _feed(stdin: int, env_write: int, environment: Mapping[str, str], request: str) -> None:
         """Write environment and request; a child that reads neither must not block its supervisor."""
         with contextlib.suppress(OSError), os.fdopen(env_write, "wb") as stream:
             stream.write(json.dumps(environment).encode())
-        stdin = self._process.stdin
-        if stdin is not None:
-            with contextlib.suppress(OSError):
-                stdin.write(request.encode())
-            with contextlib.suppress(OSError):
-                stdin.close()
+        with contextlib.suppress(OSError), os.fdopen(stdin, "wb") as stream:
+            stream.write(request.encode())
 
     def terminate(self) -> None:
         """Ask the child's group to stop (SIGTERM)."""
@@ -139,9 +120,7 @@ class Child:
 
         Ends when both streams are closed by every process of the tree.
         """
-        kinds: dict[int, Literal["event", "log"]] = {}
-        if self._process.stdout is not None and self._process.stderr is not None:
-            kinds = {self._process.stdout.fileno(): "event", self._process.stderr.fileno(): "log"}
+        kinds: dict[int, Literal["event", "log"]] = {self._stdout: "event", self._stderr: "log"}
         cutters = {descriptor: _Lines() for descriptor in kinds}
         poller = select.poll()
         for descriptor in kinds:
@@ -161,19 +140,13 @@ class Child:
         """Wait until the shim is gone, and with it every process of the tree; tell how the child ended."""
         with os.fdopen(self._status, "rb") as stream:
             text = stream.read()
-        self._process.wait()
         with self._lock:
             os.close(self._control)
             self._control = -1
-        for stream_end in (self._process.stdout, self._process.stderr):
-            if stream_end is not None:
-                stream_end.close()
+        os.close(self._stdout)
+        os.close(self._stderr)
         self._feeder.join()
         if not text:
-            return ChildEnd(exit_code=None, signal=self._shim_signal())
+            return ChildEnd(exit_code=None, signal=None)
         ended = json.loads(text)
         return ChildEnd(exit_code=ended["exit"], signal=ended["signal"], stragglers=ended["stragglers"])
-
-    def _shim_signal(self) -> int | None:
-        code = self._process.returncode
-        return -code if code is not None and code < 0 else None

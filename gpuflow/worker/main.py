@@ -25,9 +25,7 @@ class Worker(CeleryWorker):  # type: ignore[misc]
     asked_queues: tuple[str, ...] | None = None
     worker_id: str = ""
 
-    def __init__(
-        self, app: Any = None, hostname: str | None = None, name: str | None = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, app: Any = None, hostname: str | None = None, name: str | None = None, **kwargs: Any) -> None:
         settings = (app or self.app).settings
         self.worker_id = name or settings.worker_id or f"w-{uuid.uuid4().hex[:10]}"
         try:
@@ -37,9 +35,7 @@ class Worker(CeleryWorker):  # type: ignore[misc]
 
     def _start(self, app: Any, hostname: str | None, **kwargs: Any) -> None:
         if not all(char.isascii() and (char.isalnum() or char in "._-") for char in self.worker_id):
-            raise GPUFlowError(
-                f"--name {self.worker_id!r} cannot name a worker; use letters, digits, '.', '_' and '-'"
-            )
+            raise GPUFlowError(f"--name {self.worker_id!r} cannot name a worker; use letters, digits, '.', '_' and '-'")
         if hostname in (None, default_nodename(None)):
             hostname = f"{self.worker_id}@{gethostname()}"
         super().__init__(app=app, hostname=hostname, **kwargs)

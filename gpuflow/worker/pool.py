@@ -13,17 +13,17 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import structlog
 from billiard.exceptions import SoftTimeLimitExceeded
 from celery.concurrency.base import apply_target
 from celery.concurrency.thread import ApplyResult, TaskPool
 from celery.worker import state
 
+from gpuflow.logs import get_logger
 from gpuflow.routing.families import CONTROL_QUEUE
 from gpuflow.worker.admission import CONTROL_SLOTS
 from gpuflow.worker.runtime import find
 
-log = structlog.get_logger("gpuflow.pool")
+log = get_logger("gpuflow.pool")
 
 
 def _raise_in_thread(ident: int, error: type[BaseException]) -> None:
@@ -172,7 +172,5 @@ class SupervisorPool(TaskPool):  # type: ignore[misc]
 
     def _get_info(self) -> dict[str, Any]:
         info: dict[str, Any] = super()._get_info()
-        info.update(
-            {"processes": [], "timeouts": (self.options.get("soft_timeout"), self.options.get("timeout"))}
-        )
+        info.update({"processes": [], "timeouts": (self.options.get("soft_timeout"), self.options.get("timeout"))})
         return info

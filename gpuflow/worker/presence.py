@@ -8,15 +8,15 @@ import time
 from typing import Any
 
 import psutil
-import structlog
 from redis.exceptions import RedisError
 
 from gpuflow import __version__
 from gpuflow.fleet.hardware import live
 from gpuflow.fleet.registry import Fleet, WorkerEntry, WorkerState
+from gpuflow.logs import get_logger
 from gpuflow.worker.runtime import Runtime
 
-log = structlog.get_logger("gpuflow.presence")
+log = get_logger("gpuflow.presence")
 
 
 class PresenceThread(threading.Thread):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import structlog
 from celery.worker.request import Request
 from redis.exceptions import RedisError
 
+from gpuflow.logs import get_logger
 from gpuflow.worker.runtime import find
 
-log = structlog.get_logger("gpuflow.request")
+log = get_logger("gpuflow.request")
 
 
 class GPURequest(Request):  # type: ignore[misc]

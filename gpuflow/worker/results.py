@@ -18,9 +18,7 @@ class ResultsFolder:
 
     def __init__(self, results_dir: Path, task_id: str) -> None:
         if not _SAFE_ID.fullmatch(task_id):
-            raise ArtifactError(
-                f"the task id {task_id!r} cannot name a folder; use letters, digits, '.', '_', '-'"
-            )
+            raise ArtifactError(f"the task id {task_id!r} cannot name a folder; use letters, digits, '.', '_', '-'")
         self.root = results_dir / task_id
 
     def next_attempt(self) -> int:

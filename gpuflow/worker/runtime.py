@@ -81,7 +81,5 @@ def find() -> Runtime | None:
 def current() -> Runtime:
     """Return the worker of this process. Raises GPUFlowError outside a gpuflow worker."""
     if _Holder.runtime is None:
-        raise GPUFlowError(
-            "gpuflow tasks run in a gpuflow worker alone; start one with `celery -A gpuflow worker`"
-        )
+        raise GPUFlowError("gpuflow tasks run in a gpuflow worker alone; start one with `celery -A gpuflow worker`")
     return _Holder.runtime

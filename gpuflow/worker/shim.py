@@ -1,15 +1,17 @@
 """The shim: one small process between the worker and a task's child, so that nothing of a task outlives its worker.
 
-Started as a script with the interpreter's `-I -S` flags, so it imports only the standard library and starts fast.
-Its command line: `shim.py CONTROL_FD STATUS_FD ENV_FD -- PROGRAM ARG...`. Its own stdin, stdout and stderr are the
-child's.
+A worker starts this script once, with the interpreter's `-I -S` flags (standard library alone): `shim.py SOCKET_FD`.
+That process does nothing but fork: for each message on the socket, one shim. A message is JSON `{"argv": [...], "cwd":
+...}` with the file descriptors stdin, stdout, stderr, control, status, environment, and any to be held open; the
+answer is the shim's process id. A fork costs about a millisecond, a new interpreter twenty.
 
 * It is a subreaper: grandchildren whose parent dies become its children, so it can end all of them.
-* CONTROL_FD is the read end of a pipe to the worker: `t` = SIGTERM to the child's group, `k` = SIGKILL to the whole
-  tree. End of file means that the worker is gone or lets go: the tree is killed.
+* Its control descriptor is the read end of a pipe to the worker: `t` = SIGTERM to the child's group, `k` = SIGKILL to
+  the whole tree. End of file means that the worker is gone or lets go: the tree is killed.
+* The environment descriptor holds the child's environment as JSON.
 * It exits only when no process of the tree is left, and so whatever it holds open (the lock files of the GPUs) is
-  held until then. Before that it writes one JSON line to STATUS_FD: `{"exit": n|null, "signal": n|null,
-  "stragglers": n}` (stragglers: processes that were still there when the child itself had ended).
+  held until then. Before that it writes one JSON line to its status descriptor: `{"exit": n|null,
+  "signal": n|null, "stragglers": n}` (stragglers: processes that were still there when the child itself had ended).
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import json
 import os
 import select
 import signal
+import socket
 import sys
 
 _PR_SET_PDEATHSIG = 1
@@ -55,20 +58,24 @@ def descendants(root: int) -> list[int]:
 def kill_tree() -> int:
     """Send SIGKILL to everything below this process until nothing is left; return how many were alive at first."""
     first = None
-    while True:
+    while has_children():
         alive = descendants(os.getpid())
         first = len(alive) if first is None else first
         for pid in alive:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        try:
-            while os.waitpid(-1, 0 if not alive else os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            if not alive:
-                return first
-        if alive:
-            select.select([], [], [], 0.005)
+        select.select([], [], [], 0.002)
+    return first or 0
+
+
+def has_children() -> bool:
+    """Reap what has ended; say whether anything is left. A subreaper without a child has no descendant either."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return True
 
 
 def start_child(argv: list[str], environment: dict[str, str], close: list[int]) -> int:
@@ -79,7 +86,7 @@ def start_child(argv: list[str], environment: dict[str, str], close: list[int]) 
     try:
         os.setsid()
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         for descriptor in close:
             os.close(descriptor)
@@ -123,20 +130,24 @@ def kill_tree_keeping(child: int) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def main() -> None:
-    """Run one child and report how it ended."""
-    control, status_fd, env_fd = (int(word) for word in sys.argv[1:4])
-    argv = sys.argv[5:]
+def run_shim(argv: list[str], cwd: str, descriptors: list[int]) -> None:
+    """Be the shim of one child, in a process of its own, and report how the child ended."""
+    stdin, stdout, stderr, control, status_fd, env_fd = descriptors[:6]
+    os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    for target, source in enumerate((stdin, stdout, stderr)):
+        os.dup2(source, target)
+        os.close(source)
     with os.fdopen(env_fd, "rb") as stream:
         environment = json.loads(stream.read())
+    os.chdir(cwd)
     wakeup, waker = os.pipe()
     os.set_blocking(waker, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(waker)
-    child = start_child(argv, environment, [control, status_fd, wakeup, waker])
+    child = start_child(argv, environment, [control, status_fd, wakeup, waker, *descriptors[6:]])
     for descriptor in (0, 1, 2):
         os.close(descriptor)
     status = watch(child, control, wakeup)
@@ -148,7 +159,30 @@ def main() -> None:
     }
     with contextlib.suppress(OSError):
         os.write(status_fd, json.dumps(ended).encode() + b"\n")
-    os._exit(0)
+
+
+def main() -> None:
+    """Fork a shim for every message, until the worker closes the socket."""
+    server = socket.socket(fileno=int(sys.argv[1]))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(server, 65_536, 64)
+        if not message:
+            return
+        wanted = json.loads(message)
+        pid = os.fork()
+        if pid == 0:
+            server.close()
+            signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+            try:
+                run_shim(wanted["argv"], wanted["cwd"], descriptors)
+            finally:
+                os._exit(0)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        server.send(str(pid).encode())
 
 
 if __name__ == "__main__":

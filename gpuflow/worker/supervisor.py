@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import structlog
 from celery.exceptions import Ignore, Reject
 
 from gpuflow.artifacts.inputs import localize
@@ -21,6 +20,7 @@ from gpuflow.artifacts.manifest import seal_results
 from gpuflow.errors import GPUFlowError, TaskCancelled, TaskDead, TaskFailed
 from gpuflow.ledger.records import new_record_fields
 from gpuflow.ledger.states import TaskState
+from gpuflow.logs import get_logger
 from gpuflow.protocol import Request
 from gpuflow.spec.units import duration_seconds
 from gpuflow.worker.attempt import Attempt, Outcome
@@ -28,7 +28,7 @@ from gpuflow.worker.environment import child_environment, given_variables
 from gpuflow.worker.results import ResultsFolder
 from gpuflow.worker.runtime import Runtime, current
 
-log = structlog.get_logger("gpuflow.supervisor")
+log = get_logger("gpuflow.supervisor")
 
 #: How a supervised task ends when it does not succeed; Celery logs these in one line, without a traceback.
 ENDS = (TaskFailed, TaskCancelled)
@@ -161,13 +161,13 @@ def _commit(
             folder.publish(number)
             log.info("task_succeeded", task=task_id, attempt=number, worker=runtime.worker_id)
             return sealed.result
-    error = outcome.error or {"type": "Failed", "message": "the attempt failed", "retryable": False}
+    failure = outcome.error or {"type": "Failed", "message": "the attempt failed", "retryable": False}
     state = TaskState.CANCELLED if outcome.stop == "cancelled" else TaskState.FAILED
-    if not ledger.commit(task_id, state, attempt=number, error=error):
+    if not ledger.commit(task_id, state, attempt=number, error=failure):
         log.warning("late_failure_refused", task=task_id, attempt=number)
         raise Ignore
-    log.info("task_ended", task=task_id, attempt=number, state=str(state), cause=error["message"])
-    raise _exception(state, error)
+    log.info("task_ended", task=task_id, attempt=number, state=str(state), cause=failure["message"])
+    raise _exception(state, failure)
 
 
 def _replay(runtime: Runtime, task_id: str) -> dict[str, Any]:

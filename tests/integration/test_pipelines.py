@@ -195,7 +195,9 @@ def test_the_join_completes_while_the_only_worker_is_busy(fleet: TestFleet) -> N
 def test_a_pipeline_goes_on_after_its_worker_was_killed(fleet: TestFleet) -> None:
     lease = {"GPUFLOW_LEASE_SEC": "2"}
     worker = fleet.start_worker("w1", env=lease)
-    run = submit_pipeline(graph(node("a", sleep_seconds=1.5, output=1), node("b", "a", output="${a.output}")), app=fleet.app)
+    run = submit_pipeline(
+        graph(node("a", sleep_seconds=1.5, output=1), node("b", "a", output="${a.output}")), app=fleet.app
+    )
     eventually(lambda: run["a"].tasks and run["a"].tasks[0].state == "RUNNING")
 
     worker.send(signal.SIGKILL)

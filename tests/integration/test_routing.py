@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def test_two_tasks_at_once_never_share_a_gpu(fleet: TestFleet, tmp_path: Path) -
     assert set(spans) == {gpu_uuid(0), gpu_uuid(1)}
     for used in spans.values():
         ordered = sorted(used)
-        assert all(earlier[1] <= later[0] for earlier, later in zip(ordered, ordered[1:], strict=False))
+        assert all(earlier[1] <= later[0] for earlier, later in pairwise(ordered))
 
 
 def test_a_queue_registered_later_is_picked_up_while_the_worker_runs(fleet: TestFleet, tmp_path: Path) -> None:
@@ -92,7 +93,9 @@ def test_visible_devices_and_gpus_option_restrict_the_worker(fleet: TestFleet, t
 
     assert entry is not None
     assert [gpu["uuid"] for gpu in entry.capability["gpus"]] == [gpu_uuid(3)]
-    hidden = WorkerProcess(fleet.broker.url, tmp_path, "w2", "--gpus", "1", env={**machine, "CUDA_VISIBLE_DEVICES": "2"})
+    hidden = WorkerProcess(
+        fleet.broker.url, tmp_path, "w2", "--gpus", "1", env={**machine, "CUDA_VISIBLE_DEVICES": "2"}
+    )
     assert hidden.process.wait(timeout=30) == 2
     assert "CUDA_VISIBLE_DEVICES hides" in hidden.log()
     assert "Traceback" not in hidden.log()

@@ -1,0 +1,136 @@
+"""The checks of `gpuflow doctor`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+
+from gpuflow.cli import checks
+from gpuflow.settings import Settings
+
+Invoke = Callable[..., Result]
+VALKEY = {"valkey_version": "9.1.2", "redis_version": "7.2.4"}
+
+
+def settings(**env: str) -> Settings:
+    return Settings.load(env=env)
+
+
+def test_doctor_tells_checks_and_where_settings_come_from(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUFLOW_LEASE_SEC", "45")
+    told = invoke("doctor", "--json")
+    shown = json.loads(told.stdout)
+    assert told.exit_code == (0 if shown["ok"] else 1)
+    names = [check["name"] for check in shown["checks"]]
+    assert {"settings", "broker", "gpus", "inference", "training", "results folder", "packages"} <= set(names)
+    assert all(set(check) == {"name", "status", "detail", "mend"} for check in shown["checks"])
+    lease = next(one for one in shown["settings"] if one["env"] == "GPUFLOW_LEASE_SEC")
+    assert (lease["value"], lease["source"]) == ("45.0", "environment variable GPUFLOW_LEASE_SEC")
+    assert "GPUFLOW_LEASE_SEC" in invoke("doctor").stdout
+
+
+def test_doctor_goes_on_when_settings_are_wrong(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUFLOW_LEASE_SEC", "soon")
+    told = invoke("doctor", "--json")
+    assert told.exit_code == 1
+    shown = json.loads(told.stdout)
+    assert shown["checks"][0]["status"] == "fail"
+    assert "GPUFLOW_LEASE_SEC" in shown["checks"][0]["detail"]
+
+
+def test_an_unreachable_broker_fails_and_hides_the_password() -> None:
+    [check] = checks.broker(settings(REDIS_URL="redis://:hunter2@127.0.0.1:1/0"))
+    assert check.status == "fail"
+    assert "hunter2" not in check.detail + check.mend
+    assert "gpuflow up" in check.mend
+
+
+def test_without_redis_url_the_embedded_server_is_named(tmp_path: Path) -> None:
+    [check] = checks.broker(settings(GPUFLOW_STATE_DIR=str(tmp_path)))
+    assert check.status == "ok"
+    [wrong] = checks.broker(settings(GPUFLOW_STATE_DIR=str(tmp_path), GPUFLOW_VALKEY_SERVER=str(tmp_path / "none")))
+    assert wrong.status == "fail"
+
+
+@pytest.mark.parametrize(
+    ("info", "status"),
+    [
+        (VALKEY, "ok"),
+        ({"redis_version": "7.4.0"}, "ok"),
+        ({"redis_version": "6.2.14"}, "ok"),
+        ({"redis_version": "5.0.7"}, "fail"),
+        ({"redis_version": "odd"}, "fail"),
+        ({**VALKEY, "cluster_enabled": 1}, "fail"),
+    ],
+)
+def test_version(info: dict[str, Any], status: str) -> None:
+    assert checks._version("redis://x", info).status == status
+
+
+@pytest.mark.parametrize(
+    ("info", "volatile", "status"),
+    [
+        ({"aof_enabled": 1}, "", "ok"),
+        ({"aof_enabled": 1, "aof_last_write_status": "err"}, "", "fail"),
+        ({"aof_enabled": 0}, "", "fail"),
+        ({"aof_enabled": 0}, "1", "warn"),
+    ],
+)
+def test_persistence(info: dict[str, Any], volatile: str, status: str) -> None:
+    check = checks._persistence(info, "everysec", settings(GPUFLOW_ALLOW_VOLATILE=volatile))
+    assert check.status == status
+    assert status == "ok" or check.mend
+
+
+@pytest.mark.parametrize(
+    ("info", "volatile", "status"),
+    [
+        ({"maxmemory_policy": "noeviction", "maxmemory": 1}, "", "ok"),
+        ({"maxmemory_policy": "allkeys-lru", "maxmemory": 0}, "", "ok"),
+        ({"maxmemory_policy": "allkeys-lru", "maxmemory": 1}, "", "fail"),
+        ({"maxmemory_policy": "allkeys-lru", "maxmemory": 1}, "1", "warn"),
+        ({}, "", "ok"),
+    ],
+)
+def test_eviction(info: dict[str, Any], volatile: str, status: str) -> None:
+    assert checks._eviction(info, settings(GPUFLOW_ALLOW_VOLATILE=volatile)).status == status
+
+
+def test_a_folder_that_cannot_be_one_fails(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    check = checks.folder("results folder", tmp_path / "file" / "below", "RESULTS_DIR")
+    assert check.status == "fail"
+    assert "RESULTS_DIR" in check.mend
+    assert checks.folder("results folder", tmp_path / "new" / "deep", "X").status != "fail"
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(("free_gib", "status"), [(0.5, "fail"), (5, "warn"), (500, "ok")])
+def test_free_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_gib: float, status: str) -> None:
+    class Usage:
+        free = free_gib * 2**30
+
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: Usage)
+    assert checks.folder("x", tmp_path, "X").status == status
+
+
+def test_a_missing_library_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = checks.util.find_spec
+    monkeypatch.setattr(checks.util, "find_spec", lambda name: None if name == "trl" else found(name))
+    training = next(check for check in checks.environments() if check.name == "training")
+    assert training.status == "warn"
+    assert "trl" in training.detail
+    assert "gpuflow[train]" in training.mend
+
+
+def test_a_module_that_hides_ours_is_found(tmp_path: Path) -> None:
+    assert checks.shadowing(tmp_path).status == "ok"
+    (tmp_path / "tasks.py").write_text("")
+    check = checks.shadowing(tmp_path)
+    assert check.status == "fail"
+    assert str(tmp_path / "tasks.py") in check.detail
