@@ -49,6 +49,8 @@ class EmbeddedServer:
         self._grace_seconds = grace_seconds
         self._process: ServerProcess | None = None
         self._mutex = threading.Lock()
+        #: The port we attached to: a server that follows it takes the same, so that its clients find it.
+        self._port: int | None = None
 
     @classmethod
     def running(cls, state_dir: Path) -> str | None:
@@ -68,6 +70,7 @@ class EmbeddedServer:
                 record = self._files.read_record()
                 if record is not None and record.alive():
                     url = self._attach(record)
+                    self._port = record.port
                     self.owner = self.alive
                     return url
                 self._files.clear_record()
@@ -122,7 +125,7 @@ class EmbeddedServer:
     def _start(self, former: ServerRecord | None) -> str:
         program = self._program or _shipped_program()
         password = self._files.password()
-        preferred = None if former is None else former.port
+        preferred = self._port if former is None else former.port
         for _ in range(_PORT_ATTEMPTS):
             with self._files.take_data(self._grace_seconds) as lock:
                 port = free_port(preferred)
