@@ -119,7 +119,7 @@ def choose_requirement(app: GPUFlow, resources: Mapping[str, Any] | None, *, lig
     if not resources:
         wants_gpu = not light and fleet.has_gpu()
         return requirement_from_resources({}, gpu_available=wants_gpu)[0]
-    alternatives = requirement_from_resources(resources, gpu_available=True)
+    alternatives = requirement_from_resources(resources, gpu_available=not light and fleet.has_gpu())
     if len(alternatives) == 1:
         return alternatives[0]
     capabilities = fleet.capabilities()

@@ -39,7 +39,7 @@ def test_lora_learns_and_its_adapter_changes_the_answers(start, run, tmp_path, p
     assert len(steps) == 20
     assert {"loss", "learning_rate", "tokens_per_second"} <= set(steps[-1]["metrics"])
     assert (steps[-1]["current"], steps[-1]["total"], steps[-1]["unit"]) == (20, 20, "step")
-    assert tuned.log == ""
+    assert "Traceback" not in tuned.log
 
     base = run("inference", ASK, out="base")
     adapter = {"type": "lora", "path": str(folder)}

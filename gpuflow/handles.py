@@ -1,0 +1,338 @@
+"""Handles on tasks and pipelines: watch, wait, result, cancel, retry, resume.
+
+Everything is read from the records in Redis, so a handle works from any process, and interrupting a wait cancels
+nothing. Waiting uses the event streams. Made by `gpuflow.client`; the asynchronous forms wait in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, Protocol
+
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from gpuflow.celery_app import GPUFlow
+from gpuflow.celery_app import app as default_app
+from gpuflow.errors import (
+    BrokerUnavailable,
+    TaskCancelled,
+    TaskDead,
+    TaskFailed,
+)
+from gpuflow.ledger.eventlog import LoggedEvent
+from gpuflow.ledger.records import TaskRecord
+from gpuflow.ledger.states import TaskState
+from gpuflow.pipelines.collect import stage_result
+from gpuflow.pipelines.engine import SETTLE_TASK
+from gpuflow.pipelines.records import PipelineRecord, PipelineState, StageRecord
+from gpuflow.routing.families import CONTROL_QUEUE
+from gpuflow.spec import Template
+
+
+class ProgressView(Protocol):
+    """Shows a pipeline or task while somebody waits for it."""
+
+    def show(self, event: LoggedEvent) -> None:
+        """Take one event."""
+
+    def close(self) -> None:
+        """The wait has ended."""
+
+
+class _Events:
+    """Events as an iterator and as an async iterator; ends when the work has ended."""
+
+    def __init__(self, iterator: Iterator[LoggedEvent]) -> None:
+        self._iterator = iterator
+
+    def __iter__(self) -> Iterator[LoggedEvent]:
+        return self._iterator
+
+    async def __aiter__(self) -> AsyncIterator[LoggedEvent]:
+        end = object()
+        while True:
+            event = await asyncio.to_thread(next, self._iterator, end)
+            if event is end:
+                return
+            yield event  # type: ignore[misc]
+
+
+class Task:
+    """A handle on one task."""
+
+    def __init__(self, task_id: str, app: GPUFlow | None = None) -> None:
+        self.id = task_id
+        self._app = app or default_app
+
+    def __repr__(self) -> str:
+        return f"<Task {self.id}>"
+
+    def record(self) -> TaskRecord:
+        """Return the task's record. Raises UnknownTask, BrokerUnavailable."""
+        with reachable():
+            return self._app.ledger.get(self.id)
+
+    def status(self) -> dict[str, Any]:
+        """Return state, queue, attempt, worker, times, progress and error as plain data."""
+        return self.record().public()
+
+    @property
+    def state(self) -> TaskState:
+        """The task's state."""
+        return self.record().state
+
+    @property
+    def result(self) -> Any:
+        """The committed result; None until the task has succeeded."""
+        return self.record().result
+
+    def get(self, timeout: float | None = None) -> Any:
+        """Wait for the end and return the result; `timeout` in seconds.
+
+        Raises TaskFailed, TaskCancelled, TaskDead; TimeoutError when it has not ended in time (the task goes on).
+        """
+        for _ in self._follow(timeout):
+            pass
+        record = self.record()
+        if not record.state.final:
+            raise TimeoutError(f"task {self.id} is {record.state} after {timeout:g} s")
+        raise_unless_succeeded(record)
+        return record.result
+
+    def wait(self, timeout: float | None = None) -> TaskRecord:
+        """Wait for the end, whatever it is, and return the record; after `timeout` seconds as it is then."""
+        for _ in self._follow(timeout):
+            pass
+        return self.record()
+
+    def events(self) -> _Events:
+        """Return the events from the first on, for `for` and `async for`; they end with the task."""
+        return _Events(self._follow(None))
+
+    def cancel(self) -> str:
+        """Cancel; returns `cancelled`, `requested` (its worker stops it now) or `final`."""
+        with reachable():
+            return self._app.cancel_task(self.id)
+
+    def retry(self) -> bool:
+        """Queue an ended task that has not succeeded again; False if there is nothing to retry."""
+        with reachable():
+            return self._app.ledger.requeue(self.id)
+
+    def __await__(self) -> Any:
+        return asyncio.to_thread(self.get).__await__()
+
+    def _follow(self, timeout: float | None) -> Iterator[LoggedEvent]:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        position = "0"
+        while True:
+            with reachable():
+                ended = self._app.ledger.get(self.id).state.final
+                events = self._app.event_log.wait({self.id: position}, 0.001 if ended else _slice(deadline))
+            for event in events:
+                position = event.id
+                yield event
+            if (ended and not events) or (deadline is not None and time.monotonic() >= deadline):
+                return
+
+
+class StageView:
+    """One stage of a pipeline run, as `run["name"]`."""
+
+    def __init__(self, run: PipelineRun, record: StageRecord) -> None:
+        self._run = run
+        self.record = record
+
+    @property
+    def name(self) -> str:
+        """The stage's name."""
+        return self.record.name
+
+    @property
+    def state(self) -> str:
+        """The stage's state."""
+        return str(self.record.state)
+
+    @property
+    def tasks(self) -> list[Task]:
+        """The tasks of its current round that have been sent, in order."""
+        with reachable():
+            found = self._run.app.ledger.find_many(self.record.tasks)
+        return [Task(record.id, self._run.app) for record in found if record is not None]
+
+    @property
+    def result(self) -> dict[str, Any] | None:
+        """The stage's result; None until it has succeeded."""
+        if self.state != "SUCCEEDED":
+            return None
+        with reachable():
+            tasks = self._run.app.ledger.find_many(self.record.tasks)
+        return stage_result([task.result or {} for task in tasks if task is not None])
+
+
+class PipelineRun:
+    """A handle on one pipeline."""
+
+    def __init__(self, pipeline_id: str, app: GPUFlow | None = None) -> None:
+        self.id = pipeline_id
+        self.app = app or default_app
+
+    def __repr__(self) -> str:
+        return f"<PipelineRun {self.id}>"
+
+    def record(self) -> PipelineRecord:
+        """Return the pipeline's record. Raises UnknownTask, BrokerUnavailable."""
+        with reachable():
+            return self.app.pipelines.get(self.id)
+
+    def template(self) -> Template:
+        """Return the template that was submitted."""
+        return Template.from_dict(self.record().template)
+
+    def __getitem__(self, stage: str) -> StageView:
+        record = self.record()
+        names = [item.name for item in Template.from_dict(record.template).stages]
+        if stage not in names:
+            raise KeyError(f"pipeline {self.id} has no stage {stage!r}; it has {', '.join(names)}")
+        return StageView(self, record.stage(stage))
+
+    @property
+    def state(self) -> PipelineState:
+        """The pipeline's state."""
+        return self.record().state
+
+    def status(self) -> dict[str, Any]:
+        """Return state, times, error, and each stage with its tasks, as plain data."""
+        record = self.record()
+        stages = Template.from_dict(record.template).stages
+        with reachable():
+            tasks = {
+                stage.name: [
+                    task.public() for task in self.app.ledger.find_many(record.stage(stage.name).tasks) if task
+                ]
+                for stage in stages
+            }
+        return {
+            "id": record.id,
+            "name": record.name,
+            "state": str(record.state),
+            "owner": record.owner,
+            "createdAt": record.created_at,
+            "finishedAt": record.finished_at,
+            "error": record.error,
+            "stages": [
+                {
+                    "name": stage.name,
+                    "dependsOn": list(stage.depends_on),
+                    "state": str(record.stage(stage.name).state),
+                    "error": record.stage(stage.name).error,
+                    "tasks": tasks[stage.name],
+                }
+                for stage in stages
+            ],
+        }
+
+    def wait(
+        self, timeout: float | None = None, progress: bool | ProgressView = False, *, check: bool = True
+    ) -> PipelineRun:
+        """Wait for the end. `progress=True` shows stages, steps and loss in the terminal or notebook.
+
+        Raises TaskFailed or TaskCancelled unless `check` is False; TimeoutError after `timeout` seconds (the pipeline
+        goes on). Interrupting it cancels nothing.
+        """
+        view: ProgressView | None = None
+        if progress is True:
+            from gpuflow.progress import TerminalProgress
+
+            view = TerminalProgress(self)
+        elif progress:
+            view = progress
+        try:
+            for event in self._follow(timeout):
+                if view is not None:
+                    view.show(event)
+        finally:
+            if view is not None:
+                view.close()
+        record = self.record()
+        if not record.state.final:
+            raise TimeoutError(f"pipeline {self.id} is {record.state} after {timeout:g} s")
+        if check and record.state is PipelineState.CANCELLED:
+            raise TaskCancelled(f"pipeline {self.id} was cancelled; `gpuflow resume {self.id}` goes on with the rest")
+        if check and record.state is PipelineState.FAILED:
+            error = dict(record.error or {})
+            raise TaskFailed(str(error.get("message", "the pipeline failed")), error)
+        return self
+
+    def events(self) -> _Events:
+        """Return the events of the pipeline and its tasks as they come; they end with the pipeline."""
+        return _Events(self._follow(None))
+
+    def cancel(self) -> bool:
+        """Cancel all that has not ended; False if the pipeline had ended before."""
+        with reachable():
+            record = self.app.pipelines.get(self.id)
+            names = [stage.name for stage in Template.from_dict(record.template).stages]
+            ended = self.app.pipelines.end(self.id, PipelineState.CANCELLED, names)
+            self.app.engine.settle(self.id)
+        return ended
+
+    def resume(self) -> str:
+        """Run what is not done: `resumed`, `running` (it had not ended) or `succeeded` (nothing is left)."""
+        with reachable():
+            verdict = self.app.pipelines.resume(self.id)
+            if verdict != "succeeded":
+                self.app.send_task(SETTLE_TASK, args=(self.id,), queue=CONTROL_QUEUE, ignore_result=True)
+        return verdict
+
+    def __await__(self) -> Any:
+        return asyncio.to_thread(self.wait).__await__()
+
+    def _follow(self, timeout: float | None) -> Iterator[LoggedEvent]:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        positions = {self.id: "0"}
+        while True:
+            with reachable():
+                record = self.app.pipelines.get(self.id)
+                for stage in record.stages.values():
+                    for task_id in stage.tasks:
+                        positions.setdefault(task_id, "0")
+                ended = record.state.final
+                events = self.app.event_log.wait(positions, 0.001 if ended else _slice(deadline))
+            for event in events:
+                positions[event.source] = event.id
+                yield event
+            if (ended and not events) or (deadline is not None and time.monotonic() >= deadline):
+                return
+
+
+def _slice(deadline: float | None) -> float:
+    return 1.0 if deadline is None else max(0.001, min(1.0, deadline - time.monotonic()))
+
+
+class reachable:  # noqa: N801  (reads as a statement: with reachable(): ...)
+    """Turns errors of an unreachable broker into BrokerUnavailable."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, RedisConnectionError | RedisTimeoutError) or type(error).__name__ == "OperationalError":
+            raise BrokerUnavailable(
+                f"the broker cannot be reached ({error}); check REDIS_URL, or start one with `gpuflow up`"
+            ) from error
+
+
+def raise_unless_succeeded(record: TaskRecord) -> None:
+    """Raise the exception of a task that ended otherwise than SUCCEEDED."""
+    error = dict(record.error or {})
+    message = str(error.get("message") or f"task {record.id} ended {record.state}")
+    if record.state is TaskState.CANCELLED:
+        raise TaskCancelled(message)
+    if record.state is TaskState.DEAD:
+        raise TaskDead(message, error)
+    if record.state is not TaskState.SUCCEEDED:
+        raise TaskFailed(message, error)
