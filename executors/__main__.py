@@ -5,8 +5,10 @@ Exit codes: 0 completed, 1 failed, 2 a request that cannot be read or is of no k
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final
 
 from executors import cancellation
@@ -35,7 +37,7 @@ def main() -> int:
 def _serve(emitter: Emitter) -> int:
     emitter.emit("connection", status="connected")
     try:
-        request = _read_request()
+        request = _with_environment(_read_request())
         executor = find(request.task_type)
     except ExecutorError as error:
         return _fail(emitter, error, BAD_REQUEST)
@@ -63,6 +65,16 @@ def _read_request() -> Request:
             "BadRequest", f"the request on stdin cannot be read: {error}; send one JSON object"
         ) from error
     return request
+
+
+def _with_environment(request: Request) -> Request:
+    """Return the request with `${env:NAME}` replaced: here in the child alone, so no secret is in a record."""
+    from gpuflow.spec.references import UnresolvedReference, resolve_env
+
+    try:
+        return replace(request, spec=resolve_env(request.spec, os.environ))
+    except UnresolvedReference as error:
+        raise ExecutorError("BadInput", str(error)) from error
 
 
 def _fail(emitter: Emitter, error: Exception, code: int) -> int:
