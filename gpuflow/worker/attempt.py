@@ -169,10 +169,6 @@ class Attempt:
         text = json.dumps(progress) if progress is not None else ""
         try:
             answer = self.ledger.report(self.request.task_id, self.request.attempt, events, text)
-        except OSError as error:
-            self._events = events[-FLUSH_EVENTS:]
-            log.warning("events_not_reported", task=self.request.task_id, cause=str(error))
-            return
         except Exception as error:  # noqa: BLE001  (redis errors: the lease decides whether we go on)
             self._events = events[-FLUSH_EVENTS:]
             log.warning("events_not_reported", task=self.request.task_id, cause=str(error))
