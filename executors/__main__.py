@@ -1,6 +1,7 @@
 """The child process: reads one request on stdin, runs its executor, writes events on stdout.
 
-Exit codes: 0 completed, 1 failed, 2 a request that cannot be read or is of no known task type, 143 cancelled.
+Exit codes: 0 completed, 1 failed, 2 a request that cannot be read or is of no known task type, 143 cancelled or
+preempted.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ def main() -> int:
     try:
         cancellation.install()
         return _serve(emitter)
-    except cancellation.Cancelled:
+    except cancellation.Cancelled as end:
         cancellation.ignore()
-        emitter.finish("cancelled")
+        emitter.finish("cancelled", end.record())
         return CANCELLED
 
 
@@ -68,13 +69,18 @@ def _read_request() -> Request:
 
 
 def _with_environment(request: Request) -> Request:
-    """Return the request with `${env:NAME}` replaced: here in the child alone, so no secret is in a record."""
+    """Return the request with what the environment gives it.
+
+    `${env:NAME}` is replaced here in the child alone, so no secret is in a record; RESUME_FROM stands in for a
+    `resume_from` that the request lacks.
+    """
     from gpuflow.spec.references import UnresolvedReference, resolve_env
 
     try:
-        return replace(request, spec=resolve_env(request.spec, os.environ))
+        spec = resolve_env(request.spec, os.environ)
     except UnresolvedReference as error:
         raise ExecutorError("BadInput", str(error)) from error
+    return replace(request, spec=spec, resume_from=request.resume_from or os.environ.get("RESUME_FROM"))
 
 
 def _fail(emitter: Emitter, error: Exception, code: int) -> int:

@@ -1,43 +1,102 @@
-"""Turns SIGTERM and SIGINT into the exception `Cancelled` in the main thread of a child.
+"""Turns signals into exceptions in the main thread of a child: cancels into `Cancelled`, a notice into `Preempted`.
 
-Called by `__main__` and by executors that must notice a cancel which a library swallowed. It knows no task.
+SIGTERM and SIGINT cancel. SIGUSR1 is a notice: this attempt is to end soon, so that the task goes on elsewhere. It
+raises at once too, except within `notice_held`, where an executor saves its work first. Called by `__main__`, by
+executors that can save, and by those that must notice a cancel which a library swallowed. It knows no task.
 """
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
-from typing import Final
+from typing import Any, Final, NoReturn
 
-_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+from gpuflow.protocol import PREEMPTED
+
+_CANCEL: Final = (signal.SIGTERM, signal.SIGINT)
+_NOTICE: Final = signal.SIGUSR1
 
 
 class Cancelled(BaseException):
     """The task was cancelled. No `except Exception` of a library catches it."""
 
+    def record(self) -> dict[str, Any] | None:
+        """Return the error of the finish event; a plain cancel has none."""
+        return None
+
+
+class Preempted(Cancelled):
+    """The attempt ends after a notice; the message says what of its work is saved."""
+
+    def __init__(self, message: str = "the worker gave notice; nothing was saved") -> None:
+        super().__init__(message)
+
+    def record(self) -> dict[str, Any]:
+        """Return the error of the finish event: another attempt goes on."""
+        return {"type": PREEMPTED, "message": str(self), "retryable": True}
+
 
 class _State:
-    requested = False
+    raised: type[Cancelled] | None = None
+    noticed = False
+    held = False
 
 
-def _on_signal(number: int, frame: FrameType | None) -> None:
-    _State.requested = True
-    raise Cancelled
+def _on_cancel(number: int, frame: FrameType | None) -> None:
+    _raise_once(Cancelled)
+
+
+def _on_notice(number: int, frame: FrameType | None) -> None:
+    again, _State.noticed = _State.noticed, True
+    if not _State.held and not again:
+        _raise_once(Preempted)
+
+
+def _raise_once(kind: type[Cancelled]) -> None:
+    """Raise the first time alone: a second signal must not disturb the end that the first one began."""
+    if _State.raised is None:
+        _State.raised = kind
+        raise kind
 
 
 def install() -> None:
-    """From now on a signal raises Cancelled in the main thread, wherever it is."""
-    for number in _SIGNALS:
-        signal.signal(number, _on_signal)
+    """From now on a signal raises Cancelled or Preempted in the main thread, wherever it is."""
+    for number in _CANCEL:
+        signal.signal(number, _on_cancel)
+    signal.signal(_NOTICE, _on_notice)
 
 
 def ignore() -> None:
     """From now on signals do nothing: what is being written is written whole."""
-    for number in _SIGNALS:
+    for number in (*_CANCEL, _NOTICE):
         signal.signal(number, signal.SIG_IGN)
 
 
 def check() -> None:
-    """Raise Cancelled if a signal came, for loops inside libraries that swallow exceptions."""
-    if _State.requested:
-        raise Cancelled
+    """Raise again what a signal raised, for loops inside libraries that swallow exceptions."""
+    if _State.raised is not None:
+        raise _State.raised
+
+
+@contextmanager
+def notice_held() -> Iterator[None]:
+    """Within, a notice raises nothing: who holds it asks `noticed` where it can save its work, and ends then."""
+    check()
+    _State.held = True
+    try:
+        yield
+    finally:
+        _State.held = False
+
+
+def preempt(message: str) -> NoReturn:
+    """End the attempt after a notice; the message says what is saved. No signal disturbs this end any more."""
+    ignore()
+    raise Preempted(message)
+
+
+def noticed() -> bool:
+    """Say whether a notice came."""
+    return _State.noticed

@@ -5,6 +5,7 @@ The standard library alone; the whole child takes some tens of milliseconds.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -13,7 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
+from executors import cancellation
 from executors.base import Executor, ExecutorError, write_responses
+from executors.checkpoints import folder_of, mark_complete, to_resume
 from gpuflow.protocol import Emitter, Request
 
 _BLOCK_BYTES: Final = 1 << 20
@@ -37,16 +40,16 @@ class Echo(Executor):
     def run(self, request: Request, emitter: Emitter) -> dict[str, Any]:
         """Play the part of `spec.echo` and return items, output, environment, gpus and pid."""
         wanted: Mapping[str, Any] = request.spec.get("echo") or {}
-        if wanted.get("ignore_sigterm"):
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for option, number in (("ignore_sigterm", signal.SIGTERM), ("ignore_notice", signal.SIGUSR1)):
+            if wanted.get(option):
+                signal.signal(number, signal.SIG_IGN)
         if wanted.get("stderr"):
             print(wanted["stderr"], file=sys.stderr, flush=True)
         if wanted.get("stdout_garbage"):
             _litter(emitter)
         held = b"\1" * (int(wanted.get("memory_mib") or 0) << 20)
         children = _start_children(int(wanted.get("children") or 0), emitter)
-        emitter.status("working")
-        _sleep(float(wanted.get("sleep_seconds") or 0), int(wanted.get("steps") or 0), emitter)
+        resumed = _work(request, wanted, emitter)
         del held
         _fail_if_asked(wanted.get("fail"), request.attempt)
         if wanted.get("artifact"):
@@ -54,6 +57,8 @@ class Echo(Executor):
         result = _result(request, wanted)
         if children:
             result["children"] = children
+        if wanted.get("checkpoint_steps"):
+            result["resumed_from_step"] = resumed
         write_responses(request, emitter, result)
         _leave_if_asked(wanted, result, emitter)
         return result
@@ -80,13 +85,35 @@ def _start_children(count: int, emitter: Emitter) -> list[int]:
     return pids
 
 
-def _sleep(seconds: float, steps: int, emitter: Emitter) -> None:
+def _work(request: Request, wanted: Mapping[str, Any], emitter: Emitter) -> int | None:
+    """Sleep, step by step; return the step it went on from.
+
+    With `checkpoint_steps` there is a checkpoint every so many steps, and one at the end of a step with a notice.
+    """
+    seconds, steps = float(wanted.get("sleep_seconds") or 0), int(wanted.get("steps") or 0)
+    every = int(wanted.get("checkpoint_steps") or 0)
+    resumed = to_resume(request.resume_from) if every else None
     never = threading.Event()
-    for step in range(1, steps + 1):
-        never.wait(seconds / steps)
-        emitter.progress(step, steps)
+    with cancellation.notice_held() if every else contextlib.nullcontext():
+        emitter.status("working")
+        for step in range(resumed.step + 1 if resumed else 1, steps + 1):
+            never.wait(seconds / steps)
+            emitter.progress(step, steps)
+            if every and (step % every == 0 or cancellation.noticed()):
+                _save(request, step, steps, emitter)
+            if every and cancellation.noticed():
+                cancellation.preempt(f"the worker gave notice at step {step} of {steps}; it is saved")
     if seconds and not steps:
         never.wait(seconds)
+    return resumed.step if resumed else None
+
+
+def _save(request: Request, step: int, steps: int, emitter: Emitter) -> None:
+    folder = folder_of(request) / f"checkpoint-{step}"
+    folder.mkdir(parents=True)
+    (folder / "step.txt").write_text(str(step))
+    mark_complete(folder, step=step, max_steps=steps)
+    emitter.checkpoint(str(folder), step)
 
 
 def _fail_if_asked(fail: Any, attempt: int) -> None:

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from executors.base import Executor, bad_input, write_responses
+from executors.checkpoints import Checkpoint, folder_of, to_resume
 from executors.data.columns import training_rows
 from executors.data.sources import hub_rows, read_rows
 from executors.data.splits import split
 from executors.modeling.libraries import prepare_libraries
-from gpuflow.protocol import Emitter, Request
+from gpuflow.protocol import Emitter, Request, complete_checkpoints
 
 #: Seed of the split and of the training where the task names none; TRL's own default.
 DEFAULT_SEED = 42
@@ -28,28 +29,30 @@ class SupervisedTuning(Executor):
         """Check the data, load the model, evaluate, train, evaluate again, save."""
         training: Mapping[str, Any] = request.spec.get("training") or {}
         train_rows, eval_rows = _read_data(request, training, emitter)
+        resumed = to_resume(request.resume_from)
         prepare_libraries()
         emitter.status("loading", "loading the model")
         trainer, progress, location = _trainer(request, training, train_rows, eval_rows, emitter)
-        from executors.training.checkpoints import complete, to_resume
+        from executors.training.checkpoints import saved_on_notice
 
-        resume = to_resume(request.resume_from)
         before = _evaluate(trainer, emitter, "evaluating before the training") if eval_rows else None
         emitter.status("working", f"training on {len(train_rows)} rows")
-        outcome = trainer.train(resume_from_checkpoint=resume)
-        after = _evaluate(trainer, emitter, "evaluating after the training") if eval_rows else None
-        result: dict[str, Any] = {
-            "steps": trainer.state.global_step,
-            "train_loss": outcome.training_loss,
-            "eval_loss_before": before,
-            "eval_loss_after": after,
-            "model": location.name,
-            "metrics": {**outcome.metrics, "train_rows": len(train_rows), "eval_rows": len(eval_rows)},
-            "checkpoints": [str(path) for path in complete(Path(trainer.args.output_dir))],
-        }
-        if training.get("save_model", True):
-            result |= _save(request, trainer, location.name, emitter)
-        write_responses(request, emitter, {**result, "items": [], "history": progress.history})
+        with saved_on_notice(trainer, resumed, emitter):
+            outcome = _train(trainer, resumed)
+            after = _evaluate(trainer, emitter, "evaluating after the training") if eval_rows else None
+            result: dict[str, Any] = {
+                "steps": trainer.state.global_step,
+                "resumed_from_step": resumed.step if resumed else None,
+                "train_loss": progress.mean_loss() if resumed else outcome.training_loss,
+                "eval_loss_before": before,
+                "eval_loss_after": after,
+                "model": location.name,
+                "metrics": {**outcome.metrics, "train_rows": len(train_rows), "eval_rows": len(eval_rows)},
+                "checkpoints": [str(path) for path in complete_checkpoints(folder_of(request))],
+            }
+            if training.get("save_model", True):
+                result |= _save(request, trainer, location.name, emitter)
+            write_responses(request, emitter, {**result, "items": [], "history": progress.history})
         return result
 
 
@@ -75,13 +78,12 @@ def _trainer(
     from executors.modeling.loading import load_model, load_tokenizer, locate, merged
     from executors.modeling.precision import training_dtype
     from executors.training.arguments import lora_config, sft_arguments
-    from executors.training.checkpoints import MarkComplete
+    from executors.training.checkpoints import Checkpoints
     from executors.training.progress import Progress
     from executors.training.shaping import shape
 
     datasets.disable_progress_bars()
-    work = request.checkpoint_dir or str(Path(request.output_dir) / "checkpoints")
-    arguments = sft_arguments(training, work, has_eval=bool(eval_rows))
+    arguments = sft_arguments(training, str(folder_of(request)), has_eval=bool(eval_rows))
     set_seed(arguments.seed)
     location, adapters = locate(request, emitter)
     tokenizer = load_tokenizer(location, padding_side="right")
@@ -106,10 +108,20 @@ def _trainer(
         eval_dataset=sets[1],
         processing_class=tokenizer,
         peft_config=lora_config(request.spec.get("lora"), model.config.model_type) if is_lora else None,
-        callbacks=[progress, MarkComplete(emitter)],
+        callbacks=[progress, Checkpoints(emitter, arguments)],
     )
     trainer.remove_callback(PrinterCallback)
     return trainer, progress, location
+
+
+def _train(trainer: Any, resumed: Checkpoint | None) -> Any:
+    from executors.training.checkpoints import take_no_step
+
+    if resumed is None:
+        return trainer.train()
+    if resumed.finished:
+        take_no_step(trainer)
+    return trainer.train(resume_from_checkpoint=str(resumed.path))
 
 
 def _evaluate(trainer: Any, emitter: Emitter, message: str) -> float:

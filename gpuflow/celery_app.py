@@ -13,10 +13,12 @@ from functools import cached_property
 from typing import Any
 
 import redis
-from celery import Celery
+from celery import Celery, signals
 from celery.app.task import Context
 from celery.bin.base import CeleryOption
+from celery.utils.imports import symbol_by_name
 
+from gpuflow.broker.connection import socket_url
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.priorities import DEFAULT_PRIORITY, PRIORITY_STEPS, SEPARATOR
 from gpuflow.broker.transport import RECORD_HEADER
@@ -24,6 +26,7 @@ from gpuflow.errors import BrokerUnavailable
 from gpuflow.ledger.backend import Attempts, LedgerBackend
 from gpuflow.ledger.eventlog import EventLog
 from gpuflow.ledger.ledger import Ledger
+from gpuflow.ledger.records import RECORD_SCHEMA, SCHEMA_HEADER
 from gpuflow.pipelines.engine import SETTLE_TASK, Engine
 from gpuflow.pipelines.store import PipelineStore
 from gpuflow.routing.families import CONTROL_QUEUE, SUPERVISED_TASKS
@@ -162,7 +165,11 @@ class GPUFlow(Celery):  # type: ignore[misc]
             args, kwargs = (), prepared.kwargs
             options["task_id"] = prepared.task_id
             options.update(queue=prepared.queue, argsrepr="()", kwargsrepr=prepared.summary)
-            options["headers"] = {**(options.get("headers") or {}), RECORD_HEADER: prepared.header}
+            options["headers"] = {
+                **(options.get("headers") or {}),
+                RECORD_HEADER: prepared.header,
+                SCHEMA_HEADER: RECORD_SCHEMA,
+            }
         else:
             demand = demand_header(self, name, options)
             if demand is not None:
@@ -178,10 +185,11 @@ class GPUFlow(Celery):  # type: ignore[misc]
     def _defaults(self) -> dict[str, Any]:
         settings = self.settings
         url = self.broker_address()
+        socket = socket_url(url)
         retention_seconds = int(settings.retention_days * 86_400)
         return {
-            "broker_url": url,
-            "result_backend": url,
+            "broker_url": f"redis+{socket}" if socket else url,
+            "result_backend": socket or url,
             "include": TASK_MODULES,
             "task_serializer": "json",
             "result_serializer": "json",
@@ -261,6 +269,15 @@ def worker_options() -> list[CeleryOption]:
         ),
     ]
 
+
+def _on_beat(sender: Any, **_: Any) -> None:
+    """Start the duties of a beat process of ours; other apps' beats are left alone."""
+    if isinstance(sender.app, GPUFlow):
+        symbol_by_name("gpuflow.upkeep.duties:start")(sender.app)
+
+
+signals.beat_init.connect(_on_beat)
+signals.beat_embedded_init.connect(_on_beat)
 
 app = GPUFlow("gpuflow")
 

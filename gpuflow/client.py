@@ -8,23 +8,25 @@ here. All of it also works inside a running event loop: the async forms run the 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import time
+import uuid
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from gpuflow.broker.transport import RECORD_HEADER
 from gpuflow.celery_app import GPUFlow
 from gpuflow.celery_app import app as default_app
-from gpuflow.errors import (
-    InvalidTemplate,
-    UnknownTask,
-)
+from gpuflow.errors import BrokerUnavailable, InvalidTemplate, UnknownTask
 from gpuflow.handles import PipelineRun, StageView, Task, reachable
+from gpuflow.logs import get_logger
 from gpuflow.pipelines.engine import SETTLE_TASK
 from gpuflow.pipelines.records import new_pipeline_fields
 from gpuflow.pipelines.resolve import task_specs
 from gpuflow.routing.families import CONTROL_QUEUE, TASK_OF_TYPE
 from gpuflow.spec import Template, parse
 from gpuflow.submission import id_for_key
+
+log = get_logger("gpuflow.client")
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Template
 
@@ -48,15 +50,39 @@ def submit(
         raise InvalidTemplate("the template has stages; submit it with submit_pipeline()")
     (spec,) = task_specs(template.stages[0], _no_upstream)
     who = owner if owner is not None else template.owner
-    with reachable():
-        sent = app.send_task(
-            TASK_OF_TYPE[spec["taskType"]],
-            kwargs={"spec": spec},
-            owner=who,
-            title=template.name,
-            idempotency_key=idempotency_key,
-        )
-    return Task(sent.id, app)
+    task_id = _new_id(who, idempotency_key)
+    _until_sent(
+        app,
+        lambda: app.send_task(
+            TASK_OF_TYPE[spec["taskType"]], kwargs={"spec": spec}, owner=who, title=template.name, task_id=task_id
+        ),
+    )
+    return Task(task_id, app)
+
+
+def _new_id(owner: str, idempotency_key: str | None) -> str:
+    return id_for_key(owner, idempotency_key) if idempotency_key else str(uuid.uuid4())
+
+
+def _until_sent(app: GPUFlow, send: Callable[[], object]) -> None:
+    """Send, again and again while the broker is away; what is sent twice under one id is written once.
+
+    Raises BrokerUnavailable after `submit_timeout_seconds`.
+    """
+    deadline = time.monotonic() + app.settings.submit_timeout_seconds
+    pause = 0.1
+    while True:
+        try:
+            with reachable():
+                send()
+            return
+        except BrokerUnavailable:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise
+            log.debug("submit_waits_for_broker", seconds_left=round(left, 1))
+            time.sleep(min(pause, left))
+            pause = min(pause * 2, 2.0)
 
 
 def _no_upstream(stage: str) -> Mapping[str, Any]:
@@ -77,19 +103,19 @@ def submit_pipeline(
     app = app or default_app
     template = parse(source)
     who = owner if owner is not None else template.owner
-    import uuid
-
-    pipeline_id = id_for_key(who, idempotency_key) if idempotency_key else str(uuid.uuid4())
+    pipeline_id = _new_id(who, idempotency_key)
     fields = new_pipeline_fields(name=template.name, owner=who, template=template.to_dict())
     header = {"kind": "pipeline", "id": pipeline_id, "fields": fields}
-    with reachable():
-        app.send_task(
+    _until_sent(
+        app,
+        lambda: app.send_task(
             SETTLE_TASK,
             args=(pipeline_id,),
             queue=CONTROL_QUEUE,
             ignore_result=True,
             headers={RECORD_HEADER: header},
-        )
+        ),
+    )
     return PipelineRun(pipeline_id, app)
 
 

@@ -23,7 +23,7 @@ from gpuflow.errors import (
     TaskFailed,
 )
 from gpuflow.ledger.eventlog import LoggedEvent
-from gpuflow.ledger.records import TaskRecord
+from gpuflow.ledger.records import AttemptEntry, TaskRecord
 from gpuflow.ledger.states import TaskState
 from gpuflow.pipelines.collect import stage_result
 from gpuflow.pipelines.engine import SETTLE_TASK
@@ -111,6 +111,11 @@ class Task:
     def events(self) -> _Events:
         """Return the events from the first on, for `for` and `async for`; they end with the task."""
         return _Events(self._follow(None))
+
+    def attempts(self) -> list[AttemptEntry]:
+        """Return how each ended attempt went, the first one first. Raises BrokerUnavailable."""
+        with reachable():
+            return self._app.ledger.attempts(self.id)
 
     def cancel(self) -> str:
         """Cancel; returns `cancelled`, `requested` (its worker stops it now) or `final`."""

@@ -1,4 +1,4 @@
-"""The event protocol between an executor (the child process) and its supervisor.
+"""The protocol between an executor (the child process) and its supervisor: request, events, checkpoint folders.
 
 One JSON object a line on the child's stdout; the request is one JSON object on its stdin. This file imports the
 standard library alone, so that a child starts fast and an executor in any environment can use it. It knows neither
@@ -8,11 +8,13 @@ Celery nor Redis.
 from __future__ import annotations
 
 import json
+import re
 import sys
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, TextIO
 
 #: Schema number of the request and of every event; readers accept this one and the one before.
@@ -29,12 +31,20 @@ EVENT_FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     "text_delta": ("delta",),
     "text": ("content",),
     "artifact": ("path",),
+    "checkpoint": ("path", "step"),
     "result": ("value",),
     "finish": ("status",),
     "log": ("message",),
 }
 
 FINISH_STATUSES: Final = ("completed", "failed", "cancelled")
+
+#: Error type of a cancelled finish after a notice (SIGUSR1): the task is to go on in another attempt.
+PREEMPTED: Final = "Preempted"
+
+#: The file that makes a checkpoint folder a complete one. It comes last, by rename; without it, a folder is not read.
+CHECKPOINT_MARKER: Final = "complete.json"
+_CHECKPOINT: Final = re.compile(r"checkpoint-([0-9]+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +96,29 @@ class Request:
             raise ValueError(f"the request lacks {', '.join(missing)}")
         known["gpus"] = tuple(known.get("gpus") or ())
         return cls(**known)
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Return the complete checkpoints of a folder (`checkpoint-STEP/` with its marker), the lowest step first.
+
+    Links are passed over: a checkpoint is a folder of its own. Raises OSError, though not for a folder that is missing.
+    """
+    try:
+        entries = list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    found = [
+        (int(match[1]), path)
+        for path in entries
+        if (match := _CHECKPOINT.fullmatch(path.name)) and not path.is_symlink() and is_complete(path)
+    ]
+    return [path for _, path in sorted(found)]
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Say whether all of a checkpoint folder is there: its marker is, as a plain file."""
+    marker = checkpoint / CHECKPOINT_MARKER
+    return marker.is_file() and not marker.is_symlink()
 
 
 def parse_line(line: bytes | str, at: float | None = None) -> Event:
@@ -156,6 +189,10 @@ class Emitter:
     def artifact(self, path: str) -> None:
         """Declare a file or folder, relative to the output folder, as part of the result."""
         self.emit("artifact", path=path)
+
+    def checkpoint(self, path: str, step: int) -> None:
+        """Tell of a complete checkpoint: its folder, and the steps that are done in it."""
+        self.emit("checkpoint", path=path, step=step)
 
     def result(self, value: Mapping[str, Any]) -> None:
         """Give the result value; the last one counts."""

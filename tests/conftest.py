@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,9 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from tests.support.fleet import TestFleet
+
+# A CI runner may have started us with SIGINT ignored, and every child would inherit that: Ctrl-C is tested by it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

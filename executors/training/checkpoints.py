@@ -1,67 +1,95 @@
-"""Checkpoints that can be trusted: one counts only when its marker is there, and the marker comes last, by rename."""
+"""Trainer's checkpoints: each is marked when it is complete, and a notice (SIGUSR1) makes one and ends the training.
+
+Called by the training executors. What a complete checkpoint is, `executors.checkpoints` says.
+"""
 
 from __future__ import annotations
 
-import os
-import re
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from executors.base import bad_input, write_json_atomically
-from gpuflow.protocol import Emitter
-
-#: Written into a checkpoint folder when all of it is on disk.
-MARKER: Final = "complete.json"
-_NAME: Final = re.compile(r"checkpoint-(\d+)")
+from executors import cancellation
+from executors.checkpoints import Checkpoint, mark_complete, remove_old
+from gpuflow.protocol import Emitter, is_complete
 
 
-class MarkComplete(TrainerCallback):
-    """Marks each checkpoint as complete once the trainer has written it."""
+class Checkpoints(TrainerCallback):
+    """Marks each checkpoint as complete once Trainer has written it, and ends the training after a notice.
 
-    def __init__(self, emitter: Emitter) -> None:
+    It also removes old ones (`save_total_limit`), which Trainer itself would do before the new one is complete.
+    """
+
+    def __init__(self, emitter: Emitter, arguments: TrainingArguments) -> None:
         self._emitter = emitter
+        self._keep, arguments.save_total_limit = arguments.save_total_limit, None
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Flush the new checkpoint to disk, then mark it."""
-        folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+        """Mark the new checkpoint, tell of it, and remove what is too many."""
+        folder = _folder(args, state)
         if not state.is_world_process_zero or not folder.is_dir():
             return
-        flush(folder)
-        write_json_atomically(folder / MARKER, {"step": state.global_step, "max_steps": state.max_steps})
-        self._emitter.emit("checkpoint", path=str(folder), step=state.global_step)
+        mark_complete(folder, step=state.global_step, max_steps=state.max_steps)
+        self._emitter.checkpoint(str(folder), state.global_step)
+        if self._keep and self._keep > 0:
+            remove_old(folder.parent, keep=self._keep, best=state.best_model_checkpoint)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Leave after a notice: the step is done, all of it is in the model and the optimizer."""
+        _leave_if_noticed()
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leave an evaluation as well; it stands between two steps."""
+        _leave_if_noticed()
 
 
-def flush(folder: Path) -> None:
-    """Make sure that every file of a folder is on disk. Raises OSError."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+def _folder(args: TrainingArguments, state: TrainerState) -> Path:
+    return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
 
 
-def complete(folder: Path) -> list[Path]:
-    """Return the complete checkpoints in a folder, the oldest first."""
-    found = [
-        (int(match.group(1)), path)
-        for path in (folder.iterdir() if folder.is_dir() else ())
-        if (match := _NAME.fullmatch(path.name)) and (path / MARKER).is_file()
-    ]
-    return [path for _, path in sorted(found)]
+def _leave_if_noticed() -> None:
+    if cancellation.noticed():
+        raise cancellation.Preempted
 
 
-def to_resume(resume_from: str | None) -> str | None:
-    """Return the checkpoint to go on from: the folder itself, or the newest complete one in it; None for a fresh start.
+@contextmanager
+def saved_on_notice(trainer: Any, resumed: Checkpoint | None, emitter: Emitter) -> Iterator[None]:
+    """Within, a notice ends the work between two steps, with a complete checkpoint of what is done.
 
-    Raises ExecutorError: BadInput for a folder that holds none.
+    Raises Preempted then. A notice that comes when only the saving of the result is left changes nothing: that is
+    shorter than a checkpoint.
     """
-    if not resume_from:
-        return None
-    folder = Path(resume_from)
-    if (folder / MARKER).is_file():
-        return str(folder)
-    found = complete(folder)
-    if not found:
-        raise bad_input(f"{folder} holds no complete checkpoint to resume from")
-    return str(found[-1])
+    with cancellation.notice_held():
+        try:
+            yield
+        except cancellation.Preempted:
+            saved = _save(trainer, resumed.step if resumed else 0, emitter)
+            cancellation.preempt(saved)
+
+
+def _save(trainer: Any, start: int, emitter: Emitter) -> str:
+    """Write a checkpoint of this moment and return what to say of it."""
+    state, folder = trainer.state, _folder(trainer.args, trainer.state)
+    done = f"the worker gave notice at step {state.global_step} of {state.max_steps}"
+    if state.global_step <= start:
+        return f"{done}; no step was done in this attempt"
+    if not is_complete(folder):
+        emitter.status("checkpointing", f"{done}; saving a checkpoint")
+        try:
+            trainer._save_checkpoint(trainer.model, trial=None)
+            trainer.callback_handler.on_save(trainer.args, state, trainer.control)
+        except Exception as error:  # noqa: BLE001  (the attempt ends in any case; the traceback is in the log)
+            traceback.print_exception(error)
+            return f"{done}; its checkpoint could not be saved: {error}"
+    return f"{done}; its checkpoint is in {folder}"
+
+
+def take_no_step(trainer: Any) -> None:
+    """Let `train` load a checkpoint and take no step; Trainer would take one more where none is left in an epoch."""
+    trainer._run_epoch = lambda **_: None

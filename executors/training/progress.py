@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
+from statistics import fmean
 from typing import Any, Final
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -26,8 +28,12 @@ class Progress(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Start the clock of the speed."""
+        """Start the clock of the speed; a resumed training goes on with the history of its checkpoint."""
         self._at = time.monotonic()
+        if state.global_step:
+            self.history += [
+                {"step": log["step"], **numbers} for log in state.log_history if (numbers := _numbers(log))
+            ]
         if state.is_world_process_zero:
             self._emitter.progress(state.global_step, state.max_steps, "step")
 
@@ -45,18 +51,30 @@ class Progress(TrainerCallback):
     ) -> None:
         """Pass on the numbers of one log."""
         logs = logs or {}
-        numbers = {name: logs[name] for name in _TOLD if isinstance(logs.get(name), int | float)}
-        if not state.is_world_process_zero or not ({"loss", "eval_loss"} & set(numbers)):
+        numbers = _numbers(logs)
+        if not state.is_world_process_zero or not numbers:
             return
-        if "loss" in numbers and logs.get("num_tokens"):
+        if "loss" in logs and logs.get("num_tokens"):
             numbers["tokens_per_second"] = self._speed(float(logs["num_tokens"]))
-        finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
-        self.history.append({"step": state.global_step, **finite})
+        self.history.append({"step": state.global_step, **numbers})
         if state.max_steps:
-            self._emitter.progress(state.global_step, state.max_steps, "step", **finite)
+            self._emitter.progress(state.global_step, state.max_steps, "step", **numbers)
+
+    def mean_loss(self) -> float | None:
+        """Return the mean of the logged losses, of all attempts; None without one."""
+        losses = [entry["loss"] for entry in self.history if "loss" in entry]
+        return fmean(losses) if losses else None
 
     def _speed(self, tokens: float) -> float:
         now = time.monotonic()
         speed = (tokens - self._tokens) / max(now - self._at, 1e-6)
         self._tokens, self._at = tokens, now
         return round(speed, 1)
+
+
+def _numbers(logs: Mapping[str, Any]) -> dict[str, float]:
+    """Return the finite numbers of a log that are told; none for a log without a loss."""
+    if not {"loss", "eval_loss"} & set(logs):
+        return {}
+    told = {name: logs[name] for name in _TOLD if isinstance(logs.get(name), int | float)}
+    return {name: value for name, value in told.items() if math.isfinite(value)}

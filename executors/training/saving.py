@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from executors.base import write_json_atomically
-from executors.training.checkpoints import flush
+from executors.checkpoints import flush
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,13 +8,31 @@ talks to the same Redis.
 from __future__ import annotations
 
 from typing import Any, Final
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, quote, urlsplit
 
 from celery.app.amqp import AMQP
 from kombu import Connection
 
 _TRANSPORT: Final = "gpuflow.broker.transport:Transport"
 _REDIS_SCHEMES: Final = frozenset({"redis", "rediss"})
+#: kombu's prefix of a Unix socket's URL: `redis+socket:///path?virtual_host=0`.
+_SOCKET_PREFIX: Final = "redis"
+
+
+def socket_url(url: str) -> str | None:
+    """Return a redis-py URL of a Unix socket (`unix:///path?db=0`) as Celery spells it, None for any other URL.
+
+    kombu wants `redis+` before it, Celery's result backend does not.
+    """
+    parts = urlsplit(url)
+    if parts.scheme != "unix":
+        return None
+    query = parse_qs(parts.query)
+    login = parts.netloc
+    if "password" in query:
+        user = query.get("username", [parts.username or ""])[-1]
+        login = f"{quote(user, safe='')}:{quote(query['password'][-1], safe='')}@"
+    return f"socket://{login}{parts.path}?virtual_host={query.get('db', ['0'])[-1]}"
 
 
 class LeasedConnection(Connection):  # type: ignore[misc]
@@ -27,6 +45,8 @@ class LeasedConnection(Connection):  # type: ignore[misc]
             transport = _TRANSPORT
         self._shown_scheme = scheme if scheme in _REDIS_SCHEMES else "redis"
         super().__init__(hostname, *args, transport=transport, **kwargs)
+        if self.uri_prefix == _SOCKET_PREFIX:
+            self.transport_cls = _TRANSPORT
 
     def _info(self, resolve: bool = True) -> Any:
         """Return the connection's parameters; for people (`resolve`), with the transport's URL scheme."""

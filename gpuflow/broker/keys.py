@@ -9,9 +9,17 @@
 | `gpuflow.waiters` | set | doorbells of the consumers that found nothing to do |
 | `gpuflow.bell:<owner>` | list | one doorbell; a push wakes its consumer |
 | `gpuflow.unreadable` | list | raw messages that no JSON parser reads |
-| `gpuflow.sweep` | hash | `at` and `run` of the last sweep: after a gap or a new server run, leases get grace |
+| `gpuflow.delayed` | zset | delivery tag -> when the message may be taken (Unix seconds on the server's clock) |
+| `gpuflow.parked` | hash | delivery tag -> `<front or back>\\n<list key>\\n<message>` of a delayed message |
+| `gpuflow.sweep` | hash | `at` of the last sweep, `run` of the server, `hold`: until when the fleet gathers |
+| `gpuflow.present` | set | workers that have said what they hold since the server was restarted |
 | `task:<id>` | hash | the task record (see `ledger.records`) |
+| `task:<id>:attempts` | hash | attempt number -> JSON of how it went (see `ledger.records`) |
+| `celery-task-meta-<id>` | string | Celery's result entry |
+| `gpuflow.dead` | zset | task id -> when it died (dead letters) |
+| `gpuflow.repairs` | hash | kind of repair -> how often the reconciler made it |
 | `gpuflow.tasks` | zset | task id -> when it was submitted |
+| `gpuflow.unfinished` | set | ids of the tasks that are not final |
 | `pipeline:<id>` | hash | the pipeline record |
 | `pipeline:<id>:stages` | hash | stage name -> JSON of the stage's state |
 | `gpuflow.pipelines` | zset | pipeline id -> when it was submitted |
@@ -69,6 +77,36 @@ class Keys:
         return f"{self.prefix}gpuflow.sweep"
 
     @property
+    def delayed(self) -> str:
+        """Sorted set of messages that wait for their time."""
+        return f"{self.prefix}gpuflow.delayed"
+
+    @property
+    def parked(self) -> str:
+        """Hash of delayed messages."""
+        return f"{self.prefix}gpuflow.parked"
+
+    @property
+    def present(self) -> str:
+        """Set of workers seen since the server was restarted."""
+        return f"{self.prefix}gpuflow.present"
+
+    @property
+    def dead(self) -> str:
+        """Index of dead letters."""
+        return f"{self.prefix}gpuflow.dead"
+
+    @property
+    def repairs(self) -> str:
+        """Counts of repairs."""
+        return f"{self.prefix}gpuflow.repairs"
+
+    @property
+    def unfinished(self) -> str:
+        """Set of the tasks that are not final."""
+        return f"{self.prefix}gpuflow.unfinished"
+
+    @property
     def tasks(self) -> str:
         """Index of task ids."""
         return f"{self.prefix}gpuflow.tasks"
@@ -100,6 +138,14 @@ class Keys:
     def task(self, task_id: str) -> str:
         """Record of one task."""
         return f"{self.prefix}task:{task_id}"
+
+    def celery_result(self, task_id: str) -> str:
+        """Celery's own result entry of one task."""
+        return f"{self.prefix}celery-task-meta-{task_id}"
+
+    def attempts(self, task_id: str) -> str:
+        """How each attempt of one task went."""
+        return f"{self.prefix}task:{task_id}:attempts"
 
     def pipeline(self, pipeline_id: str) -> str:
         """Record of one pipeline."""

@@ -6,28 +6,23 @@ The transport asks here which queues may be popped now, and reports what it popp
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Protocol
 
 import redis
 from redis.exceptions import RedisError
 
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.scripts import load_script
+from gpuflow.broker.sweeper import BELL_SECONDS, Sweeper
 from gpuflow.logs import get_logger
 
 log = get_logger("gpuflow.leases")
-
-#: Restored messages of one sweep step; more are left to the next second.
-SWEEP_LIMIT: Final = 100
-#: A doorbell token that nobody reads expires after this many seconds.
-BELL_SECONDS: Final = 60
-#: A gap between two sweeps longer than this means that nobody could renew either, in seconds.
-SWEEP_GAP_SECONDS: Final = 5.0
 
 
 class Gate(Protocol):
@@ -59,11 +54,24 @@ class OpenGate:
 
 @dataclass(kw_only=True)
 class Lease:
-    """One leased message: its queue, and whether work on it has begun."""
+    """One leased message: where it came from, its text, and what works on it.
+
+    `task` and `attempt` name the attempt that a supervisor has begun; `beat_at` is when that supervisor was last
+    alive (monotonic seconds), None while nobody has to be.
+    """
 
     queue: str
+    list_key: str = ""
+    raw: str = ""
     started: bool = False
+    task: str = ""
+    attempt: int | None = None
+    beat_at: float | None = None
     on_lost: list[Callable[[], None]] = field(default_factory=list)
+
+
+#: Takes back leases that nobody holds: tag -> lease, and whether the server run is new; returns the tags now held.
+Reclaim = Callable[[Mapping[str, Lease], bool], set[str]]
 
 
 def new_token() -> str:
@@ -74,16 +82,20 @@ def new_token() -> str:
 class LeaseTable:
     """Every lease of this process under one owner token.
 
-    `lease_seconds` is the term. A background thread renews every third of it, as long as `alive()` holds: the
-    consumer loop ticked within the last term. What was LOST is told to the callbacks of `on_lost`.
+    `lease_seconds` is the term. A background thread renews every third of it, as long as the consumer loop and the
+    supervisor of the message are alive: both ticked within the last term. What was LOST is told to the callbacks of
+    `on_lost`. `member` is the worker's id, by which it reports after a restart of the server.
     """
 
-    def __init__(self, keys: Keys, lease_seconds: float, owner: str | None = None) -> None:
+    def __init__(self, keys: Keys, lease_seconds: float, owner: str | None = None, member: str = "") -> None:
         self.keys = keys
         self.lease_seconds = lease_seconds
         self.owner = owner or new_token()
+        self.member = member
         self.gate: Gate = OpenGate()
+        self.reclaim: Reclaim | None = None
         self.bell = keys.bell(self.owner)
+        self.sweeper = Sweeper(keys, lease_seconds)
         self._leases: dict[str, Lease] = {}
         self._lock = threading.Lock()
         self._client: redis.Redis | None = None
@@ -91,7 +103,7 @@ class LeaseTable:
         self._stop = threading.Event()
         self._ticked_at = time.monotonic()
         self._renewed_at = time.monotonic()
-        self._run_id = ""
+        self._run: str | None = None
 
     def connect(self, client: redis.Redis, *, keep: bool) -> None:
         """Use `client` (a pool of our own, it outlives channels); with `keep`, start the keeper once."""
@@ -112,10 +124,14 @@ class LeaseTable:
         """Say that the consumer loop is alive."""
         self._ticked_at = time.monotonic()
 
-    def take(self, tag: str, queue: str) -> None:
-        """Note a message that the pop script has leased to us."""
+    def consumer_has_ended(self) -> None:
+        """Say that nothing more is taken, and that what runs here goes on without the consumer loop."""
+        self._ticked_at = math.inf
+
+    def take(self, tag: str, queue: str, key: str = "", raw: str = "") -> None:
+        """Note a message that the pop script has leased to us: its queue, the list it came from, and its text."""
         with self._lock:
-            self._leases[tag] = Lease(queue=queue)
+            self._leases[tag] = Lease(queue=queue, list_key=key, raw=raw)
         self.gate.taken(queue, tag)
 
     def start(self, tag: str, on_lost: Callable[[], None] | None = None) -> None:
@@ -127,6 +143,27 @@ class LeaseTable:
             lease.started = True
             if on_lost is not None:
                 lease.on_lost.append(on_lost)
+
+    def begin(self, tag: str, task: str, attempt: int) -> None:
+        """Note which attempt works on the message."""
+        with self._lock:
+            lease = self._leases.get(tag)
+            if lease is not None:
+                lease.task, lease.attempt = task, attempt
+
+    def beat(self, tag: str | None, *, over: bool = False) -> None:
+        """Say that the supervisor of the message is alive; with `over`, that it need not say so any more."""
+        lease = self._leases.get(tag or "")
+        if lease is not None:
+            lease.beat_at = None if over else time.monotonic()
+
+    def holds(self, tag: str) -> bool:
+        """Whether the message is still ours, as far as this process knows."""
+        return tag in self._leases
+
+    def wait(self, seconds: float) -> None:
+        """Wait, but not beyond the end of this process's leases."""
+        self._stop.wait(seconds)
 
     def wake(self) -> None:
         """Make the consumer look again now (a queue has opened)."""
@@ -140,15 +177,21 @@ class LeaseTable:
         with self._lock:
             return dict(self._leases)
 
-    def settle(self, tag: str, how: str) -> bool:
-        """End a lease: `ack`, `front` or `back`. False when it was LOST. Raises redis errors when not told."""
+    def settle(self, tag: str, how: str, delay_seconds: float = 0) -> bool:
+        """End a lease: `ack`, `front` or `back` (to be taken again after the delay). False when it was LOST.
+
+        A lease that was lost or settled before is none any more, and the server is not asked. Raises redis errors
+        when the server could not be told.
+        """
+        if not self.holds(tag):
+            return False
         keys = self.keys
         done = load_script("gpuflow.broker", "settle")(
             self.client,
-            [keys.leases, keys.unacked, keys.owners, keys.waiters, self.bell],
-            [tag, self.owner, how, BELL_SECONDS],
+            [keys.leases, keys.unacked, keys.owners, keys.waiters, self.bell, keys.delayed, keys.parked],
+            [tag, self.owner, how, BELL_SECONDS, delay_seconds],
         )
-        self._forget(tag)
+        self.forget(tag)
         if not done:
             log.warning("lease_lost", tag=tag, at=how)
         return bool(done)
@@ -163,7 +206,7 @@ class LeaseTable:
                 count += self.settle(tag, "front")
             except RedisError as error:
                 log.info("lease_left_to_the_sweep", tag=tag, cause=str(error))
-                self._forget(tag)
+                self.forget(tag)
         return count
 
     def close(self) -> None:
@@ -176,7 +219,8 @@ class LeaseTable:
             except RedisError:
                 log.debug("doorbell_left", bell=self.bell)
 
-    def _forget(self, tag: str) -> Lease | None:
+    def forget(self, tag: str) -> Lease | None:
+        """Note that the lease has ended, by a step of another module or because it was LOST."""
         with self._lock:
             lease = self._leases.pop(tag, None)
         if lease is not None:
@@ -184,7 +228,7 @@ class LeaseTable:
         return lease
 
     def _lost(self, tag: str, why: str) -> None:
-        lease = self._forget(tag)
+        lease = self.forget(tag)
         if lease is None:
             return
         log.error("lease_lost", tag=tag, queue=lease.queue, why=why)
@@ -203,21 +247,36 @@ class LeaseTable:
             except RedisError as error:
                 log.warning("leases_not_renewed", cause=str(error), held=len(self._leases))
                 self._give_up_expired()
+                next_renewal = 0.0
+            except Exception:
+                log.exception("lease_keeper_stumbled")
 
-    def _renew(self) -> None:
-        tags = list(self.held())
-        if time.monotonic() - self._ticked_at > self.lease_seconds:
-            log.error("consumer_loop_stuck", held=len(tags))
+    def _renew(self, *, new_run: bool = False) -> None:
+        now = time.monotonic()
+        if now - self._ticked_at > self.lease_seconds:
+            log.error("consumer_loop_stuck", held=len(self._leases))
             self._give_up_expired()
             return
-        lost: list[Any] = []
-        if tags:
-            lost = load_script("gpuflow.broker", "renew")(
-                self.client, [self.keys.leases, self.keys.owners], [self.owner, self.lease_seconds, *tags]
+        alive = {
+            tag: lease
+            for tag, lease in self.held().items()
+            if lease.beat_at is None or now - lease.beat_at <= self.lease_seconds
+        }
+        lost: set[str] = set()
+        if alive:
+            taken, free = load_script("gpuflow.broker", "renew")(
+                self.client, [self.keys.leases, self.keys.owners], [self.owner, self.lease_seconds, *alive]
             )
+            lost = {_text(tag) for tag in taken}
+            unheld = {_text(tag): alive[_text(tag)] for tag in free}
+            begun = {tag: lease for tag, lease in unheld.items() if lease.started and lease.raw}
+            kept = self.reclaim(begun, new_run) if self.reclaim is not None and begun else set()
+            lost |= unheld.keys() - kept
+            for tag in kept:
+                log.warning("lease_taken_back", tag=tag, task=begun[tag].task)
         self._renewed_at = time.monotonic()
         for tag in lost:
-            self._lost(tag.decode() if isinstance(tag, bytes) else tag, "another owner holds it")
+            self._lost(tag, "another owner holds it, or it was settled")
 
     def _give_up_expired(self) -> None:
         """Stop work shortly before its lease can pass to another worker."""
@@ -227,19 +286,16 @@ class LeaseTable:
                     self._lost(tag, "it could not be renewed in time")
 
     def _sweep(self) -> None:
-        if not self._run_id:
-            info: Any = self.client.info("server")
-            self._run_id = str(info["run_id"])
-        keys = self.keys
-        restored, graced = load_script("gpuflow.broker", "sweep")(
-            self.client,
-            [keys.leases, keys.unacked, keys.owners, keys.waiters, keys.sweep],
-            [self.lease_seconds, self._run_id, SWEEP_GAP_SECONDS, SWEEP_LIMIT, BELL_SECONDS],
-        )
-        if restored:
-            log.warning("messages_restored", count=restored)
-        if graced:
-            log.info("leases_graced", count=graced)
+        swept = self.sweeper.sweep(self.client)
+        if swept.run != self._run:
+            self._renew(new_run=self._run is not None)
+            if self.member:
+                self.client.sadd(self.keys.present, self.member)
+            self._run = swept.run
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
 
 
 class _Process:

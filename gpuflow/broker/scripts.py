@@ -1,6 +1,7 @@
 """Loads the .lua files and runs them. A script is one atomic step; its keys and states are documented on its top.
 
-`Script(client)` sends EVALSHA and, when the server does not know the script (after a restart), EVAL once.
+`Script(client)` sends EVALSHA and, when the server does not know the script (after a restart), loads it and sends
+EVALSHA again: a loaded script is never evicted, one that came by EVAL may be.
 """
 
 from __future__ import annotations
@@ -27,11 +28,21 @@ class Script:
         try:
             return client.evalsha(self.sha, len(keys), *keys, *args)
         except NoScriptError:
-            return client.eval(self.text, len(keys), *keys, *args)
+            self.load(client)
+            return client.evalsha(self.sha, len(keys), *keys, *args)
+
+    def load(self, client: redis.Redis) -> None:
+        """Make the script known to the server. Raises redis errors."""
+        client.script_load(self.text)
+
+
+@cache
+def script_text(package: str, name: str) -> str:
+    """Return the text of `<package>/lua/<name>.lua`."""
+    return resources.files(package).joinpath("lua", f"{name}.lua").read_text(encoding="utf-8")
 
 
 @cache
 def load_script(package: str, name: str, preamble: str = "") -> Script:
     """Return the script `<package>/lua/<name>.lua`, with `preamble` (shared Lua definitions) before it."""
-    text = resources.files(package).joinpath("lua", f"{name}.lua").read_text(encoding="utf-8")
-    return Script(preamble + text)
+    return Script(preamble + script_text(package, name))

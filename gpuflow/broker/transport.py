@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from queue import Empty
 from typing import Any, ClassVar, Final
 
@@ -19,14 +20,29 @@ from kombu.utils.json import dumps, loads
 from redis.exceptions import NoScriptError
 
 from gpuflow.broker.keys import Keys
-from gpuflow.broker.leases import BELL_SECONDS, LeaseTable, installed
+from gpuflow.broker.leases import LeaseTable, installed
 from gpuflow.broker.priorities import PRIORITY_STEPS, SEPARATOR, list_key, list_keys, queue_of
 from gpuflow.broker.scripts import load_script
+from gpuflow.broker.sweeper import BELL_SECONDS
 
 #: Header that carries a record to be written with its message; it never reaches the wire.
 RECORD_HEADER: Final = "gpuflow_record"
 #: An idle consumer looks again after this many seconds, for messages of producers that ring no doorbell.
 RESCAN_SECONDS: Final = 1
+
+
+def delayed(message: Mapping[str, Any]) -> tuple[dict[str, Any], float | str]:
+    """Return the message without its `eta`, and the seconds until then ('' for none: it may be taken at once).
+
+    A delayed message waits in Redis and not in a worker. The sender's clock is compared with itself alone.
+    """
+    headers = message.get("headers") or {}
+    eta = headers.get("eta")
+    if not eta:
+        return dict(message), ""
+    at = datetime.fromisoformat(eta)
+    seconds = ((at if at.tzinfo else at.replace(tzinfo=UTC)) - datetime.now(UTC)).total_seconds()
+    return {**message, "headers": {**headers, "eta": None}}, max(0.0, seconds) or ""
 
 
 class LeaseQoS(virtual.QoS):  # type: ignore[misc]
@@ -124,9 +140,15 @@ class Channel(stock.Channel):  # type: ignore[misc]
         record = headers.get(RECORD_HEADER)
         if record is not None:
             message = {**message, "headers": {k: v for k, v in headers.items() if k != RECORD_HEADER}}
-        key = self._list(queue, (message.get("properties") or {}).get("priority"))
-        keys = [self.global_keyprefix + key, self.keys.waiters]
-        args: list[Any] = [dumps(message), BELL_SECONDS]
+        properties = message.get("properties") or {}
+        message, delay = delayed(message)
+        keys = [
+            self.global_keyprefix + list_key(queue, properties.get("priority")),
+            self.keys.waiters,
+            self.keys.delayed,
+            self.keys.parked,
+        ]
+        args: list[Any] = [dumps(message), BELL_SECONDS, delay, properties["delivery_tag"]]
         if record is not None:
             more_keys, more_args = self._submission(queue, record)
             keys += more_keys
@@ -143,12 +165,10 @@ class Channel(stock.Channel):  # type: ignore[misc]
             self.keys.queues_version,
             self.keys.queue(queue),
             self.keys.events(record_id),
+            *([self.keys.unfinished] if of_task else []),
         ]
         pairs = [part for item in record.get("fields", {}).items() for part in item]
         return keys, [record_id, queue, record.get("requirement") or "", *pairs]
-
-    def _list(self, queue: str, priority: int | None) -> str:
-        return list_key(queue, priority)
 
     def _q_for_pri(self, queue: str, pri: int) -> str:
         """Return kombu's list of a priority step, for sizes and purges."""
@@ -174,23 +194,27 @@ class Channel(stock.Channel):  # type: ignore[misc]
         self._in_poll = connection
         self._brpop_sent_at = time.monotonic()
         if mode == "pop":
-            connection.send_command(*self._pop_command("EVALSHA"))
+            connection.send_command(*self._pop_command())
         else:
             connection.send_command("BLPOP", self.leases.bell, RESCAN_SECONDS)
 
-    def _pop_command(self, verb: str) -> list[Any]:
-        script = load_script("gpuflow.broker", "pop")
+    def _pop_command(self) -> list[Any]:
         keys, leases = self.keys, self.leases
         lists = self._polled[1]
         return [
-            verb,
-            script.sha if verb == "EVALSHA" else script.text,
-            6 + len(lists),
-            *(keys.leases, keys.unacked, keys.owners, keys.waiters, keys.unreadable, leases.bell),
+            "EVALSHA",
+            load_script("gpuflow.broker", "pop").sha,
+            7 + len(lists),
+            *(keys.leases, keys.unacked, keys.owners, keys.waiters, keys.unreadable, keys.sweep, leases.bell),
             *lists,
             leases.owner,
             leases.lease_seconds,
         ]
+
+    def _meet_server(self) -> None:
+        """The server was restarted: let the fleet know before anything can be popped from it."""
+        self.leases.sweeper.arrive(self.leases.client)
+        load_script("gpuflow.broker", "pop").load(self.leases.client)
 
     def _brpop_read(self, **options: Any) -> bool:
         mode = self._polled[0]
@@ -200,7 +224,8 @@ class Channel(stock.Channel):  # type: ignore[misc]
                 try:
                     reply = connection.read_response()
                 except NoScriptError:
-                    connection.send_command(*self._pop_command("EVAL"))
+                    self._meet_server()
+                    connection.send_command(*self._pop_command())
                     reply = connection.read_response()
             except self.connection_errors:
                 connection.disconnect()
@@ -221,7 +246,7 @@ class Channel(stock.Channel):  # type: ignore[misc]
         message = loads(raw)
         self._queue_cycle.rotate(queue)
         tag = message["properties"]["delivery_tag"]
-        self.leases.take(tag, queue)
+        self.leases.take(tag, queue, key, raw)
         if queue in self._unacknowledged:
             self.leases.settle(tag, "ack")
         self.connection._deliver(message, queue)

@@ -26,11 +26,12 @@ SECTIONS: Final[dict[str, dict[str, tuple[str, str, str]]]] = {
         "result": ("result", "result", "Show the result of a pipeline or task."),
         "cancel": ("steer", "cancel", "Cancel a pipeline or task."),
         "retry": ("steer", "retry", "Queue an ended task again."),
+        "dead": ("dead", "dead", "List, show, retry or purge tasks that used up their attempts."),
         "resume": ("resume", "resume", "Run what is not done of a pipeline."),
     },
     "Fleet": {
         "queues": ("fleet", "queues", "List the queues: what waits, what runs, who serves."),
-        "workers": ("fleet", "workers", "List the workers, or show one."),
+        "workers": ("fleet", "workers", "List the workers, show or drain one."),
         "hardware": ("hardware", "hardware", "Show the GPUs, CPUs and memory of this machine."),
         "presets": ("presets", "presets", "List what is shipped: pipelines, models, data sets, environments."),
         "models": ("presets", "models", "List the model presets, or fetch one."),

@@ -66,11 +66,11 @@ def queue_rows(app: GPUFlow) -> list[dict[str, Any]]:
     return rows
 
 
-@click.group(invoke_without_command=True, short_help="List the workers, or show one.")
+@click.group(invoke_without_command=True, short_help="List the workers, show or drain one.")
 @json_option
 @click.pass_context
 def workers(ctx: click.Context, as_json: bool) -> None:
-    """List the workers, or show one."""
+    """List the workers, show or drain one."""
     if ctx.invoked_subcommand is None:
         ctx.invoke(list_workers, as_json=as_json)
 
@@ -125,6 +125,43 @@ def show_worker(worker_id: str, as_json: bool) -> None:
     output.pairs({"gpus": gpu_text(worker), "labels": _labels(worker)})
     output.pairs({key: value for key, value in capability.items() if key not in ("gpus", "labels", "schema")})
     output.pairs(load)
+
+
+@workers.command("drain")
+@click.argument("worker_id", metavar="ID")
+@click.option("--deadline", metavar="TIME", help="When the machine goes away, such as 90s: what runs is saved before.")
+@click.option("--wait", "-w", "waiting", is_flag=True, help="Wait until the worker has stopped.")
+def drain_worker(worker_id: str, deadline: str | None, waiting: bool) -> None:
+    """Let a worker finish what it runs, take nothing new, and stop.
+
+    With --deadline, what does not finish in time saves its state and goes back to the front of its queue.
+    """
+    from gpuflow.cli import output
+    from gpuflow.cli.errors import bad_input
+    from gpuflow.cli.session import connected
+    from gpuflow.client import reachable
+    from gpuflow.fleet.registry import Fleet
+    from gpuflow.spec.units import duration_seconds
+
+    try:
+        seconds = None if deadline is None else duration_seconds(deadline)
+    except ValueError as error:
+        raise bad_input(f"--deadline {deadline!r}: {error}") from None
+    with connected() as app, reachable():
+        fleet = Fleet(app.redis, app.keys)
+        worker = fleet.find(worker_id)
+        if worker is None or str(worker.state) == _OFFLINE:
+            raise bad_input(f"no worker {worker_id!r} is there; `gpuflow workers` lists them")
+        fleet.ask_to_drain(worker_id, seconds)
+        app.control.broadcast("gpuflow_drain", arguments={"worker_id": worker_id, "deadline_seconds": seconds})
+        tasks = f"; it runs {len(worker.tasks)}" if worker.tasks else ""
+        output.line(f"{worker_id} takes nothing new{tasks}")
+        while waiting:
+            worker = fleet.find(worker_id)
+            if worker is None or str(worker.state) == _OFFLINE:
+                output.line(f"{worker_id} has stopped")
+                return
+            time.sleep(0.5)
 
 
 def gpu_text(worker: WorkerEntry) -> str:

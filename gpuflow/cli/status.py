@@ -11,6 +11,7 @@ from gpuflow.cli.options import json_option
 
 if TYPE_CHECKING:
     from gpuflow.celery_app import GPUFlow
+    from gpuflow.client import Task
 
 
 @click.command(short_help="Show a pipeline or task, or all recent ones.")
@@ -46,7 +47,19 @@ def _one(app: GPUFlow, record_id: str, *, watching: bool, as_json: bool) -> int:
         output.emit_json(handle.status())
     elif not watching:
         _print(handle.status())
+        if not isinstance(handle, client.PipelineRun):
+            _print_attempts(handle)
     return watch.verdict(handle) if watching else DONE
+
+
+def _print_attempts(task: Task) -> None:
+    from gpuflow.cli import output
+    from gpuflow.cli.dead import print_attempts
+
+    attempts = task.attempts()
+    if len(attempts) > 1 or any(entry.outcome != "succeeded" for entry in attempts):
+        output.line()
+        print_attempts(attempts, logs=False)
 
 
 def _print(shown: dict[str, Any]) -> None:

@@ -135,6 +135,61 @@ class Fleet:
         pipe.delete(self.keys.heartbeat(worker_id))
         pipe.execute()
 
+    def note_silent(self) -> list[str]:
+        """Write OFFLINE into the entries of workers whose heartbeat has expired; return their ids."""
+        ids = sorted(self.client.smembers(self.keys.workers))
+        pipe = self.client.pipeline(transaction=False)
+        for worker_id in ids:
+            pipe.hget(self.keys.worker(worker_id), "state")
+            pipe.exists(self.keys.heartbeat(worker_id))
+        answers = pipe.execute()
+        silent = [
+            worker_id
+            for worker_id, state, alive in zip(ids, answers[::2], answers[1::2], strict=True)
+            if not alive and state not in (None, str(WorkerState.OFFLINE))
+        ]
+        for worker_id in silent:
+            self.client.hset(self.keys.worker(worker_id), "state", str(WorkerState.OFFLINE))
+        return silent
+
+    def forget_gone(self, ephemeral_seconds: float, persistent_seconds: float) -> list[str]:
+        """Delete the entries of workers that have been OFFLINE for so long; return their ids."""
+        now = time.time()
+        gone = [
+            entry.id
+            for entry in self.workers()
+            if entry.state is WorkerState.OFFLINE
+            and now - entry.heartbeat_at > (ephemeral_seconds if entry.ephemeral else persistent_seconds)
+        ]
+        for worker_id in gone:
+            self.forget(worker_id)
+        return gone
+
+    def forget(self, worker_id: str) -> None:
+        """Delete the entry of a worker."""
+        pipe = self.client.pipeline()
+        pipe.srem(self.keys.workers, worker_id)
+        pipe.delete(self.keys.worker(worker_id), self.keys.heartbeat(worker_id))
+        pipe.execute()
+
+    def ask_to_drain(self, worker_id: str, deadline_seconds: float | None) -> None:
+        """Write what a worker is to do into its entry; it reads it at its next heartbeat at the latest."""
+        seconds, micros = self.client.time()
+        until = "" if deadline_seconds is None else str(seconds + micros / 1e6 + deadline_seconds)
+        self.client.hset(self.keys.worker(worker_id), mapping={"wanted": "drain", "wanted_until": until})
+
+    def wanted(self, worker_id: str) -> tuple[str, float | None]:
+        """Return what a worker is asked for ('' or `drain`), and the seconds left for it (None: no deadline)."""
+        wanted, until = self.client.hmget(self.keys.worker(worker_id), "wanted", "wanted_until")
+        if not until:
+            return wanted or "", None
+        seconds, micros = self.client.time()
+        return wanted or "", max(0.0, float(until) - (seconds + micros / 1e6))
+
+    def clear_wanted(self, worker_id: str) -> None:
+        """Begin a new life of a worker: nothing is asked of it."""
+        self.client.hdel(self.keys.worker(worker_id), "wanted", "wanted_until")
+
     def find(self, worker_id: str) -> WorkerEntry | None:
         """Return one worker, or None."""
         raw = self.client.hgetall(self.keys.worker(worker_id))

@@ -8,39 +8,44 @@ without a record (a team's own Celery task) behaves as in stock Celery.
 from __future__ import annotations
 
 import threading
-from typing import Any
+import uuid
+from typing import Any, Final
 
 from celery.backends.redis import RedisBackend
 
-from gpuflow.ledger.ledger import Ledger
+from gpuflow.ledger.ledger import Holder, Ledger
 from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
-from gpuflow.routing.families import SUPERVISED_TASKS
+from gpuflow.routing.families import CONTROL_QUEUE, SUPERVISED_TASKS
 
 log = get_logger("gpuflow.backend")
+
+#: The control task that calls one URL of a task's `notify`.
+NOTIFY_TASK: Final = "gpuflow.maintenance.notify"
+_NOTICES: Final = uuid.UUID("0d0f7d4c-7a55-5f0e-8a37-3f1c1a7f5b21")
 
 
 class Attempts:
     """Which attempt of which task this process runs; the supervisor writes, the backend reads."""
 
     def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
+        self._holders: dict[str, Holder] = {}
         self._lock = threading.Lock()
 
-    def begin(self, task_id: str, attempt: int) -> None:
+    def begin(self, task_id: str, holder: Holder) -> None:
         """Note that this process runs (or replays the end of) an attempt."""
         with self._lock:
-            self._numbers[task_id] = attempt
+            self._holders[task_id] = holder
 
     def end(self, task_id: str) -> None:
         """Forget the attempt."""
         with self._lock:
-            self._numbers.pop(task_id, None)
+            self._holders.pop(task_id, None)
 
-    def of(self, task_id: str) -> int | None:
+    def of(self, task_id: str) -> Holder | None:
         """Return the attempt that this process runs, if any."""
         with self._lock:
-            return self._numbers.get(task_id)
+            return self._holders.get(task_id)
 
 
 def error_record(error: BaseException, *, error_type: str | None = None, retryable: bool = False) -> dict[str, Any]:
@@ -63,6 +68,9 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
         """The ledger of the app."""
         ledger: Ledger = self.app.ledger
         return ledger
+
+    def on_task_call(self, producer: Any, task_id: str) -> None:
+        """Do nothing: who waits for a result subscribes then, so a submit opens no second connection."""
 
     def mark_as_failure(
         self,
@@ -100,18 +108,45 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
             return None
         return super().mark_as_revoked(task_id, reason=reason, request=request, store_result=store_result, state=state)
 
+    def meta(self, state: str, result: Any, request: Any) -> str:
+        """Return Celery's result entry of a task that runs, as the ledger writes it."""
+        entry = self._get_result_meta(result=result, state=state, traceback=None, request=request)
+        entry["task_id"] = request.id
+        text: str = self.encode(entry)
+        return text
+
+    def mark_as_done(self, task_id: str, result: Any, request: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Store a success, which the supervisor has committed."""
+        answer = super().mark_as_done(task_id, result, request, *args, **kwargs)
+        if getattr(request, "task", None) in SUPERVISED_TASKS:
+            self._notify(task_id, TaskState.SUCCEEDED, request)
+        return answer
+
+    def _notify(self, task_id: str, state: TaskState, request: Any) -> None:
+        """Have the URLs called that the task names for this end; under fixed ids, for this may be a replay."""
+        args = getattr(request, "args", None) or ()
+        kwargs = getattr(request, "kwargs", None) or {}
+        spec = kwargs.get("spec") or (args[0] if args else None) or {}
+        named = [entry for entry in spec.get("notify") or () if {str(state).lower(), "finished"} & set(entry["on"])]
+        for number in range(len(named)):
+            self.app.send_task(
+                NOTIFY_TASK,
+                args=(task_id, number),
+                task_id=str(uuid.uuid5(_NOTICES, f"{task_id}/{state}/{number}")),
+                queue=CONTROL_QUEUE,
+                ignore_result=True,
+            )
+
     def _refused(self, task_id: str, request: Any, state: TaskState, exc: BaseException) -> bool:
         name = getattr(request, "task", None) or getattr(request, "name", None)
         if name not in SUPERVISED_TASKS:
             return False
-        attempt = self.attempts.of(task_id)
+        holder = self.attempts.of(task_id)
         wanted = self._state_for(exc, state)
-        if self.ledger.commit(task_id, wanted, attempt=attempt, error=error_record(exc)):
+        if self.ledger.commit(task_id, wanted, holder=holder, error=error_record(exc)):
+            self._notify(task_id, wanted, request)
             return False
-        record = self.ledger.find(task_id)
-        if record is not None and attempt is None and record.state == wanted:
-            return False
-        log.warning("late_end_refused", task=task_id, attempt=attempt, wanted=str(wanted))
+        log.warning("late_end_refused", task=task_id, attempt=holder and holder.attempt, wanted=str(wanted))
         return True
 
     @staticmethod

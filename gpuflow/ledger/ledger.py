@@ -6,30 +6,43 @@ import json
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import redis
 
 from gpuflow.broker.keys import Keys
-from gpuflow.broker.leases import BELL_SECONDS
-from gpuflow.broker.scripts import Script, load_script
+from gpuflow.broker.leases import Lease
+from gpuflow.broker.scripts import Script, load_script, script_text
+from gpuflow.broker.sweeper import BELL_SECONDS
 from gpuflow.errors import UnknownTask
-from gpuflow.ledger.records import TaskRecord
+from gpuflow.ledger.records import RECORD_SCHEMA, AttemptEntry, TaskRecord
 from gpuflow.ledger.states import TaskState, lua_preamble
+
+#: So many lost workers end a task: it may be the task that takes its machines down.
+MAX_LOSSES: Final = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartVerdict:
-    """Answer of START: what to do with the delivery, the record's state, and the attempt."""
+    """Answer of START: what to do with the delivery, the record's state, the attempt, and failures so far."""
 
-    verdict: Literal["begin", "final", "live", "lost"]
+    verdict: Literal["begin", "final", "live", "lost", "avoid", "newer"]
     state: str
     attempt: int
+    failures: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """Who writes about an attempt: its number, and the token of the process that runs it."""
+
+    attempt: int
+    token: str
 
 
 def ledger_script(name: str) -> Script:
-    """Return a Lua step of the ledger, with the table of allowed moves before it."""
-    return load_script("gpuflow.ledger", name, lua_preamble())
+    """Return a Lua step of the ledger, with the table of allowed moves and what the steps share before it."""
+    return load_script("gpuflow.ledger", name, lua_preamble() + script_text("gpuflow.ledger", "common"))
 
 
 class Ledger:
@@ -88,21 +101,52 @@ class Ledger:
         """Begin the next attempt of a task for the delivery `tag`, which `owner_token` holds (START)."""
         keys = self.keys
         pairs = [part for item in (new_fields or {}).items() for part in item]
-        verdict, state, attempt = ledger_script("start")(
+        verdict, state, attempt, failures = ledger_script("start")(
             self.client,
-            [keys.task(task_id), keys.leases, keys.owners, keys.events(task_id), keys.tasks],
-            [task_id, worker, owner_token, tag, lowest_attempt, self.events_maxlen, *pairs],
+            [
+                keys.task(task_id),
+                keys.leases,
+                keys.owners,
+                keys.events(task_id),
+                keys.tasks,
+                keys.attempts(task_id),
+                keys.dead,
+                keys.unfinished,
+            ],
+            [
+                task_id,
+                worker,
+                owner_token,
+                tag,
+                lowest_attempt,
+                self.events_maxlen,
+                RECORD_SCHEMA,
+                MAX_LOSSES,
+                self.retention_seconds,
+                *pairs,
+            ],
         )
-        return StartVerdict(verdict=verdict, state=state, attempt=int(attempt))
+        return StartVerdict(verdict=verdict, state=state, attempt=int(attempt), failures=int(failures))
 
     def report(
-        self, task_id: str, attempt: int, events: Iterable[str] = (), progress: str = ""
+        self, task_id: str, holder: Holder, events: Iterable[str] = (), progress: str = "", celery_meta: str = ""
     ) -> Literal["ok", "cancel", "superseded"]:
-        """Append events (JSON lines) of an attempt; learn whether it is to stop."""
+        """Append events (JSON lines) of an attempt; learn whether it is to stop.
+
+        `celery_meta` is what Celery's result entry is to say, written in the same step.
+        """
         answer: Literal["ok", "cancel", "superseded"] = ledger_script("report")(
             self.client,
-            [self.keys.task(task_id), self.keys.events(task_id)],
-            [str(attempt), progress, self.events_maxlen, *events],
+            [self.keys.task(task_id), self.keys.events(task_id), self.keys.celery_result(task_id)],
+            [
+                str(holder.attempt),
+                holder.token,
+                progress,
+                self.events_maxlen,
+                celery_meta,
+                self.retention_seconds,
+                *events,
+            ],
         )
         return answer
 
@@ -111,31 +155,146 @@ class Ledger:
         task_id: str,
         state: TaskState,
         *,
-        attempt: int | None,
+        holder: Holder | None,
         result: Any = None,
         error: Mapping[str, Any] | None = None,
         manifest: str = "",
+        log_tail: str = "",
     ) -> bool:
-        """Set the final state, if `attempt` is the current one (None: if no attempt runs). False when refused."""
+        """Set the final state, if `holder` runs the current attempt (None: if no attempt runs). False when refused."""
+        keys = self.keys
         done = ledger_script("commit")(
             self.client,
-            [self.keys.task(task_id), self.keys.events(task_id)],
+            [keys.task(task_id), keys.events(task_id), keys.attempts(task_id), keys.dead, keys.unfinished],
             [
                 str(state),
-                "" if attempt is None else str(attempt),
+                "" if holder is None else str(holder.attempt),
+                "" if holder is None else holder.token,
                 "" if result is None else json.dumps(result, ensure_ascii=False),
                 "" if error is None else json.dumps(error, ensure_ascii=False),
                 manifest,
+                log_tail,
                 self.events_maxlen,
                 self.retention_seconds,
             ],
         )
         return bool(done)
 
+    def give_back(
+        self,
+        task_id: str,
+        holder: Holder,
+        tag: str,
+        *,
+        reason: Literal["failed", "preempted"],
+        error: Mapping[str, Any] | None = None,
+        log_tail: str = "",
+        delay_seconds: float = 0,
+        avoid: str = "",
+        avoid_seconds: float = 0,
+    ) -> Literal["queued", "cancel", "refused"]:
+        """End an attempt but not its task (YIELD): record and message wait again, in one step.
+
+        `failed` counts for `max_attempts`, `preempted` does not. `avoid` names a worker that is not to take it for
+        `avoid_seconds`. Answers `cancel` when a user wants the task cancelled.
+        """
+        keys = self.keys
+        answer: Literal["queued", "cancel", "refused"] = ledger_script("yield")(
+            self.client,
+            [
+                keys.task(task_id),
+                keys.events(task_id),
+                keys.attempts(task_id),
+                keys.leases,
+                keys.unacked,
+                keys.owners,
+                keys.waiters,
+                keys.delayed,
+                keys.parked,
+            ],
+            [
+                str(holder.attempt),
+                holder.token,
+                tag,
+                reason,
+                "" if error is None else json.dumps(error, ensure_ascii=False),
+                log_tail,
+                delay_seconds,
+                avoid,
+                avoid_seconds,
+                self.events_maxlen,
+                BELL_SECONDS,
+            ],
+        )
+        return answer
+
+    def reclaim(self, leases: Mapping[str, Lease], owner: str, lease_seconds: float, *, new_run: bool) -> set[str]:
+        """Take back leases that nobody holds, unless a higher attempt exists; returns the tags held again."""
+        keys = self.keys
+        args: list[Any] = [owner, lease_seconds, "1" if new_run else "0"]
+        records = []
+        for tag, lease in leases.items():
+            records.append(keys.task(lease.task))
+            args += [tag, lease.list_key, "" if lease.attempt is None else str(lease.attempt), lease.raw]
+        held = ledger_script("reclaim")(self.client, [keys.leases, keys.unacked, keys.owners, *records], args)
+        return set(held)
+
+    def restore(self, task_id: str, *, least_age_seconds: float) -> str:
+        """Put the message of a task back if it is nowhere; see restore.lua for the answers."""
+        keys = self.keys
+        return str(
+            ledger_script("restore")(
+                self.client,
+                [
+                    keys.task(task_id),
+                    keys.events(task_id),
+                    keys.attempts(task_id),
+                    keys.unacked,
+                    keys.parked,
+                    keys.waiters,
+                    keys.unfinished,
+                ],
+                [task_id, least_age_seconds, self.events_maxlen, BELL_SECONDS],
+            )
+        )
+
+    def unfinished(self) -> list[str]:
+        """Return the ids of all tasks that are not final."""
+        return sorted(self.client.smembers(self.keys.unfinished))
+
+    def attempts(self, task_id: str) -> list[AttemptEntry]:
+        """Return how each ended attempt of a task went, the first one first."""
+        raw = self.client.hgetall(self.keys.attempts(task_id))
+        return [AttemptEntry.from_json(raw[number]) for number in sorted(raw, key=int)]
+
+    def dead(self, limit: int = 1000) -> list[TaskRecord]:
+        """Return the dead letters, newest first; at most `limit`."""
+        ids = self.client.zrevrange(self.keys.dead, 0, limit - 1)
+        return [record for record in self.find_many(ids) if record is not None and record.state is TaskState.DEAD]
+
+    def purge(self, task_id: str) -> bool:
+        """Forget a dead task: record, events, attempts. False if it is not among the dead letters."""
+        keys = self.keys
+        if not self.client.zrem(keys.dead, task_id):
+            return False
+        self.client.delete(keys.task(task_id), keys.events(task_id), keys.attempts(task_id))
+        self.client.zrem(keys.tasks, task_id)
+        return True
+
     def cancel(self, task_id: str, reason: str = "cancelled by a user") -> tuple[str, str]:
         """Cancel: returns (`cancelled`|`requested`|`final`, state). Raises UnknownTask."""
         verdict, state = ledger_script("cancel")(
-            self.client, [self.keys.task(task_id), self.keys.events(task_id)], [reason, self.events_maxlen]
+            self.client,
+            [
+                self.keys.task(task_id),
+                self.keys.events(task_id),
+                self.keys.attempts(task_id),
+                self.keys.dead,
+                self.keys.delayed,
+                self.keys.parked,
+                self.keys.unfinished,
+            ],
+            [reason, self.events_maxlen, self.retention_seconds],
         )
         if verdict == "unknown":
             raise UnknownTask(f"no task {task_id!r}; `gpuflow status` lists those of this fleet")
@@ -149,7 +308,10 @@ class Ledger:
                 self.keys.task(task_id),
                 self.keys.events(task_id),
                 self.keys.waiters,
-                f"{self.keys.prefix}celery-task-meta-{task_id}",
+                self.keys.celery_result(task_id),
+                self.keys.attempts(task_id),
+                self.keys.dead,
+                self.keys.unfinished,
             ],
             [str(uuid.uuid4()), self.events_maxlen, BELL_SECONDS],
         )

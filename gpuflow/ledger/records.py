@@ -11,6 +11,8 @@ from gpuflow.ledger.states import TaskState
 
 #: Schema number of a record; readers accept this one and the one before.
 RECORD_SCHEMA: Final = 1
+#: Message header that carries the schema number of a supervised task's message.
+SCHEMA_HEADER: Final = "gpuflow_schema"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,10 @@ class TaskRecord:
     error: Mapping[str, Any] | None = None
     manifest: str | None = None
     cancel_requested: bool = False
+    failures: int = 0
+    losses: int = 0
+    preemptions: int = 0
+    not_before: float | None = None
     schema: int = RECORD_SCHEMA
 
     @classmethod
@@ -72,6 +78,10 @@ class TaskRecord:
             error=parsed("error"),
             manifest=raw.get("manifest") or None,
             cancel_requested="cancel_requested" in raw,
+            failures=int(raw.get("failures", "0")),
+            losses=int(raw.get("losses", "0")),
+            preemptions=int(raw.get("preemptions", "0")),
+            not_before=seconds("not_before"),
             schema=int(raw.get("schema", RECORD_SCHEMA)),
         )
 
@@ -93,6 +103,50 @@ class TaskRecord:
             "finishedAt": self.finished_at,
             "progress": self.progress,
             "error": self.error,
+            "failures": self.failures or None,
+            "losses": self.losses or None,
+            "preemptions": self.preemptions or None,
+            "notBefore": self.not_before,
+        }
+        return {key: value for key, value in shown.items() if value not in (None, "")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptEntry:
+    """How one attempt went. `outcome`: succeeded, failed, cancelled, dead, lost or preempted."""
+
+    attempt: int
+    worker: str
+    started_at: float
+    ended_at: float
+    outcome: str
+    error: Mapping[str, Any] | None = None
+    log_tail: str = ""
+
+    @classmethod
+    def from_json(cls, text: str) -> AttemptEntry:
+        """Read an entry as the Lua steps write it."""
+        raw = json.loads(text)
+        return cls(
+            attempt=int(raw["attempt"]),
+            worker=raw["worker"],
+            started_at=float(raw["startedAt"]),
+            ended_at=float(raw["endedAt"]),
+            outcome=raw["outcome"],
+            error=raw.get("error"),
+            log_tail=raw.get("logTail", ""),
+        )
+
+    def public(self) -> dict[str, Any]:
+        """Return the entry as plain data."""
+        shown = {
+            "attempt": self.attempt,
+            "worker": self.worker,
+            "startedAt": self.started_at,
+            "endedAt": self.ended_at,
+            "outcome": self.outcome,
+            "error": self.error,
+            "logTail": self.log_tail,
         }
         return {key: value for key, value in shown.items() if value not in (None, "")}
 

@@ -106,6 +106,10 @@ class Settings(BaseModel):
     cache_dir: Path = _setting("GPUFLOW_CACHE_DIR", "~/.cache/gpuflow", "a folder")
     state_dir: Path = _setting("GPUFLOW_STATE_DIR", "~/.local/state/gpuflow", "a folder")
     grace_seconds: Seconds = _setting("GPUFLOW_GRACE_SEC", 10, "seconds from SIGTERM to SIGKILL, such as 10")
+    notice_seconds: Seconds = _setting("GPUFLOW_NOTICE_SEC", 30, "seconds a preempted task has to save its state")
+    submit_timeout_seconds: Seconds = _setting(
+        "GPUFLOW_SUBMIT_TIMEOUT_SEC", 30, "seconds that a submit goes on trying while the broker is away"
+    )
     events_maxlen: PositiveCount = _setting("GPUFLOW_EVENTS_MAXLEN", 10_000, "a count of events a task keeps")
     valkey_server: Path | None = _setting("GPUFLOW_VALKEY_SERVER", None, "the path of a valkey-server")
 
@@ -119,9 +123,11 @@ class Settings(BaseModel):
     @field_validator("redis_url")
     @classmethod
     def _redis_scheme(cls, value: str | None) -> str | None:
-        if value is not None and not value.startswith(("redis://", "rediss://")):
-            raise ValueError("the URL must start with redis:// or rediss://")
-        return value
+        if value is None or value.startswith(("redis://", "rediss://")):
+            return value
+        if not value.startswith(("unix://", "redis+socket://")):
+            raise ValueError("the URL must start with redis://, rediss:// or unix://")
+        return sources.unix_socket_url(value)
 
     @field_validator("orchestrator_base_url", "gateway_url")
     @classmethod

@@ -47,6 +47,18 @@ def mask_url(url: str) -> str:
     return urlunsplit(parts._replace(netloc=f"{shown}@{host}"))
 
 
+def unix_socket_url(url: str) -> str:
+    """Return the address of a Unix socket as redis-py reads it; kombu's spelling `redis+socket:///...` is taken too.
+
+    Raises ValueError when it names no absolute path.
+    """
+    parts = urlsplit(url)
+    if parts.hostname or not parts.path.strip("/"):
+        raise ValueError("the URL of a Unix socket names an absolute path, such as unix:///run/redis.sock?db=0")
+    query = re.sub(r"(^|&)virtual_host=", r"\g<1>db=", parts.query)
+    return f"unix://{parts.netloc}{parts.path}" + (f"?{query}" if query else "")
+
+
 def config_file(env: Mapping[str, str], cwd: Path) -> Path | None:
     """Return the settings file in use, or None. Raises InvalidSettings when GPUFLOW_CONFIG names none."""
     named = env.get(CONFIG_FILE_VARIABLE, "").strip()

@@ -113,6 +113,10 @@ class Echo(Strict):
     exit_code: Whole | None = Field(None, ge=0, le=255, description="Exit with this code")
     children: Whole | None = Field(None, ge=0, le=64, description="Grandchildren to start")
     ignore_sigterm: Flag | None = None
+    ignore_notice: Flag | None = Field(None, description="Do nothing on a notice (SIGUSR1)")
+    checkpoint_steps: Whole | None = Field(
+        None, ge=1, le=1_000_000, description="A checkpoint every so many steps and on a notice; resumed from later"
+    )
     stdout_garbage: Flag | None = None
     silent: Flag | None = Field(None, description="End without a finish event")
     artifact: RelativePath | None = Field(None, description="Write a file of this name")

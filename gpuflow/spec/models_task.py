@@ -34,9 +34,9 @@ class Parallel(Strict):
 
 
 class Notification(Strict):
-    """A URL to call when a task reaches one of the states."""
+    """A URL to call when a task has ended in one of the states (`finished`: in any)."""
 
-    on: list[Literal["queued", "running", "succeeded", "failed", "cancelled", "dead", "finished"]] = Field(min_length=1)
+    on: list[Literal["succeeded", "failed", "cancelled", "dead", "finished"]] = Field(min_length=1)
     url: Name
     headers: dict[Name, Text] | None = None
 

@@ -118,6 +118,16 @@ class Admission:
         with self._lock:
             return self._count("job")
 
+    def idle(self) -> bool:
+        """Whether no job and no plain task is held."""
+        with self._lock:
+            return self._count("job") + self._count("plain") == 0
+
+    def has_had_its_job(self) -> bool:
+        """Whether a worker for one job has had it, to the end."""
+        with self._lock:
+            return self.limits.one_job_only and self.limits.jobs_taken > 0 and self._count("job") == 0
+
     def free_gpus(self) -> tuple[str, ...]:
         """Return the UUIDs of the GPUs that nothing holds."""
         with self._lock:

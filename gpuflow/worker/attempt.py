@@ -7,15 +7,19 @@ happens; the end is returned as an `Outcome`, and the supervisor commits it.
 from __future__ import annotations
 
 import json
+import math
+import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import IO, Any, Final, Literal
 
-from gpuflow.ledger.ledger import Ledger
+from redis.exceptions import RedisError
+
+from gpuflow.ledger.ledger import Holder, Ledger
 from gpuflow.logs import get_logger
 from gpuflow.protocol import Event, Request, parse_line
 from gpuflow.worker.child import Child, ChildEnd
@@ -29,7 +33,11 @@ ASK_SECONDS: Final = 1.0
 #: Most events of one flush; a child that floods its stdout is slowed down by the pipe, not stored at length.
 FLUSH_EVENTS: Final = 500
 
-StopReason = Literal["cancelled", "timeout", "soft_timeout", "lost", "superseded", "shutdown"]
+#: The end of a child's log that is kept in the record of the attempt, in characters.
+LOG_TAIL: Final = 4000
+
+#: `preempted`: the child gets a notice first, to save what it has; `shutdown`: it is stopped as it is.
+StopReason = Literal["cancelled", "timeout", "soft_timeout", "lost", "superseded", "preempted", "shutdown"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,38 +49,66 @@ class Outcome:
     error: dict[str, Any] | None = None
     stop: StopReason | None = None
     artifacts: tuple[str, ...] = ()
+    log_tail: str = ""
+
+
+class _LogFile:
+    """The child's log on disk; a full disk costs the rest of the file, not the child."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file: IO[bytes] | None = file
+
+    def write(self, data: bytes) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(data)
+        except OSError as error:
+            log.warning("log_file_given_up", file=self._file.name, cause=str(error))
+            self._file = None
 
 
 class Attempt:
     """Runs one child to its end.
 
-    `grace_seconds` is the time from SIGTERM to SIGKILL; `deadline_seconds` the time-out of the whole attempt (None:
-    no limit), enforced for silent children too. `on_progress` gets the last progress of each flush.
+    `grace_seconds` is the time from SIGTERM to SIGKILL, `notice_seconds` that from the notice of a preemption to
+    SIGTERM; `deadline_seconds` the time-out of the whole attempt (None: no limit), enforced for silent children too.
+    `celery_meta` makes Celery's result entry from the last progress (None at the start), which the ledger writes if the
+    attempt is current; `on_tick` is called all the time that this supervisor lives.
     """
 
     def __init__(
         self,
         request: Request,
         ledger: Ledger,
+        holder: Holder,
         *,
         argv: Sequence[str],
         environment: Mapping[str, str],
         log_path: Path,
         grace_seconds: float,
+        notice_seconds: float,
         deadline_seconds: float | None = None,
-        on_progress: Callable[[Mapping[str, Any]], None] | None = None,
+        celery_meta: Callable[[Mapping[str, Any] | None], str] | None = None,
+        on_tick: Callable[[], None] | None = None,
     ) -> None:
         self.request = request
         self.ledger = ledger
+        self.holder = holder
         self._argv = argv
         self._environment = environment
         self._log_path = log_path
         self._grace_seconds = grace_seconds
+        self._notice_seconds = notice_seconds
         self._deadline_seconds = deadline_seconds
-        self._on_progress = on_progress
+        self._celery_meta = celery_meta
+        self._reported = False
+        self._on_tick = on_tick
         self._child: Child | None = None
         self._stop: StopReason | None = None
+        self._terminate_at: float | None = None
         self._kill_at: float | None = None
+        self._log_tail = ""
         self._lock = threading.Lock()
         self._events: list[str] = []
         self._progress: dict[str, Any] | None = None
@@ -86,17 +122,30 @@ class Attempt:
         return self._child.shim_pid if self._child else None
 
     def stop(self, reason: StopReason, *, at_once: bool = False) -> None:
-        """Stop the child: SIGTERM, and SIGKILL after the grace; `at_once` for SIGKILL now. The first reason counts."""
+        """Stop the child; the first reason counts, a later one can only make it sooner.
+
+        `preempted` sends the notice, then SIGTERM after the time of notice; other reasons SIGTERM, then SIGKILL after
+        the grace; `at_once`, and an attempt that is not ours any more, SIGKILL now.
+        """
+        now = time.monotonic()
         with self._lock:
             first = self._stop is None
             if first:
                 self._stop = reason
             if at_once or reason in ("lost", "superseded"):
-                self._kill_at = time.monotonic()
+                if not first:
+                    self._stop = reason if reason in ("lost", "superseded") else self._stop
+                self._kill_at = now
                 if self._child is not None:
                     self._child.kill()
-            elif first:
-                self._kill_at = time.monotonic() + self._grace_seconds
+            elif reason == "preempted":
+                if first:
+                    self._terminate_at = now + self._notice_seconds
+                    if self._child is not None:
+                        self._child.notice()
+            elif self._kill_at is None:
+                self._terminate_at = None
+                self._kill_at = now + self._grace_seconds
                 if self._child is not None:
                     self._child.terminate()
 
@@ -104,30 +153,34 @@ class Attempt:
         """Start the child, follow it to its end, and say how it ended. Nothing of it is left then."""
         started = time.monotonic()
         try:
-            child = Child(
-                self._argv,
-                request=self.request.to_json(),
-                environment=self._environment,
-                cwd=Path(self.request.output_dir),
-            )
+            with self._log_path.open("ab", buffering=0) as log_file:
+                child = Child(
+                    self._argv,
+                    request=self.request.to_json(),
+                    environment=self._environment,
+                    cwd=Path(self.request.output_dir),
+                )
+                with self._lock:
+                    self._child = child
+                    if self._stop is not None:
+                        child.kill()
+                self._follow(child, _LogFile(log_file), started)
         except OSError as error:
-            return Outcome(completed=False, error=_error("CannotStart", f"the child cannot start: {error}", True))
-        with self._lock:
-            self._child = child
-            if self._stop is not None:
-                child.kill()
-        with self._log_path.open("ab", buffering=0) as log_file:
-            self._follow(child, log_file.write, started)
+            if self._child is None:
+                return Outcome(completed=False, error=_error("CannotStart", f"the child cannot start: {error}", True))
+            raise
         end = child.wait()
         self._flush()
         return self._judge(end, time.monotonic() - started)
 
-    def _follow(self, child: Child, write_log: Callable[[bytes], int | None], started: float) -> None:
+    def _follow(self, child: Child, log_file: _LogFile, started: float) -> None:
         flushed = asked = time.monotonic()
         for kind, line in child.read(FLUSH_SECONDS):
             if kind == "log":
-                write_log(line + b"\n")
-                self._note(Event(name="log", data={"message": line.decode("utf-8", "replace"), "stream": "stderr"}))
+                log_file.write(line + b"\n")
+                text = line.decode("utf-8", "replace")
+                self._log_tail = f"{self._log_tail}{text}\n"[-LOG_TAIL:]
+                self._note(Event(name="log", data={"message": text, "stream": "stderr"}))
             elif kind == "event":
                 self._handle(parse_line(line))
             now = time.monotonic()
@@ -138,14 +191,19 @@ class Attempt:
                 flushed = asked = now
 
     def _enforce(self, child: Child, now: float, started: float) -> None:
+        if self._on_tick is not None:
+            self._on_tick()
         if self._stop is None and self._deadline_seconds is not None and now - started > self._deadline_seconds:
             self.stop("timeout")
         with self._lock:
+            if self._terminate_at is not None and now >= self._terminate_at:
+                self._terminate_at = None
+                self._kill_at = now + self._grace_seconds
+                child.terminate()
             overdue = self._kill_at is not None and now >= self._kill_at
             if overdue:
-                self._kill_at = None
-        if overdue:
-            child.kill()
+                self._kill_at = math.inf
+                child.kill()
 
     def _handle(self, event: Event) -> None:
         if event.name == "finish":
@@ -167,33 +225,30 @@ class Attempt:
         events, self._events = self._events, []
         progress, self._progress = self._progress, None
         text = json.dumps(progress) if progress is not None else ""
+        meta = ""
+        if self._celery_meta is not None and (progress is not None or not self._reported):
+            meta = self._celery_meta(progress)
         try:
-            answer = self.ledger.report(self.request.task_id, self.request.attempt, events, text)
-        except Exception as error:  # noqa: BLE001  (redis errors: the lease decides whether we go on)
+            answer = self.ledger.report(self.request.task_id, self.holder, events, text, meta)
+        except RedisError as error:
+            # The lease decides whether we go on.
             self._events = events[-FLUSH_EVENTS:]
             log.warning("events_not_reported", task=self.request.task_id, cause=str(error))
             return
+        self._reported = True
         if answer == "cancel":
             self.stop("cancelled")
         elif answer == "superseded":
             self.stop("superseded")
-        elif progress is not None and self._on_progress is not None:
-            self._on_progress(progress)
 
     def _judge(self, end: ChildEnd, seconds: float) -> Outcome:
         artifacts = tuple(dict.fromkeys(self._artifacts))
         finish = self._finish or {}
         status = finish.get("status")
-        if (
-            status == "completed"
-            and end.exit_code == 0
-            and self._stop in (None, "cancelled", "soft_timeout", "timeout")
-        ):
-            return Outcome(completed=True, result=self._result, artifacts=artifacts)
-        if self._stop is not None:
-            error = _stopped(self._stop, seconds, self._deadline_seconds)
-            return Outcome(completed=False, error=error, stop=self._stop, artifacts=artifacts)
-        return Outcome(completed=False, error=_failed(finish, end), artifacts=artifacts)
+        if status == "completed" and end.exit_code == 0 and self._stop not in ("lost", "superseded"):
+            return Outcome(completed=True, result=self._result, artifacts=artifacts, log_tail=self._log_tail)
+        error = _failed(finish, end) if self._stop is None else _stopped(self._stop, seconds, self._deadline_seconds)
+        return Outcome(completed=False, error=error, stop=self._stop, artifacts=artifacts, log_tail=self._log_tail)
 
 
 def _error(kind: str, message: str, retryable: bool) -> dict[str, Any]:
@@ -224,14 +279,24 @@ def _failed(finish: Mapping[str, Any], end: ChildEnd) -> dict[str, Any]:
         )
     if status in ("failed", "cancelled"):
         return _error("Failed", f"the child said {status} and gave no error", False)
-    if end.signal is not None or end.exit_code != 0:
-        killed = end.signal == signal.SIGKILL
-        hint = " (was the machine out of memory?)" if killed else ""
-        return _error("ChildDied", f"the child ended with {_ending(end)}{hint}; see the log", killed)
-    return _error("NoFinish", "the child ended without a finish event; see the log", False)
+    if end.signal is not None:
+        return _error("ChildKilled", f"the child ended with {_ending(end)}{_hint(end.signal)}; see its log", True)
+    if end.exit_code is None:
+        return _error("ChildLost", "the process that watched the child is gone", True)
+    if end.exit_code == os.EX_TEMPFAIL:
+        return _error("ChildDied", "the child ended with exit code 75 (try again later); see its log", True)
+    if end.exit_code != 0:
+        return _error("ChildDied", f"the child ended with {_ending(end)}; see its log", False)
+    return _error("NoFinish", "the child ended without a finish event; see its log", False)
+
+
+def _hint(number: int) -> str:
+    if number == signal.SIGKILL:
+        return " (was the machine out of memory? `dmesg` says so)"
+    return " (a full disk or a failing device?)" if number == signal.SIGBUS else ""
 
 
 def _ending(end: ChildEnd) -> str:
     if end.signal is not None:
         return f"signal {signal.Signals(end.signal).name}"
-    return f"exit code {end.exit_code}" if end.exit_code is not None else "its supervisor process"
+    return f"exit code {end.exit_code}"

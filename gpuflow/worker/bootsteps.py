@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from celery import bootsteps
+from celery.exceptions import WorkerShutdown
 from celery.signals import task_postrun
 from celery.worker.control import control_command
 from redis.exceptions import RedisError
@@ -28,8 +29,11 @@ from gpuflow.routing.fit import match
 from gpuflow.routing.queues import family_matches, is_demand_queue
 from gpuflow.routing.requirement import Requirement
 from gpuflow.worker.admission import Admission, Limits
+from gpuflow.worker.main import CannotStart
+from gpuflow.worker.preflight import require_durable, require_own_id
 from gpuflow.worker.presence import PresenceThread
 from gpuflow.worker.runtime import Runtime, current, find, install
+from gpuflow.worker.stopping import Stopper
 
 log = get_logger("gpuflow.worker")
 
@@ -83,28 +87,36 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
             one_job_only=ephemeral,
         )
         table = leases.LeaseTable(
-            app.keys, app.settings.lease_seconds, owner=f"{worker.worker_id}:{leases.new_token()}"
+            app.keys,
+            app.settings.lease_seconds,
+            owner=f"{worker.worker_id}:{leases.new_token()}",
+            member=worker.worker_id,
         )
         table.gate = admission = Admission(capability, limits)
-        leases.install(table)
-        install(
-            Runtime(
-                app=app,
-                worker_id=worker.worker_id,
-                hardware=hardware,
-                labels=labels,
-                leases=table,
-                admission=admission,
-                ephemeral=ephemeral,
-                executors=tuple(executors.split(",")) if executors else None,
-            )
+        table.reclaim = lambda free, new_run: app.ledger.reclaim(
+            free, table.owner, table.lease_seconds, new_run=new_run
         )
+        leases.install(table)
+        runtime = Runtime(
+            app=app,
+            worker_id=worker.worker_id,
+            hardware=hardware,
+            labels=labels,
+            leases=table,
+            admission=admission,
+            ephemeral=ephemeral,
+            executors=tuple(executors.split(",")) if executors else None,
+        )
+        runtime.stopper = Stopper(runtime, float(app.conf.worker_soft_shutdown_timeout or 0))
+        install(runtime)
         task_postrun.connect(_forget_attempt, weak=False)
 
     def start(self, worker: Any) -> None:
         """Say what was found."""
         runtime = current()
         names = ", ".join(gpu.name for gpu in runtime.hardware.gpus) or runtime.hardware.nvml or "no GPU"
+        if runtime.stopper is not None:
+            runtime.stopper.start()
         log.info("machine", worker=runtime.worker_id, gpus=names, cpus=runtime.hardware.cpu_count)
 
     def terminate(self, worker: Any) -> None:
@@ -137,6 +149,16 @@ def gpuflow_cancel(state: Any, task_id: str) -> dict[str, Any]:
     return {"ok": bool(runtime and runtime.stop(task_id, "cancelled"))}
 
 
+@control_command(args=[("worker_id", str), ("deadline_seconds", float)])  # type: ignore[untyped-decorator]
+def gpuflow_drain(state: Any, worker_id: str, deadline_seconds: float | None = None) -> dict[str, Any]:
+    """Drain this worker, if it is the one that is named."""
+    runtime = find()
+    if runtime is None or runtime.stopper is None or runtime.worker_id != worker_id:
+        return {"ok": False}
+    runtime.stopper.drain("asked for", deadline_seconds)
+    return {"ok": True}
+
+
 def _forget_attempt(task_id: str | None = None, **_: Any) -> None:
     runtime = find()
     if runtime is not None and task_id:
@@ -159,23 +181,23 @@ class Presence(bootsteps.StartStopStep):  # type: ignore[misc]
 
     requires = ("celery.worker.consumer.tasks:Tasks",)
 
-    def __init__(self, consumer: Any, **kwargs: Any) -> None:
-        super().__init__(consumer, **kwargs)
-        self.thread: PresenceThread | None = None
-
     def start(self, consumer: Any) -> None:
-        """Start the heartbeat thread once."""
-        if self.thread is None:
-            self.thread = PresenceThread(current(), consumer.hostname)
-            self.thread.start()
-            current().presence = self.thread
-
-    def shutdown(self, consumer: Any) -> None:
-        """Leave the registry."""
-        if self.thread is not None:
-            self.thread.stop()
-            self.thread = None
-        current().leases.close()
+        """Make sure of broker and id, then start the heartbeat thread; once."""
+        runtime = current()
+        if runtime.presence is not None:
+            return
+        settings = runtime.app.settings
+        try:
+            require_durable(runtime.app.redis, settings)
+            require_own_id(
+                runtime.fleet, runtime.worker_id, runtime.hardware.hostname, settings.heartbeat_timeout_seconds
+            )
+        except GPUFlowError as error:
+            log.error("cannot_start", worker=runtime.worker_id, cause=str(error))
+            raise WorkerShutdown(CannotStart.exit_code) from None
+        runtime.fleet.clear_wanted(runtime.worker_id)
+        runtime.presence = PresenceThread(runtime, consumer.hostname)
+        runtime.presence.start()
 
 
 class Subscriptions(bootsteps.StartStopStep):  # type: ignore[misc]

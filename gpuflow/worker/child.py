@@ -101,6 +101,10 @@ class Child:
         with contextlib.suppress(OSError), os.fdopen(stdin, "wb") as stream:
             stream.write(request.encode())
 
+    def notice(self) -> None:
+        """Tell the child that it is to end soon and to go on elsewhere (SIGUSR1)."""
+        self._say(b"n")
+
     def terminate(self) -> None:
         """Ask the child's group to stop (SIGTERM)."""
         self._say(b"t")

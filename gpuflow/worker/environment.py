@@ -80,8 +80,12 @@ def given_variables(
     model: Mapping[str, Any] | None,
     results_dir: Path,
     python_path: str | None,
+    notice_seconds: float | None = None,
 ) -> dict[str, str]:
-    """Return the variables that every executor may rely on (docs/reference/events.md)."""
+    """Return the variables that every executor may rely on (docs/reference/events.md).
+
+    `notice_seconds` is the time from a notice (SIGUSR1) to SIGTERM.
+    """
     source = (model or {}).get("source") or {}
     variables = {
         "TASK_ID": task_id,
@@ -97,6 +101,8 @@ def given_variables(
     }
     if resume_from:
         variables["RESUME_FROM"] = resume_from
+    if notice_seconds is not None:
+        variables["NOTICE_SECONDS"] = f"{notice_seconds:g}"
     if source.get("identifier"):
         variables["MODEL_NAME"] = str(source["identifier"])
         if source.get("type") == "local":

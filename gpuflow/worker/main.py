@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from typing import Any
 
@@ -10,6 +11,7 @@ from celery.utils.nodenames import default_nodename, gethostname
 from click import ClickException
 
 from gpuflow.errors import GPUFlowError
+from gpuflow.worker.runtime import find
 
 
 class CannotStart(ClickException):
@@ -39,6 +41,13 @@ class Worker(CeleryWorker):  # type: ignore[misc]
         if hostname in (None, default_nodename(None)):
             hostname = f"{self.worker_id}@{gethostname()}"
         super().__init__(app=app, hostname=hostname, **kwargs)
+
+    def install_platform_tweaks(self, worker: Any) -> None:
+        """Install Celery's signal handlers, then our own for SIGTERM and SIGINT (`worker.stopping`)."""
+        super().install_platform_tweaks(worker)
+        runtime = find()
+        if runtime is not None and runtime.stopper is not None and not os.environ.get("REMAP_SIGTERM"):
+            runtime.stopper.install_signals()
 
     def setup_queues(self, include: Any, exclude: Any = None) -> None:
         """Remember `-Q` before Celery turns it into queues."""

@@ -140,12 +140,16 @@ class SupervisorPool(TaskPool):  # type: ignore[misc]
         """Do nothing: `pid` is the worker itself; Celery then calls the job's own `terminate`."""
 
     def on_stop(self) -> None:
-        """Wait for the tasks; on a cold stop their children are stopped and their messages go back."""
+        """Wait for the tasks, whose leases are renewed until then; on a cold stop their messages go back."""
         runtime = find()
+        if runtime is not None:
+            runtime.leases.consumer_has_ended()
         if runtime is not None and state.should_terminate is not None and state.should_terminate is not False:
             runtime.stop_all("shutdown")
         self.executor.shutdown(cancel_futures=True)
         self._control.shutdown(cancel_futures=True)
+        if runtime is not None:
+            runtime.close()
         super().on_stop()
 
     def on_terminate(self) -> None:

@@ -42,6 +42,7 @@ class PresenceThread(threading.Thread):
                 continue
             try:
                 self.write()
+                self._follow_orders()
                 next_beat = time.monotonic() + settings.heartbeat_interval_seconds
             except RedisError as error:
                 log.warning("heartbeat_not_written", cause=str(error))
@@ -68,6 +69,11 @@ class PresenceThread(threading.Thread):
         )
         self.fleet.announce(entry, runtime.app.settings.heartbeat_timeout_seconds)
         self._written = summary
+
+    def _follow_orders(self) -> None:
+        wanted, seconds_left = self.fleet.wanted(self.runtime.worker_id)
+        if wanted == "drain" and self.runtime.stopper is not None and not self.runtime.admission.draining:
+            self.runtime.stopper.drain("asked for", seconds_left)
 
     def stop(self) -> None:
         """Stop beating and say that the worker has gone."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from pathlib import Path
 from typing import Final
 
 from gpuflow.errors import ArtifactError
+from gpuflow.protocol import complete_checkpoints
 
 _ATTEMPT: Final = re.compile(r"attempt-(\d+)")
 _SAFE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -23,11 +25,14 @@ class ResultsFolder:
 
     def next_attempt(self) -> int:
         """Return one above the highest attempt folder that exists, so that no number is used twice."""
+        return 1 + max(self._attempts(), default=0)
+
+    def _attempts(self) -> list[int]:
         try:
             names = [entry.name for entry in self.root.iterdir()]
         except FileNotFoundError:
-            return 1
-        return 1 + max((int(match[1]) for name in names if (match := _ATTEMPT.fullmatch(name))), default=0)
+            return []
+        return [int(match[1]) for name in names if (match := _ATTEMPT.fullmatch(name))]
 
     def attempt_dir(self, number: int) -> Path:
         """Return the folder of an attempt."""
@@ -36,6 +41,24 @@ class ResultsFolder:
     def log_path(self, number: int) -> Path:
         """Return the log file of an attempt."""
         return self.attempt_dir(number) / "logs" / "executor.log"
+
+    def checkpoint_dir(self, number: int) -> Path:
+        """Return the folder of an attempt's checkpoints."""
+        return self.attempt_dir(number) / "checkpoints"
+
+    def resume_from(self, number: int) -> Path | None:
+        """Return the checkpoint that attempt `number` goes on from: the newest complete one of an earlier attempt.
+
+        The latest attempt that has one counts, and its highest step; None for a fresh start. A checkpoint that leads
+        out of this folder by a link is passed over. Raises OSError for a folder that cannot be read: to begin anew in
+        silence would throw work away.
+        """
+        root = self.root.resolve()
+        for earlier in sorted((one for one in self._attempts() if one < number), reverse=True):
+            for checkpoint in reversed(complete_checkpoints(self.checkpoint_dir(earlier))):
+                if _stays_inside(checkpoint, root):
+                    return checkpoint
+        return None
 
     def create_attempt(self, number: int) -> Path:
         """Create the folder of a new attempt, with its logs folder. Raises OSError."""
@@ -53,3 +76,10 @@ class ResultsFolder:
                 fresh.unlink()
             fresh.symlink_to(Path(target.name) / entry.name)
             fresh.replace(link)
+
+
+def _stays_inside(folder: Path, root: Path) -> bool:
+    """Say whether a folder and all in it lie below `root`, links followed."""
+    paths = [Path(parent, name) for parent, folders, files in os.walk(folder) for name in (*folders, *files)]
+    links = [path for path in paths if path.is_symlink()]
+    return all(path.resolve().is_relative_to(root) for path in (folder, *links))

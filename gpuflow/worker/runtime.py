@@ -8,17 +8,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from gpuflow.broker.leases import LeaseTable
 from gpuflow.celery_app import GPUFlow
 from gpuflow.errors import GPUFlowError
 from gpuflow.fleet.hardware import Hardware
+from gpuflow.fleet.registry import Fleet
 from gpuflow.worker.admission import Admission
 from gpuflow.worker.attempt import Attempt, StopReason
 
 if TYPE_CHECKING:
     from gpuflow.worker.presence import PresenceThread
+    from gpuflow.worker.stopping import Stopper
 
 
 @dataclass(kw_only=True)
@@ -35,7 +38,13 @@ class Runtime:
     executors: tuple[str, ...] | None = None
     running: dict[str, Attempt] = field(default_factory=dict)
     presence: PresenceThread | None = None
+    stopper: Stopper | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @cached_property
+    def fleet(self) -> Fleet:
+        """The registry of workers."""
+        return Fleet(self.app.redis, self.app.keys)
 
     def begin(self, task_id: str, attempt: Attempt) -> None:
         """Note a running attempt, so that it can be stopped by its task id."""
@@ -63,23 +72,30 @@ class Runtime:
         for attempt in attempts:
             attempt.stop(reason, at_once=at_once)
 
+    def close(self) -> None:
+        """Leave the registry and let go of all leases; the last thing that a worker does."""
+        if self.presence is not None:
+            self.presence.stop()
+            self.presence = None
+        self.leases.close()
 
-class _Holder:
+
+class _Process:
     runtime: Runtime | None = None
 
 
 def install(runtime: Runtime) -> None:
     """Make `runtime` the worker of this process."""
-    _Holder.runtime = runtime
+    _Process.runtime = runtime
 
 
 def find() -> Runtime | None:
     """Return the worker of this process, or None outside a worker."""
-    return _Holder.runtime
+    return _Process.runtime
 
 
 def current() -> Runtime:
     """Return the worker of this process. Raises GPUFlowError outside a gpuflow worker."""
-    if _Holder.runtime is None:
+    if _Process.runtime is None:
         raise GPUFlowError("gpuflow tasks run in a gpuflow worker alone; start one with `celery -A gpuflow worker`")
-    return _Holder.runtime
+    return _Process.runtime

@@ -6,8 +6,9 @@ That process does nothing but fork: for each message on the socket, one shim. A 
 answer is the shim's process id. A fork costs about a millisecond, a new interpreter twenty.
 
 * It is a subreaper: grandchildren whose parent dies become its children, so it can end all of them.
-* Its control descriptor is the read end of a pipe to the worker: `t` = SIGTERM to the child's group, `k` = SIGKILL to
-  the whole tree. End of file means that the worker is gone or lets go: the tree is killed.
+* Its control descriptor is the read end of a pipe to the worker: `n` = SIGUSR1 to the child (it is to end soon and go
+  on elsewhere), `t` = SIGTERM to the child's group, `k` = SIGKILL to the whole tree. End of file means that the
+  worker is gone or lets go: the tree is killed.
 * The environment descriptor holds the child's environment as JSON.
 * It exits only when no process of the tree is left, and so whatever it holds open (the lock files of the GPUs) is
   held until then. Before that it writes one JSON line to its status descriptor: `{"exit": n|null,
@@ -112,6 +113,9 @@ def watch(child: int, control: int, wakeup: int) -> int:
                 elif b"t" in word:
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(child, signal.SIGTERM)
+                elif b"n" in word:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(child, signal.SIGUSR1)
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)

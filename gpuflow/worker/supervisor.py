@@ -9,16 +9,22 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal, NoReturn, TypeVar
 
-from celery.exceptions import Ignore, Reject
+from celery.exceptions import Ignore
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from gpuflow.artifacts.inputs import localize
 from gpuflow.artifacts.manifest import seal_results
 from gpuflow.errors import GPUFlowError, TaskCancelled, TaskDead, TaskFailed
-from gpuflow.ledger.records import new_record_fields
+from gpuflow.fleet.registry import WorkerState
+from gpuflow.ledger.ledger import Holder, StartVerdict
+from gpuflow.ledger.records import RECORD_SCHEMA, SCHEMA_HEADER, new_record_fields
 from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
 from gpuflow.protocol import Request
@@ -26,157 +32,284 @@ from gpuflow.spec.units import duration_seconds
 from gpuflow.worker.attempt import Attempt, Outcome
 from gpuflow.worker.environment import child_environment, given_variables
 from gpuflow.worker.results import ResultsFolder
+from gpuflow.worker.retries import AVOID_SECONDS, Again, decide
 from gpuflow.worker.runtime import Runtime, current
 
 log = get_logger("gpuflow.supervisor")
 
 #: How a supervised task ends when it does not succeed; Celery logs these in one line, without a traceback.
 ENDS = (TaskFailed, TaskCancelled)
+#: A delivery that another worker is to take comes back to its queue after this many seconds.
+PASS_ON_SECONDS: Final = 1.0
+
+T = TypeVar("T")
 
 
 def supervise(task: Any, spec: Mapping[str, Any]) -> dict[str, Any]:
     """Run one delivery of a supervised task and return its committed result.
 
     Raises what Celery is to record: TaskFailed, TaskCancelled, TaskDead after they are committed; Ignore for a
-    duplicate or a superseded attempt; Reject for one that goes back to its queue.
+    delivery that leaves no trace: a duplicate, a superseded attempt, one that was given back to its queue.
     """
-    runtime = current()
-    request = task.request
-    tag = request.properties["delivery_tag"]
-    folder = ResultsFolder(runtime.app.settings.results_dir, request.id)
-    verdict = runtime.app.ledger.start(
-        request.id,
-        worker=runtime.worker_id,
-        owner_token=runtime.leases.owner,
-        tag=tag,
-        lowest_attempt=folder.next_attempt(),
-        new_fields=new_record_fields(
-            name=str(spec.get("taskType", "")),
-            task_type=str(spec.get("taskType", "")),
-            spec=spec,
-            requirement=None,
-        ),
-    )
-    if verdict.verdict in ("live", "lost"):
-        log.warning("delivery_dropped", task=request.id, why=verdict.verdict)
-        raise Ignore
-    if verdict.verdict == "final":
-        return _replay(runtime, request.id)
-    runtime.app.attempts.begin(request.id, verdict.attempt)
+    delivery = Delivery(current(), task, spec)
     try:
-        log.info("task_started", task=request.id, attempt=verdict.attempt, worker=runtime.worker_id)
-        task.backend.store_result(request.id, {"attempt": verdict.attempt}, "STARTED", request=request)
-        outcome = _attempt(runtime, task, spec, tag, folder, verdict.attempt)
-        return _commit(runtime, request.id, verdict.attempt, folder, outcome, spec)
+        return delivery.run()
     finally:
-        runtime.admission.release(tag)
+        delivery.runtime.admission.release(delivery.tag)
 
 
-def _attempt(
-    runtime: Runtime, task: Any, spec: Mapping[str, Any], tag: str, folder: ResultsFolder, number: int
-) -> Outcome:
-    request = task.request
-    allocation = runtime.admission.claim(tag)
-    gpus = allocation.gpus if allocation else ()
-    settings = runtime.app.settings
-    try:
-        output_dir = folder.create_attempt(number)
-        inputs = localize(spec, cache_dir=settings.cache_dir, results_dir=settings.results_dir)
-    except (OSError, GPUFlowError) as error:
-        return Outcome(completed=False, error=_cause(error))
-    checkpoint_dir = output_dir / "checkpoints"
-    child_request = Request(
-        task_id=request.id,
-        task_type=str(spec["taskType"]),
-        spec=inputs.spec,
-        output_dir=str(output_dir),
-        attempt=number,
-        gpus=gpus,
-        checkpoint_dir=str(checkpoint_dir),
-        checkpoint_path=inputs.checkpoint_path,
-        cache_dir=str(settings.cache_dir),
-    )
-    environment = child_environment(
-        os.environ,
-        pass_env=settings.pass_env,
-        requested=spec.get("env"),
-        given=given_variables(
-            task_id=request.id,
+class Delivery:
+    """One delivery of one supervised task on this worker."""
+
+    def __init__(self, runtime: Runtime, task: Any, spec: Mapping[str, Any]) -> None:
+        self.runtime = runtime
+        self.request = task.request
+        self.backend = task.backend
+        self.spec = spec
+        self.id: str = task.request.id
+        self.tag: str = task.request.properties["delivery_tag"]
+        self.folder = ResultsFolder(runtime.app.settings.results_dir, self.id)
+        self.ledger = runtime.app.ledger
+        self.failures = 0
+
+    def run(self) -> dict[str, Any]:
+        """START, the attempt, COMMIT."""
+        if (self.request.get(SCHEMA_HEADER) or 1) > RECORD_SCHEMA:
+            self._pass_on("newer")
+        started = self._until_told(self._start)
+        if started.verdict in ("live", "lost"):
+            log.warning("delivery_dropped", task=self.id, why=started.verdict)
+            raise Ignore
+        if started.verdict in ("avoid", "newer"):
+            self._pass_on(started.verdict)
+        if started.verdict == "final":
+            return self._replay()
+        holder = Holder(attempt=started.attempt, token=self.runtime.leases.owner)
+        self.failures = started.failures
+        self.runtime.app.attempts.begin(self.id, holder)
+        self.runtime.leases.begin(self.tag, self.id, started.attempt)
+        log.info("task_started", task=self.id, attempt=started.attempt, worker=self.runtime.worker_id)
+        outcome = self._attempt(holder)
+        if outcome.completed:
+            return self._succeed(holder, outcome)
+        return self._end(holder, outcome)
+
+    def _pass_on(self, why: str) -> NoReturn:
+        """Leave the task to other workers: its message is back in its queue in a moment."""
+        log.info("delivery_passed_on", task=self.id, why=why)
+        self._until_told(lambda: self.runtime.leases.settle(self.tag, "front", PASS_ON_SECONDS))
+        raise Ignore
+
+    def _start(self) -> StartVerdict:
+        task_type = str(self.spec.get("taskType", ""))
+        return self.ledger.start(
+            self.id,
+            worker=self.runtime.worker_id,
+            owner_token=self.runtime.leases.owner,
+            tag=self.tag,
+            lowest_attempt=self.folder.next_attempt(),
+            new_fields=new_record_fields(name=task_type, task_type=task_type, spec=self.spec, requirement=None),
+        )
+
+    def _attempt(self, holder: Holder) -> Outcome:
+        runtime, number = self.runtime, holder.attempt
+        allocation = runtime.admission.claim(self.tag)
+        gpus = allocation.gpus if allocation else ()
+        settings = runtime.app.settings
+        try:
+            output_dir = self.folder.create_attempt(number)
+            resume_from = self.folder.resume_from(number)
+            inputs = localize(self.spec, cache_dir=settings.cache_dir, results_dir=settings.results_dir)
+        except (OSError, GPUFlowError) as error:
+            return Outcome(completed=False, error=_cause(error))
+        checkpoint_dir = output_dir / "checkpoints"
+        child_request = Request(
+            task_id=self.id,
+            task_type=str(self.spec["taskType"]),
+            spec=inputs.spec,
+            output_dir=str(output_dir),
             attempt=number,
             gpus=gpus,
-            output_dir=output_dir,
-            checkpoint_dir=checkpoint_dir,
-            resume_from=None,
-            model=spec.get("model"),
-            results_dir=settings.results_dir,
-            python_path=_python_path(),
-        ),
-    )
-    attempt = Attempt(
-        child_request,
-        runtime.app.ledger,
-        argv=[sys.executable, "-P", "-m", "executors"],
-        environment=environment,
-        log_path=folder.log_path(number),
-        grace_seconds=settings.grace_seconds,
-        deadline_seconds=duration_seconds(spec["timeout"]) if spec.get("timeout") else None,
-        on_progress=lambda progress: task.backend.store_result(
-            request.id, {**progress, "attempt": number}, "PROGRESS", request=request
-        ),
-    )
-    runtime.begin(request.id, attempt)
-    runtime.leases.start(tag, lambda: attempt.stop("lost"))
-    try:
-        return attempt.run()
-    finally:
-        runtime.end(request.id)
-
-
-def _commit(
-    runtime: Runtime,
-    task_id: str,
-    number: int,
-    folder: ResultsFolder,
-    outcome: Outcome,
-    spec: Mapping[str, Any],
-) -> dict[str, Any]:
-    ledger = runtime.app.ledger
-    if outcome.stop in ("lost", "superseded"):
-        log.warning("attempt_superseded", task=task_id, attempt=number, why=outcome.stop)
-        raise Ignore
-    if outcome.stop == "shutdown":
-        log.info("task_returned", task=task_id, attempt=number)
-        raise Reject("the worker stops", requeue=True)
-    if outcome.completed:
+            checkpoint_dir=str(checkpoint_dir),
+            checkpoint_path=inputs.checkpoint_path,
+            cache_dir=str(settings.cache_dir),
+            resume_from=str(resume_from) if resume_from else None,
+        )
+        environment = child_environment(
+            os.environ,
+            pass_env=settings.pass_env,
+            requested=self.spec.get("env"),
+            given=given_variables(
+                task_id=self.id,
+                attempt=number,
+                gpus=gpus,
+                output_dir=output_dir,
+                checkpoint_dir=checkpoint_dir,
+                resume_from=str(resume_from) if resume_from else None,
+                notice_seconds=settings.notice_seconds,
+                model=self.spec.get("model"),
+                results_dir=settings.results_dir,
+                python_path=_python_path(),
+            ),
+        )
+        leases = runtime.leases
+        attempt = Attempt(
+            child_request,
+            self.ledger,
+            holder,
+            argv=[sys.executable, "-P", "-m", "executors"],
+            environment=environment,
+            log_path=self.folder.log_path(number),
+            grace_seconds=settings.grace_seconds,
+            notice_seconds=settings.notice_seconds,
+            deadline_seconds=duration_seconds(self.spec["timeout"]) if self.spec.get("timeout") else None,
+            celery_meta=self._celery_meta(number),
+            on_tick=lambda: leases.beat(self.tag),
+        )
+        runtime.begin(self.id, attempt)
+        leases.start(self.tag, lambda: attempt.stop("lost"))
+        if not leases.holds(self.tag):
+            attempt.stop("lost")
         try:
-            sealed = seal_results(folder.attempt_dir(number), outcome.result, outcome.artifacts, spec)
+            return attempt.run()
+        finally:
+            leases.beat(self.tag, over=True)
+            runtime.end(self.id)
+
+    def _celery_meta(self, number: int) -> Callable[[Mapping[str, Any] | None], str]:
+        def meta(progress: Mapping[str, Any] | None) -> str:
+            state = "STARTED" if progress is None else "PROGRESS"
+            text: str = self.backend.meta(state, {**(progress or {}), "attempt": number}, self.request)
+            return text
+
+        return meta
+
+    def _succeed(self, holder: Holder, outcome: Outcome) -> dict[str, Any]:
+        number = holder.attempt
+        try:
+            sealed = seal_results(self.folder.attempt_dir(number), outcome.result, outcome.artifacts, self.spec)
         except (OSError, GPUFlowError) as error:
-            outcome = Outcome(completed=False, error=_cause(error))
+            return self._end(holder, replace(outcome, completed=False, stop=None, error=_cause(error)))
+        committed = self._until_told(
+            lambda: self.ledger.commit(
+                self.id,
+                TaskState.SUCCEEDED,
+                holder=holder,
+                result=sealed.result,
+                manifest=sealed.digest,
+                log_tail=outcome.log_tail,
+            )
+        )
+        if not committed:
+            log.warning("late_result_refused", task=self.id, attempt=number)
+            raise Ignore
+        try:
+            self.folder.publish(number)
+        except OSError as error:
+            log.warning("links_not_written", task=self.id, cause=str(error))
+        log.info("task_succeeded", task=self.id, attempt=number, worker=self.runtime.worker_id)
+        return sealed.result
+
+    def _end(self, holder: Holder, outcome: Outcome) -> dict[str, Any]:
+        number = holder.attempt
+        if outcome.stop in ("lost", "superseded"):
+            log.warning("attempt_superseded", task=self.id, attempt=number, why=outcome.stop)
+            raise Ignore
+        error = outcome.error or {"type": "Failed", "message": "the attempt failed", "retryable": False}
+        if outcome.stop == "cancelled":
+            self._finish(holder, TaskState.CANCELLED, error, outcome)
+        if outcome.stop in ("preempted", "shutdown"):
+            self._give_back(holder, outcome, "preempted", error, 0)
+        decision = decide(error, self.failures, self.spec.get("retry"))
+        if isinstance(decision, Again):
+            self._give_back(holder, outcome, "failed", error, decision.delay_seconds)
         else:
-            if not ledger.commit(
-                task_id, TaskState.SUCCEEDED, attempt=number, result=sealed.result, manifest=sealed.digest
-            ):
-                log.warning("late_result_refused", task=task_id, attempt=number)
-                raise Ignore
-            folder.publish(number)
-            log.info("task_succeeded", task=task_id, attempt=number, worker=runtime.worker_id)
-            return sealed.result
-    failure = outcome.error or {"type": "Failed", "message": "the attempt failed", "retryable": False}
-    state = TaskState.CANCELLED if outcome.stop == "cancelled" else TaskState.FAILED
-    if not ledger.commit(task_id, state, attempt=number, error=failure):
-        log.warning("late_failure_refused", task=task_id, attempt=number)
+            self._finish(holder, decision.state, decision.error, outcome)
+        raise AssertionError("an attempt has ended in no way")  # both calls raise
+
+    def _give_back(
+        self,
+        holder: Holder,
+        outcome: Outcome,
+        reason: Literal["failed", "preempted"],
+        error: Mapping[str, Any],
+        delay_seconds: float,
+    ) -> NoReturn:
+        """Put the task back to its queue; raises Ignore, or TaskCancelled if a user wanted that meanwhile."""
+        avoid = self.runtime.worker_id if reason == "failed" and self._others_serve() else ""
+        answer = self._until_told(
+            lambda: self.ledger.give_back(
+                self.id,
+                holder,
+                self.tag,
+                reason=reason,
+                error=error,
+                log_tail=outcome.log_tail,
+                delay_seconds=delay_seconds,
+                avoid=avoid,
+                avoid_seconds=delay_seconds + AVOID_SECONDS,
+            )
+        )
+        if answer == "cancel":
+            cancelled = {"type": "Cancelled", "message": "cancelled by a user", "retryable": False}
+            self._finish(holder, TaskState.CANCELLED, cancelled, outcome)
+        self.runtime.leases.forget(self.tag)
+        log.info(
+            "task_given_back",
+            task=self.id,
+            attempt=holder.attempt,
+            why=reason,
+            answer=answer,
+            cause=error["message"],
+            delay_seconds=round(delay_seconds, 1),
+        )
         raise Ignore
-    log.info("task_ended", task=task_id, attempt=number, state=str(state), cause=failure["message"])
-    raise _exception(state, failure)
 
+    def _finish(self, holder: Holder, state: TaskState, error: Mapping[str, Any], outcome: Outcome) -> NoReturn:
+        """Commit an end without result and raise it for Celery; Ignore when it is refused."""
+        if not self._until_told(
+            lambda: self.ledger.commit(self.id, state, holder=holder, error=error, log_tail=outcome.log_tail)
+        ):
+            log.warning("late_failure_refused", task=self.id, attempt=holder.attempt)
+            raise Ignore
+        log.info("task_ended", task=self.id, attempt=holder.attempt, state=str(state), cause=error["message"])
+        raise _exception(state, dict(error))
 
-def _replay(runtime: Runtime, task_id: str) -> dict[str, Any]:
-    """Give Celery the end of a task whose record is final already: storing and counting it again is idempotent."""
-    record = runtime.app.ledger.get(task_id)
-    runtime.app.attempts.begin(task_id, record.attempt)
-    if record.state is TaskState.SUCCEEDED:
-        return dict(record.result or {})
-    raise _exception(record.state, dict(record.error or {}))
+    def _others_serve(self) -> bool:
+        """Whether another live worker serves the queue of this task."""
+        queue = (self.request.delivery_info or {}).get("routing_key")
+        try:
+            entries = self.runtime.fleet.workers()
+        except RedisError:
+            return False
+        return any(
+            entry.id != self.runtime.worker_id
+            and entry.state in (WorkerState.IDLE, WorkerState.BUSY)
+            and queue in entry.queues
+            for entry in entries
+        )
+
+    def _replay(self) -> dict[str, Any]:
+        """Give Celery the end of a task whose record is final: storing and counting it again is idempotent."""
+        record = self._until_told(lambda: self.ledger.get(self.id))
+        self.runtime.app.attempts.begin(self.id, Holder(attempt=record.attempt, token=""))
+        if record.state is TaskState.SUCCEEDED:
+            return dict(record.result or {})
+        raise _exception(record.state, dict(record.error or {}))
+
+    def _until_told(self, step: Callable[[], T]) -> T:
+        """Take a step on the broker; while it is away, try again as long as the lease is ours. Raises Ignore then."""
+        pause = 0.1
+        while True:
+            try:
+                return step()
+            except (RedisConnectionError, RedisTimeoutError, ReadOnlyError, OutOfMemoryError) as error:
+                if not self.runtime.leases.holds(self.tag):
+                    log.warning("attempt_superseded", task=self.id, why="lost")
+                    raise Ignore from None
+                log.warning("broker_away", task=self.id, cause=str(error))
+                self.runtime.leases.wait(pause)
+                pause = min(pause * 2, 2.0)
 
 
 def _exception(state: TaskState, error: dict[str, Any]) -> Exception:

@@ -114,7 +114,7 @@ def test_a_time_out_stops_a_silent_child(fleet: TestFleet) -> None:
 
 def test_a_killed_child_is_told_apart(fleet: TestFleet) -> None:
     worker = fleet.start_worker("w1")
-    task = submit(fleet.echo(sleep_seconds=60), app=fleet.app)
+    task = submit({**fleet.echo(sleep_seconds=60), "retry": {"max_attempts": 1}}, app=fleet.app)
     child = eventually(
         lambda: next((p for p in worker.children() if "executors" in " ".join(p.cmdline()[-2:]) and _is_child(p)), None)
     )
@@ -122,7 +122,7 @@ def test_a_killed_child_is_told_apart(fleet: TestFleet) -> None:
     child.kill()
 
     record = task.wait(timeout=20)
-    assert (record.state, record.error["type"]) == ("FAILED", "ChildDied")
+    assert (record.state, record.error["type"]) == ("DEAD", "ChildKilled")
     assert "SIGKILL" in record.error["message"]
 
 

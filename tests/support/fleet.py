@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import psutil
 import redis
 
 from gpuflow.broker.embedded import EmbeddedServer
+from gpuflow.broker.embedded_files import ServerFiles
 from gpuflow.celery_app import GPUFlow
 from gpuflow.fleet.registry import Fleet, WorkerState
 from gpuflow.settings import Settings
@@ -26,9 +28,35 @@ class Broker:
     """A real server with an append-only file, on loopback."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.data = folder / "embedded" / "data"
         self.server = EmbeddedServer(folder)
         self.url = self.server.start()
         self.client: Any = redis.Redis.from_url(self.url, decode_responses=True)
+
+    def kill(self) -> None:
+        """End the server as a crash would: SIGKILL."""
+        record = ServerFiles(self.folder).read_record()
+        assert record is not None
+        os.kill(record.pid, signal.SIGKILL)
+        eventually(lambda: not self.server.alive, within=10, what="the end of the killed server")
+
+    def restart(self) -> None:
+        """Start the server again, at its former address."""
+        assert self.server.start() == self.url, "the server has come back at another address"
+
+    def snapshot(self) -> Path:
+        """Copy the append-only files as they are now, and return the copy."""
+        copy = self.folder / f"snapshot-{len(list(self.folder.glob('snapshot-*')))}"
+        shutil.copytree(self.data, copy)
+        return copy
+
+    def restart_from(self, snapshot: Path) -> None:
+        """Kill the server and start it again from an older copy of its files."""
+        self.kill()
+        shutil.rmtree(self.data)
+        shutil.copytree(snapshot, self.data)
+        self.restart()
 
     def close(self) -> None:
         self.client.close()
@@ -77,6 +105,18 @@ class WorkerProcess:
 
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
+
+    def supervised(self) -> list[psutil.Process]:
+        """Return the child processes of the attempts that run here, without their shims."""
+        found = []
+        for process in self.children():
+            try:
+                words = process.cmdline()
+            except psutil.NoSuchProcess:
+                continue
+            if words[-2:] == ["-m", "executors"]:
+                found.append(process)
+        return found
 
     def ready(self, within: float = 60) -> WorkerProcess:
         app = GPUFlow("probe", settings=self.settings)
@@ -127,14 +167,16 @@ class TestFleet:
 
     __test__ = False
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, env: Mapping[str, str] | None = None) -> None:
         self.folder = folder
+        self.env = dict(env or {})
         self.broker = Broker(folder / "broker")
         self.settings = Settings.load(
             env={
                 "REDIS_URL": self.broker.url,
                 "RESULTS_DIR": str(folder / "results"),
                 "GPUFLOW_STATE_DIR": str(folder / "state"),
+                **self.env,
             },
             cwd=folder,
         )
@@ -146,9 +188,15 @@ class TestFleet:
         return self.settings.results_dir
 
     def start_worker(self, name: str = "w1", *options: str, env: Mapping[str, str] | None = None) -> WorkerProcess:
-        worker = WorkerProcess(self.broker.url, self.folder, name, *options, env=env)
+        return self.spawn_worker(name, *options, env=env).ready()
+
+    def spawn_worker(self, name: str, *options: str, env: Mapping[str, str] | None = None) -> WorkerProcess:
+        """Start a worker without waiting for it, with the fleet's environment and then `env`."""
+        worker = WorkerProcess(
+            self.settings.redis_url or "", self.folder, name, *options, env={**self.env, **(env or {})}
+        )
         self.workers.append(worker)
-        return worker.ready()
+        return worker
 
     def echo(self, **fields: Any) -> dict[str, Any]:
         return {"taskType": "echo", "echo": fields}

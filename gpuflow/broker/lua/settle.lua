@@ -2,7 +2,9 @@
 --
 -- KEYS[1] gpuflow.leases  KEYS[2] gpuflow.unacked  KEYS[3] gpuflow.owners  KEYS[4] gpuflow.waiters
 -- KEYS[5] doorbell of this consumer (a slot is free now: it looks again)
+-- KEYS[6] gpuflow.delayed  KEYS[7] gpuflow.parked
 -- ARGV[1] delivery tag  ARGV[2] owner token  ARGV[3] 'ack', 'front' or 'back'  ARGV[4] doorbell token seconds
+-- ARGV[5] seconds to wait before a message that is put back can be taken again (0: none)
 --
 -- Returns 1 done, 0 LOST (another owner holds the lease, or it was settled before): nothing was changed.
 local held = redis.call('HGET', KEYS[3], ARGV[1])
@@ -10,14 +12,19 @@ if not held then return 0 end
 local cut = string.find(held, '\n', 1, true)
 if string.sub(held, 1, cut - 1) ~= ARGV[2] then return 0 end
 local list = string.sub(held, cut + 1)
-if ARGV[3] ~= 'ack' then
-  local raw = redis.call('HGET', KEYS[2], ARGV[1])
-  if raw then redis.call(ARGV[3] == 'front' and 'RPUSH' or 'LPUSH', list, raw) end
+local raw = ARGV[3] ~= 'ack' and redis.call('HGET', KEYS[2], ARGV[1])
+local delay = tonumber(ARGV[5])
+if raw and delay > 0 then
+  local now = redis.call('TIME')
+  redis.call('ZADD', KEYS[6], now[1] + now[2] / 1000000 + delay, ARGV[1])
+  redis.call('HSET', KEYS[7], ARGV[1], ARGV[3] .. '\n' .. list .. '\n' .. raw)
+elseif raw then
+  redis.call(ARGV[3] == 'front' and 'RPUSH' or 'LPUSH', list, raw)
 end
 redis.call('ZREM', KEYS[1], ARGV[1])
 redis.call('HDEL', KEYS[2], ARGV[1])
 redis.call('HDEL', KEYS[3], ARGV[1])
-local bells = ARGV[3] == 'ack' and {KEYS[5]} or redis.call('SMEMBERS', KEYS[4])
+local bells = (ARGV[3] == 'ack' or delay > 0) and {KEYS[5]} or redis.call('SMEMBERS', KEYS[4])
 for _, bell in ipairs(bells) do
   if redis.call('SREM', KEYS[4], bell) == 1 then
     redis.call('LPUSH', bell, '1')

@@ -1,41 +1,73 @@
--- Put messages whose lease has ended back to the front of their lists. One step, on the server's clock.
+-- Put messages whose lease has ended back to the front of their lists, and delayed ones whose time has come into
+-- theirs. One step, on the server's clock; every consumer and beat take it every second.
 --
 -- KEYS[1] gpuflow.leases  KEYS[2] gpuflow.unacked  KEYS[3] gpuflow.owners  KEYS[4] gpuflow.waiters
--- KEYS[5] gpuflow.sweep
--- ARGV[1] lease in seconds  ARGV[2] run id of the server  ARGV[3] longest gap between sweeps in seconds
--- ARGV[4] most messages to restore in one step  ARGV[5] doorbell token seconds
+-- KEYS[5] gpuflow.sweep  KEYS[6] gpuflow.delayed  KEYS[7] gpuflow.parked
+-- KEYS[8] gpuflow.present  KEYS[9] gpuflow.workers
+-- ARGV[1] lease in seconds  ARGV[2] longest gap between sweeps in seconds
+-- ARGV[3] most messages to move in one step  ARGV[4] doorbell token seconds
+-- ARGV[5] prefix of the workers' heartbeat keys
 --
--- After a pause, a clock that jumped or a new server run, nobody could renew: every lease gets one term of grace.
--- Returns {restored, graced}.
+-- After a pause or a clock that jumped, nobody could renew: every lease gets one term of grace.
+-- Returns {restored, graced, name of the server run, 1 while the fleet gathers after a new run}.
 local time = redis.call('TIME')
 local now = time[1] + time[2] / 1000000
-local last = tonumber(redis.call('HGET', KEYS[5], 'at') or '-1')
-local run = redis.call('HGET', KEYS[5], 'run')
-redis.call('HSET', KEYS[5], 'at', string.format('%.6f', now), 'run', ARGV[2])
-if run ~= ARGV[2] or now < last or now - last > tonumber(ARGV[3]) then
+local at, run, hold = unpack(redis.call('HMGET', KEYS[5], 'at', 'run', 'hold'))
+local last = tonumber(at or '-1')
+hold = tonumber(hold or '0')
+redis.call('HSET', KEYS[5], 'at', string.format('%.6f', now))
+local moved = 0
+local gathering = 0
+if hold > now then
+  gathering = 1
+  local missing = 0
+  for _, worker in ipairs(redis.call('SMEMBERS', KEYS[9])) do
+    if redis.call('EXISTS', ARGV[5] .. worker .. ':hb') == 1 and redis.call('SISMEMBER', KEYS[8], worker) == 0 then
+      missing = missing + 1
+    end
+  end
+  if missing == 0 or hold > now + tonumber(ARGV[1]) then
+    redis.call('HSET', KEYS[5], 'hold', '0')
+    gathering = 0
+    moved = 1
+  end
+end
+local restored, graced = 0, 0
+if now < last or now - last > tonumber(ARGV[2]) then
   local held = redis.call('ZRANGE', KEYS[1], 0, -1)
   local ends = now + tonumber(ARGV[1])
   for _, tag in ipairs(held) do redis.call('ZADD', KEYS[1], ends, tag) end
-  return {0, #held}
-end
-local due = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, ARGV[4])
-local restored = 0
-for _, tag in ipairs(due) do
-  local raw = redis.call('HGET', KEYS[2], tag)
-  local held = redis.call('HGET', KEYS[3], tag)
-  if raw and held then
-    redis.call('RPUSH', string.sub(held, string.find(held, '\n', 1, true) + 1), raw)
-    restored = restored + 1
+  graced = #held
+else
+  for _, tag in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, ARGV[3])) do
+    local raw = redis.call('HGET', KEYS[2], tag)
+    local held = redis.call('HGET', KEYS[3], tag)
+    if raw and held then
+      redis.call('RPUSH', string.sub(held, string.find(held, '\n', 1, true) + 1), raw)
+      restored = restored + 1
+    end
+    redis.call('ZREM', KEYS[1], tag)
+    redis.call('HDEL', KEYS[2], tag)
+    redis.call('HDEL', KEYS[3], tag)
   end
-  redis.call('ZREM', KEYS[1], tag)
-  redis.call('HDEL', KEYS[2], tag)
-  redis.call('HDEL', KEYS[3], tag)
 end
-if restored > 0 then
+for _, tag in ipairs(redis.call('ZRANGEBYSCORE', KEYS[6], '-inf', now, 'LIMIT', 0, ARGV[3])) do
+  local parked = redis.call('HGET', KEYS[7], tag)
+  if parked then
+    local side = string.find(parked, '\n', 1, true)
+    local list = string.find(parked, '\n', side + 1, true)
+    redis.call(string.sub(parked, 1, side - 1) == 'front' and 'RPUSH' or 'LPUSH',
+      string.sub(parked, side + 1, list - 1), string.sub(parked, list + 1))
+    moved = moved + 1
+  end
+  redis.call('ZREM', KEYS[6], tag)
+  redis.call('HDEL', KEYS[7], tag)
+end
+if restored + moved > 0 then
   for _, bell in ipairs(redis.call('SMEMBERS', KEYS[4])) do
     redis.call('LPUSH', bell, '1')
-    redis.call('EXPIRE', bell, ARGV[5])
+    redis.call('EXPIRE', bell, ARGV[4])
   end
   redis.call('DEL', KEYS[4])
 end
-return {restored, 0}
+return {restored, graced, run or '', gathering}

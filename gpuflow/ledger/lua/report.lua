@@ -1,21 +1,24 @@
--- Report events of a running attempt and learn what is asked of it.
+-- Append events of a running attempt and learn what is asked of it.
 --
--- KEYS[1] task record  KEYS[2] events
--- ARGV[1] attempt  ARGV[2] progress JSON or ''  ARGV[3] cap of the event stream  ARGV[4..] event JSON
+-- KEYS[1] task record  KEYS[2] events  KEYS[3] Celery's result of the task
+-- ARGV[1] attempt  ARGV[2] owner token  ARGV[3] progress JSON or ''  ARGV[4] cap of the event stream
+-- ARGV[5] what Celery is to show (STARTED, PROGRESS) or ''  ARGV[6] seconds until that expires
+-- ARGV[7..] event JSON
 --
 -- Returns 'ok', 'cancel' (stop the child), or 'superseded' (another attempt is current, or the record is final:
 -- nothing was written).
-local state, attempt = unpack(redis.call('HMGET', KEYS[1], 'state', 'attempt'))
-if attempt ~= ARGV[1] or (state ~= 'STARTING' and state ~= 'RUNNING') then return 'superseded' end
-local now = redis.call('TIME')
-local seconds = string.format('%d.%06d', now[1], now[2])
+local state, attempt, token = unpack(redis.call('HMGET', KEYS[1], 'state', 'attempt', 'owner_token'))
+if attempt ~= ARGV[1] or token ~= ARGV[2] or not runs(state) then return 'superseded' end
 if state == 'STARTING' then
   redis.call('HSET', KEYS[1], 'state', 'RUNNING')
-  redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[3], '*', 'event',
-    cjson.encode({event = 'state', state = 'RUNNING', attempt = tonumber(attempt)}))
+  tell(KEYS[2], ARGV[4], {event = 'state', state = 'RUNNING', attempt = tonumber(attempt)})
 end
-redis.call('HSET', KEYS[1], 'updated_at', seconds)
-if ARGV[2] ~= '' then redis.call('HSET', KEYS[1], 'progress', ARGV[2]) end
-for i = 4, #ARGV do redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[3], '*', 'event', ARGV[i]) end
+redis.call('HSET', KEYS[1], 'updated_at', clock())
+if ARGV[3] ~= '' then redis.call('HSET', KEYS[1], 'progress', ARGV[3]) end
+for i = 7, #ARGV do redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[4], '*', 'event', ARGV[i]) end
+if ARGV[5] ~= '' then
+  redis.call('SETEX', KEYS[3], ARGV[6], ARGV[5])
+  redis.call('PUBLISH', KEYS[3], ARGV[5])
+end
 if redis.call('HEXISTS', KEYS[1], 'cancel_requested') == 1 then return 'cancel' end
 return 'ok'

@@ -89,7 +89,7 @@ WRONG = [
     (echo("env: {1x: a}"), "spec.env.1x", "no name of an environment variable"),
     (echo("env: {REDIS_URL: x}"), "spec.env.REDIS_URL", "set by gpuflow"),
     (echo("secrets: [CUDA_VISIBLE_DEVICES]"), "spec.secrets[0]", "set by gpuflow"),
-    (echo("notify: [{on: [done], url: x}]"), "spec.notify[0].on[0]", "queued, running"),
+    (echo("notify: [{on: [done], url: x}]"), "spec.notify[0].on[0]", "succeeded, failed"),
     (echo("notify: [{on: [failed]}]"), "spec.notify[0].url", "required"),
     (echo("output: {artifacts: [../../etc/passwd]}"), "spec.output.artifacts[0]", "inside the output folder"),
     (echo("output: {destination: {type: ftp}}"), "spec.output.destination.type", "local, http or s3"),

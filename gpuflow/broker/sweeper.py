@@ -1,0 +1,98 @@
+"""The sweep: what was leased and is no longer renewed goes back, what was delayed and is due goes on.
+
+Every consumer takes this step each second, and so does beat. It also finds out that the server was restarted: a new
+server knows none of our scripts, so the first of us to meet it says so (`arrive`) before anything can be popped.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from typing import Any, Final
+
+import redis
+from redis.exceptions import NoScriptError, ResponseError
+
+from gpuflow.broker.keys import Keys
+from gpuflow.broker.scripts import load_script
+from gpuflow.logs import get_logger
+
+log = get_logger("gpuflow.sweep")
+
+#: Messages that one step moves at most; more are left to the next second.
+SWEEP_LIMIT: Final = 100
+#: A gap between two sweeps longer than this means that nobody could renew either, in seconds.
+SWEEP_GAP_SECONDS: Final = 5.0
+#: A doorbell token that nobody reads expires after this many seconds.
+BELL_SECONDS: Final = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class Swept:
+    """What one step did: messages put back, leases graced, the server's run, and whether the fleet still gathers."""
+
+    restored: int
+    graced: int
+    run: str
+    gathering: bool
+
+
+class Sweeper:
+    """Sweeps one fleet; `lease_seconds` is the term of its leases."""
+
+    def __init__(self, keys: Keys, lease_seconds: float) -> None:
+        self.keys = keys
+        self.lease_seconds = lease_seconds
+
+    def sweep(self, client: redis.Redis) -> Swept:
+        """Take the step. Raises redis errors."""
+        keys = self.keys
+        script = load_script("gpuflow.broker", "sweep")
+        names = [
+            keys.leases,
+            keys.unacked,
+            keys.owners,
+            keys.waiters,
+            keys.sweep,
+            keys.delayed,
+            keys.parked,
+            keys.present,
+            keys.workers,
+        ]
+        values: list[Any] = [self.lease_seconds, SWEEP_GAP_SECONDS, SWEEP_LIMIT, BELL_SECONDS, keys.worker("")]
+        try:
+            answer: Any = client.evalsha(script.sha, len(names), *names, *values)
+        except NoScriptError:
+            self.arrive(client)
+            answer = script(client, names, values)
+        restored, graced, run, gathering = answer
+        if restored:
+            log.warning("messages_restored", count=restored)
+        if graced:
+            log.info("leases_graced", count=graced)
+        return Swept(
+            restored=restored,
+            graced=graced,
+            run=run.decode() if isinstance(run, bytes) else run,
+            gathering=bool(gathering),
+        )
+
+    def arrive(self, client: redis.Redis) -> None:
+        """Tell the fleet that the server does not know us: if its run is a new one, leases get grace."""
+        keys = self.keys
+        graced = load_script("gpuflow.broker", "arrive")(
+            client,
+            [keys.leases, keys.sweep, keys.present, keys.workers],
+            [self.lease_seconds, _run_id(client), keys.worker("")],
+        )
+        if graced >= 0:
+            log.info("new_server_run", graced=graced)
+
+
+def _run_id(client: redis.Redis) -> str:
+    """Return the server's name of its run; a new name where the user may not ask for it."""
+    try:
+        info: Any = client.info("server")
+        return str(info["run_id"])
+    except (ResponseError, KeyError):
+        return uuid.uuid4().hex

@@ -1,0 +1,158 @@
+"""`gpuflow dead`: tasks that used up their attempts, with what each attempt left behind."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from gpuflow.cli.errors import DONE, FAILED, bad_input
+from gpuflow.cli.options import json_option
+
+if TYPE_CHECKING:
+    from gpuflow.celery_app import GPUFlow
+    from gpuflow.client import Task
+    from gpuflow.ledger.records import AttemptEntry
+
+
+@click.group(invoke_without_command=True, short_help="List, show, retry or purge dead letters.")
+@json_option
+@click.pass_context
+def dead(ctx: click.Context, as_json: bool) -> None:
+    """List, show, retry or purge the tasks that used up their attempts."""
+    if ctx.invoked_subcommand is None:
+        ctx.invoke(list_dead, as_json=as_json)
+
+
+@dead.command("list")
+@click.option("--limit", default=50, show_default=True, type=click.IntRange(1, 10_000), help="How many, newest first.")
+@json_option
+def list_dead(limit: int = 50, as_json: bool = False) -> None:
+    """List the dead letters, the newest first."""
+    from gpuflow.cli import output
+    from gpuflow.cli.session import connected
+    from gpuflow.client import reachable
+
+    with connected() as app, reachable():
+        records = app.ledger.dead(limit)
+    if as_json:
+        output.emit_json([record.public() for record in records])
+        return
+    output.table(
+        ["task", "name", "died", "attempts", "cause"],
+        [
+            [
+                record.id,
+                record.name,
+                output.when(record.finished_at),
+                record.attempt,
+                (record.error or {}).get("message", ""),
+            ]
+            for record in records
+        ],
+        empty="no dead letters",
+    )
+
+
+@dead.command("show")
+@click.argument("task_id", metavar="ID")
+@json_option
+def show_dead(task_id: str, as_json: bool) -> None:
+    """Show a dead letter: every attempt, its cause, and the end of its log."""
+    from gpuflow.cli import output
+    from gpuflow.cli.session import connected
+
+    with connected() as app:
+        handle = _dead_task(app, task_id)
+        record, attempts = handle.record(), handle.attempts()
+    if as_json:
+        output.emit_json({**record.public(), "attempts": [entry.public() for entry in attempts]})
+        return
+    output.pairs(
+        {"task": record.id, "name": record.name, "queue": record.queue, "died": output.when(record.finished_at)}
+    )
+    output.line()
+    print_attempts(attempts, logs=True)
+
+
+@dead.command("retry")
+@click.argument("task_ids", metavar="[ID]...", nargs=-1)
+@click.option("--all", "everything", is_flag=True, help="All dead letters.")
+@json_option
+def retry_dead(task_ids: tuple[str, ...], everything: bool, as_json: bool) -> int:
+    """Queue dead letters again, with all attempts before them."""
+    from gpuflow.cli import output
+    from gpuflow.cli.session import connected
+
+    with connected() as app:
+        chosen = _chosen(app, task_ids, everything, "retry")
+        queued = [task_id for task_id in chosen if _dead_task(app, task_id).retry()]
+    if as_json:
+        output.emit_json({"queued": queued})
+    else:
+        output.line(f"{len(queued)} of {len(chosen)} queued again")
+    return DONE if len(queued) == len(chosen) else FAILED
+
+
+@dead.command("purge")
+@click.argument("task_ids", metavar="[ID]...", nargs=-1)
+@click.option("--all", "everything", is_flag=True, help="All dead letters.")
+@json_option
+def purge_dead(task_ids: tuple[str, ...], everything: bool, as_json: bool) -> int:
+    """Forget dead letters: record, events and history. Their results folders are kept."""
+    from gpuflow.cli import output
+    from gpuflow.cli.session import connected
+
+    with connected() as app:
+        chosen = _chosen(app, task_ids, everything, "purge")
+        purged = [task_id for task_id in chosen if app.ledger.purge(_dead_task(app, task_id).id)]
+    if as_json:
+        output.emit_json({"purged": purged})
+    else:
+        output.line(f"{len(purged)} of {len(chosen)} forgotten")
+    return DONE if len(purged) == len(chosen) else FAILED
+
+
+def print_attempts(attempts: list[AttemptEntry], *, logs: bool) -> None:
+    """Print how each attempt went; with `logs` the end of what it had written."""
+    from gpuflow.cli import output
+
+    output.table(
+        ["attempt", "outcome", "worker", "took", "cause"],
+        [
+            [
+                entry.attempt,
+                entry.outcome,
+                entry.worker,
+                output.span(entry.started_at, entry.ended_at),
+                (entry.error or {}).get("message", ""),
+            ]
+            for entry in attempts
+        ],
+    )
+    for entry in attempts if logs else ():
+        if entry.log_tail:
+            output.line(f"\nlog of attempt {entry.attempt}:\n{entry.log_tail.rstrip()}")
+
+
+def _chosen(app: GPUFlow, task_ids: tuple[str, ...], everything: bool, verb: str) -> list[str]:
+    from gpuflow.client import reachable
+
+    if bool(task_ids) == everything:
+        raise bad_input(f"name the tasks, or --all: `gpuflow dead {verb} ID`")
+    if not everything:
+        return list(task_ids)
+    with reachable():
+        return [record.id for record in app.ledger.dead()]
+
+
+def _dead_task(app: GPUFlow, task_id: str) -> Task:
+    from gpuflow import client
+
+    handle = client.get(task_id, app=app)
+    if isinstance(handle, client.PipelineRun):
+        raise bad_input(f"{task_id} is a pipeline; dead letters are tasks: `gpuflow dead list`")
+    state = str(handle.record().state)
+    if state != "DEAD":
+        raise bad_input(f"{task_id} is {state}, not among the dead letters; `gpuflow dead list` shows those")
+    return handle

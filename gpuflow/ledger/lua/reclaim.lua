@@ -1,0 +1,51 @@
+-- Take back leases that nobody holds: they were swept while their owner was cut off or stopped, or an older snapshot
+-- of the server does not know them. The work behind them goes on, unless a higher attempt exists.
+--
+-- KEYS[1] gpuflow.leases  KEYS[2] gpuflow.unacked  KEYS[3] gpuflow.owners
+-- KEYS[4], [5], ... one task record for each lease, in their order
+-- ARGV[1] owner token  ARGV[2] lease in seconds  ARGV[3] 1 after a new server run (its snapshot may be older)
+-- then for each lease: delivery tag, list, attempt ('' for work without a record), message
+--
+-- A message that is taken back leaves its waiting list in the same step, and the record says again what runs.
+-- Returns the tags that are held again.
+local seconds = clock()
+local renewed = string.format('%.6f', seconds + ARGV[2])
+local new_run = ARGV[3] == '1'
+
+-- Whether this owner's attempt may go on, by the record.
+local function goes_on(record, attempt)
+  local state, current, token = unpack(redis.call('HMGET', record, 'state', 'attempt', 'owner_token'))
+  if not state then return new_run end
+  if is_final(state) then return false end
+  current = tonumber(current or '0')
+  if current == attempt and runs(state) then return token == ARGV[1] end
+  return new_run and current < attempt
+end
+
+local kept = {}
+for i = 0, (#ARGV - 3) / 4 - 1 do
+  local tag, list, attempt, raw = ARGV[4 + i * 4], ARGV[5 + i * 4], ARGV[6 + i * 4], ARGV[7 + i * 4]
+  local record = KEYS[4 + i]
+  if redis.call('HEXISTS', KEYS[3], tag) == 0 then
+    local ours
+    if attempt == '' then
+      ours = redis.call('LREM', list, -1, raw) > 0 or new_run
+    else
+      ours = goes_on(record, tonumber(attempt))
+      if ours then
+        redis.call('LREM', list, -1, raw)
+        if redis.call('EXISTS', record) == 1 then
+          redis.call('HSET', record, 'state', 'RUNNING', 'attempt', attempt, 'owner_token', ARGV[1], 'tag', tag,
+            'updated_at', seconds)
+        end
+      end
+    end
+    if ours then
+      redis.call('ZADD', KEYS[1], renewed, tag)
+      redis.call('HSET', KEYS[2], tag, raw)
+      redis.call('HSET', KEYS[3], tag, ARGV[1] .. '\n' .. list)
+      kept[#kept + 1] = tag
+    end
+  end
+end
+return kept

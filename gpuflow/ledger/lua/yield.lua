@@ -1,0 +1,51 @@
+-- YIELD: end an attempt without ending its task: the record waits again, and the message is back in its list or
+-- delayed, in one step. By the current attempt under its own lease only. Compare-and-set.
+--
+-- KEYS[1] task record  KEYS[2] events  KEYS[3] attempts of the task
+-- KEYS[4] gpuflow.leases  KEYS[5] gpuflow.unacked  KEYS[6] gpuflow.owners  KEYS[7] gpuflow.waiters
+-- KEYS[8] gpuflow.delayed  KEYS[9] gpuflow.parked
+-- ARGV[1] attempt  ARGV[2] owner token  ARGV[3] delivery tag  ARGV[4] 'failed' or 'preempted'
+-- ARGV[5] error JSON or ''  ARGV[6] tail of the attempt's log or ''  ARGV[7] seconds until it may be taken again
+-- ARGV[8] worker that is not to take it, or ''  ARGV[9] for how many seconds
+-- ARGV[10] cap of the event stream  ARGV[11] doorbell token seconds
+--
+-- Returns 'queued'; 'cancel' (a user has asked for it: commit CANCELLED instead); 'refused': nothing was changed.
+local state, attempt, token = unpack(redis.call('HMGET', KEYS[1], 'state', 'attempt', 'owner_token'))
+if not state or not runs(state) or attempt ~= ARGV[1] or token ~= ARGV[2] then return 'refused' end
+local held = redis.call('HGET', KEYS[6], ARGV[3])
+if not held then return 'refused' end
+local cut = string.find(held, '\n', 1, true)
+local raw = redis.call('HGET', KEYS[5], ARGV[3])
+if string.sub(held, 1, cut - 1) ~= ARGV[2] or not raw then return 'refused' end
+if redis.call('HEXISTS', KEYS[1], 'cancel_requested') == 1 then return 'cancel' end
+local list = string.sub(held, cut + 1)
+local seconds = clock()
+remember(KEYS[1], KEYS[3], seconds, ARGV[4], ARGV[5], ARGV[6])
+redis.call('HINCRBY', KEYS[1], ARGV[4] == 'failed' and 'failures' or 'preemptions', 1)
+redis.call('HSET', KEYS[1], 'state', 'QUEUED', 'updated_at', seconds)
+redis.call('HDEL', KEYS[1], 'tag', 'owner_token', 'worker', 'progress', 'not_before', 'avoid_worker', 'avoid_until')
+if ARGV[5] ~= '' then redis.call('HSET', KEYS[1], 'error', ARGV[5]) end
+if ARGV[8] ~= '' then
+  redis.call('HSET', KEYS[1], 'avoid_worker', ARGV[8], 'avoid_until', string.format('%.6f', seconds + ARGV[9]))
+end
+local delay = tonumber(ARGV[7])
+local event = {event = 'state', state = 'QUEUED', attempt = tonumber(attempt), after = ARGV[4]}
+if delay > 0 then
+  event['delaySeconds'] = delay
+  redis.call('HSET', KEYS[1], 'not_before', string.format('%.6f', seconds + delay))
+  redis.call('ZADD', KEYS[8], string.format('%.6f', seconds + delay), ARGV[3])
+  redis.call('HSET', KEYS[9], ARGV[3], 'front\n' .. list .. '\n' .. raw)
+else
+  redis.call('RPUSH', list, raw)
+  for _, bell in ipairs(redis.call('SMEMBERS', KEYS[7])) do
+    redis.call('LPUSH', bell, '1')
+    redis.call('EXPIRE', bell, ARGV[11])
+  end
+  redis.call('DEL', KEYS[7])
+end
+if ARGV[5] ~= '' then event['error'] = cjson.decode(ARGV[5]) end
+tell(KEYS[2], ARGV[10], event)
+redis.call('ZREM', KEYS[4], ARGV[3])
+redis.call('HDEL', KEYS[5], ARGV[3])
+redis.call('HDEL', KEYS[6], ARGV[3])
+return 'queued'

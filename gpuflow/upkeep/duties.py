@@ -1,0 +1,73 @@
+"""What beat does itself, beside its schedule: sweep every second, reconcile under a lock every few. Needs no worker.
+
+Started by the app when a beat process of this app starts (`gpuflow.celery_app`).
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Final
+
+from kombu.exceptions import OperationalError
+from redis.exceptions import LockError, RedisError
+
+from gpuflow.broker.sweeper import Sweeper
+from gpuflow.celery_app import GPUFlow
+from gpuflow.logs import get_logger
+from gpuflow.upkeep.reconciler import Reconciler
+
+log = get_logger("gpuflow.duties")
+
+SWEEP_SECONDS: Final = 1.0
+RECONCILE_SECONDS: Final = 10.0
+#: A reconciler that holds the lock longer is taken for dead, in seconds.
+LOCK_SECONDS: Final = 120.0
+
+
+class Duties(threading.Thread):
+    """Sweeps and reconciles until the process ends."""
+
+    def __init__(self, app: GPUFlow) -> None:
+        super().__init__(name="gpuflow-duties", daemon=True)
+        self._app = app
+        self._sweeper = Sweeper(app.keys, app.settings.lease_seconds)
+        self._reconciler = Reconciler(app)
+        self._stop_event = threading.Event()
+
+    def stop(self) -> None:
+        """End after the current round."""
+        self._stop_event.set()
+
+    def run(self) -> None:
+        """Do the rounds; a broker that is away is tried again at the next one."""
+        every = min(RECONCILE_SECONDS, self._app.settings.lease_seconds)
+        rounds = max(1, round(every / SWEEP_SECONDS))
+        count = 0
+        while not self._stop_event.wait(SWEEP_SECONDS):
+            count += 1
+            try:
+                self._sweeper.sweep(self._app.redis)
+                if count % rounds == 0:
+                    self.reconcile()
+            except (RedisError, OperationalError) as error:
+                log.warning("duties_not_done", cause=str(error))
+            except Exception:
+                log.exception("duties_stumbled")
+
+    def reconcile(self) -> None:
+        """Reconcile, unless another process does. Raises redis errors."""
+        lock = self._app.redis.lock(f"{self._app.keys.prefix}gpuflow.reconcile", timeout=LOCK_SECONDS, blocking=False)
+        if not lock.acquire():
+            return
+        try:
+            self._reconciler.run()
+        finally:
+            try:
+                lock.release()
+            except LockError:
+                log.warning("reconcile_lock_expired")
+
+
+def start(app: GPUFlow) -> None:
+    """Start the duties of a beat process."""
+    Duties(app).start()

@@ -1,0 +1,105 @@
+"""How a worker comes to its end: it drains, hands back what does not finish in time, and stops.
+
+    first SIGTERM or SIGINT, `gpuflow workers drain`, an ephemeral worker's job   -> drain: finish, take nothing new
+    second signal, the deadline of a drain, `worker_soft_shutdown_timeout`        -> hand back: children save their
+                                                                                     state, messages go to the front
+    nothing is left                                                               -> Celery's warm shutdown
+    SIGQUIT                                                                       -> Celery's cold shutdown at once
+
+A draining worker still serves `gpuflow.control`, renews its leases and answers inspect.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+from typing import TYPE_CHECKING, Final
+
+from celery import signals
+from celery.worker import state
+
+from gpuflow.logs import get_logger
+
+if TYPE_CHECKING:
+    from gpuflow.worker.runtime import Runtime
+
+log = get_logger("gpuflow.stopping")
+
+#: Left between the end of the handing back and the deadline of a drain, in seconds.
+MARGIN_SECONDS: Final = 2.0
+_LOOK_SECONDS: Final = 0.1
+
+
+class Stopper(threading.Thread):
+    """Brings one worker to its end when it is told to; runs from its start."""
+
+    def __init__(self, runtime: Runtime, soft_shutdown_seconds: float = 0.0) -> None:
+        super().__init__(name="gpuflow-stopper", daemon=True)
+        self._runtime = runtime
+        self._soft_shutdown_seconds = soft_shutdown_seconds
+        self._wake = threading.Event()
+        self._signals = 0
+        self._hand_back_at: float | None = None
+        self._handed_back = False
+
+    def install_signals(self) -> None:
+        """Take SIGTERM and SIGINT; the first drains, the second hands back. Call it on the main thread."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def drain(self, why: str, deadline_seconds: float | None = None) -> None:
+        """Take nothing new and stop when all is done; what is not done by the deadline is handed back before it."""
+        runtime = self._runtime
+        if deadline_seconds is not None:
+            settings = runtime.app.settings
+            needed = settings.notice_seconds + settings.grace_seconds + MARGIN_SECONDS
+            at = time.monotonic() + max(0.0, deadline_seconds - needed)
+            self._hand_back_at = at if self._hand_back_at is None else min(self._hand_back_at, at)
+        if not runtime.admission.draining:
+            log.info("draining", worker=runtime.worker_id, why=why, deadline_seconds=deadline_seconds)
+            runtime.admission.draining = True
+        self._wake.set()
+
+    def run(self) -> None:
+        """Watch until the worker stops."""
+        while True:
+            self._wake.wait(_LOOK_SECONDS if self._busy_looking() else 1.0)
+            self._wake.clear()
+            if self._signals and not self._runtime.admission.draining:
+                self.drain("signal", self._soft_deadline())
+            if self._runtime.admission.has_had_its_job():
+                self.drain("ephemeral: the job is done")
+            if not self._runtime.admission.draining:
+                continue
+            overdue = self._hand_back_at is not None and time.monotonic() >= self._hand_back_at
+            if (self._signals > 1 or overdue) and not self._handed_back:
+                self._handed_back = True
+                log.info("handing_back", worker=self._runtime.worker_id, tasks=sorted(self._runtime.running))
+                self._runtime.stop_all("preempted")
+            if self._runtime.admission.idle() and not self._runtime.running:
+                log.info("drained", worker=self._runtime.worker_id)
+                signals.worker_shutting_down.send(sender=self._runtime.worker_id, sig="SIGTERM", how="Warm", exitcode=0)
+                state.should_stop = os.EX_OK
+                return
+
+    def _busy_looking(self) -> bool:
+        return self._runtime.admission.draining or self._runtime.ephemeral
+
+    def _soft_deadline(self) -> float | None:
+        if self._soft_shutdown_seconds <= 0:
+            return None
+        settings = self._runtime.app.settings
+        return self._soft_shutdown_seconds + settings.notice_seconds + settings.grace_seconds + MARGIN_SECONDS
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signals += 1
+        if self._signals == 1:
+            text = "finishing what runs, taking nothing new; once more to hand it back"
+        else:
+            text = "handing back what runs"
+        os.write(sys.__stdout__.fileno() if sys.__stdout__ else 1, f"worker: {text}\n".encode())
+        self._wake.set()
