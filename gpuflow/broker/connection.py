@@ -15,14 +15,16 @@ from kombu import Connection
 
 _TRANSPORT: Final = "gpuflow.broker.transport:Transport"
 _REDIS_SCHEMES: Final = frozenset({"redis", "rediss"})
-#: kombu's prefix of a Unix socket's URL: `redis+socket:///path?virtual_host=0`.
-_SOCKET_PREFIX: Final = "redis"
+#: A Unix socket is `redis+socket:///path?virtual_host=0` for kombu. Pooled connections would lose our transport with
+#: the prefix, so it is taken away, and a transport of its own says that the rest is not to be parsed.
+_SOCKET_SCHEME: Final = "redis+socket"
+_SOCKET_TRANSPORT: Final = "gpuflow.broker.transport:SocketTransport"
 
 
 def socket_url(url: str) -> str | None:
     """Return a redis-py URL of a Unix socket (`unix:///path?db=0`) as Celery spells it, None for any other URL.
 
-    kombu wants `redis+` before it, Celery's result backend does not.
+    kombu wants `redis+` before it, and Celery's result backend does not.
     """
     parts = urlsplit(url)
     if parts.scheme != "unix":
@@ -43,10 +45,10 @@ class LeasedConnection(Connection):  # type: ignore[misc]
         scheme = urlsplit(url).scheme if isinstance(url, str) else ""
         if scheme in _REDIS_SCHEMES and transport in (None, scheme):
             transport = _TRANSPORT
+        elif scheme == _SOCKET_SCHEME and transport in (None, "redis"):
+            hostname, transport = url.removeprefix("redis+"), _SOCKET_TRANSPORT
         self._shown_scheme = scheme if scheme in _REDIS_SCHEMES else "redis"
         super().__init__(hostname, *args, transport=transport, **kwargs)
-        if self.uri_prefix == _SOCKET_PREFIX:
-            self.transport_cls = _TRANSPORT
 
     def _info(self, resolve: bool = True) -> Any:
         """Return the connection's parameters; for people (`resolve`), with the transport's URL scheme."""
@@ -54,7 +56,8 @@ class LeasedConnection(Connection):  # type: ignore[misc]
         if not resolve:
             return info
         return tuple(
-            (name, self._shown_scheme if name == "transport" and value == _TRANSPORT else value) for name, value in info
+            (name, self._shown_scheme if name == "transport" and value in (_TRANSPORT, _SOCKET_TRANSPORT) else value)
+            for name, value in info
         )
 
 

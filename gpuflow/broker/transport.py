@@ -257,6 +257,8 @@ class Channel(stock.Channel):  # type: ignore[misc]
         if in_poll and self._polled[0] == "pop":
             self._in_poll = in_poll
         super().close()
+        if self._own_leases is not None:
+            self._own_leases.close()
 
 
 class Transport(stock.Transport):  # type: ignore[misc]
@@ -264,3 +266,9 @@ class Transport(stock.Transport):  # type: ignore[misc]
 
     Channel: ClassVar[type] = Channel
     implements = stock.Transport.implements.extend(batch_publish=False)
+
+
+class SocketTransport(Transport):
+    """The same over a Unix socket: the host name is its URL, which the channel reads."""
+
+    can_parse_url = True

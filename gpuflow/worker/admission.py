@@ -21,7 +21,8 @@ from gpuflow.routing.requirement import Requirement
 #: Control tasks (joins, dispatch) that may run at once, beside all other work.
 CONTROL_SLOTS: Final = 4
 
-SlotClass = Literal["control", "plain", "job"]
+#: `ending`: the child of a job has gone and its result is being committed; it holds no slot and no GPU any more.
+SlotClass = Literal["control", "plain", "job", "ending"]
 
 
 @dataclass(kw_only=True)
@@ -102,6 +103,13 @@ class Admission:
                 allocation.claimed = True
             return allocation
 
+    def child_gone(self, tag: str) -> None:
+        """Free the slot and the GPUs of a job whose child has gone, before its result is committed."""
+        with self._lock:
+            allocation = self._held.get(tag)
+            if allocation is not None and allocation.slot == "job":
+                allocation.slot, allocation.gpus = "ending", ()
+
     def release(self, tag: str) -> None:
         """End a claim: nothing of the child is left."""
         with self._lock:
@@ -119,14 +127,18 @@ class Admission:
             return self._count("job")
 
     def idle(self) -> bool:
-        """Whether no job and no plain task is held."""
+        """Whether nothing but control tasks is held."""
         with self._lock:
-            return self._count("job") + self._count("plain") == 0
+            return all(held.slot == "control" for held in self._held.values())
 
     def has_had_its_job(self) -> bool:
         """Whether a worker for one job has had it, to the end."""
         with self._lock:
-            return self.limits.one_job_only and self.limits.jobs_taken > 0 and self._count("job") == 0
+            return (
+                self.limits.one_job_only
+                and self.limits.jobs_taken > 0
+                and not any(held.slot in ("job", "ending") for held in self._held.values())
+            )
 
     def free_gpus(self) -> tuple[str, ...]:
         """Return the UUIDs of the GPUs that nothing holds."""

@@ -175,6 +175,15 @@ class Delivery:
         finally:
             leases.beat(self.tag, over=True)
             runtime.end(self.id)
+            runtime.admission.child_gone(self.tag)
+            self._wake()
+
+    def _wake(self) -> None:
+        """Let the consumer look for the next task while this one is committed."""
+        try:
+            self.runtime.leases.wake()
+        except RedisError as error:
+            log.debug("not_woken", cause=str(error))
 
     def _celery_meta(self, number: int) -> Callable[[Mapping[str, Any] | None], str]:
         def meta(progress: Mapping[str, Any] | None) -> str:
