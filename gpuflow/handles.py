@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any, Protocol
 
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import OutOfMemoryError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from gpuflow.celery_app import GPUFlow
@@ -325,6 +326,10 @@ class reachable:  # noqa: N801  (reads as a statement: with reachable(): ...)
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, OutOfMemoryError):
+            raise BrokerUnavailable(
+                "the broker's memory is full, and nothing was written; raise its maxmemory, or wait until work is done"
+            ) from error
         if isinstance(error, RedisConnectionError | RedisTimeoutError) or type(error).__name__ == "OperationalError":
             raise BrokerUnavailable(
                 f"the broker cannot be reached ({error}); check REDIS_URL, or start one with `gpuflow up`"

@@ -12,10 +12,10 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Final, Protocol
 
 import redis
-from redis.exceptions import RedisError
+from redis.exceptions import NoScriptError, RedisError
 
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.scripts import load_script
@@ -23,6 +23,15 @@ from gpuflow.broker.sweeper import BELL_SECONDS, Sweeper
 from gpuflow.logs import get_logger
 
 log = get_logger("gpuflow.leases")
+
+#: What runs is stopped when its lease could not be renewed for this share of its term. The next look at it is at most
+#: a tenth of the term away (a pause and a time-out of the keeper), and killing takes a moment.
+GIVE_UP_SHARE: Final = 0.85
+
+
+def keeper_timeout_seconds(lease_seconds: float) -> float:
+    """Return how long the keeper waits for one answer: a line that is silently dead must not hold it up."""
+    return max(0.25, min(3.0, lease_seconds / 20))
 
 
 class Gate(Protocol):
@@ -236,9 +245,15 @@ class LeaseTable:
             callback()
 
     def _keep(self) -> None:
+        usual = min(1.0, self.lease_seconds / 3)
+        pause = 0.0  # The run of the server has to be known before a lease can outlive it.
         next_renewal = 0.0
-        while not self._stop.wait(min(1.0, self.lease_seconds / 3)):
+        turn_ended = time.monotonic()
+        while not self._stop.wait(pause):
             now = time.monotonic()
+            if now - turn_ended > pause + self.lease_seconds / 3:
+                self._excuse_the_pause(now)
+            pause = usual
             try:
                 if now >= next_renewal:
                     self._renew()
@@ -248,8 +263,18 @@ class LeaseTable:
                 log.warning("leases_not_renewed", cause=str(error), held=len(self._leases))
                 self._give_up_expired()
                 next_renewal = 0.0
+                pause = min(1.0, self.lease_seconds / 20)
             except Exception:
                 log.exception("lease_keeper_stumbled")
+            turn_ended = time.monotonic()
+
+    def _excuse_the_pause(self, now: float) -> None:
+        """This process was stopped, or the machine slept: nobody here could say that he is alive."""
+        log.warning("process_was_stopped", held=len(self._leases))
+        self._ticked_at = max(self._ticked_at, now)
+        for lease in self.held().values():
+            if lease.beat_at is not None:
+                lease.beat_at = now
 
     def _renew(self, *, new_run: bool = False) -> None:
         now = time.monotonic()
@@ -264,23 +289,32 @@ class LeaseTable:
         }
         lost: set[str] = set()
         if alive:
-            taken, free = load_script("gpuflow.broker", "renew")(
-                self.client, [self.keys.leases, self.keys.owners], [self.owner, self.lease_seconds, *alive]
-            )
-            lost = {_text(tag) for tag in taken}
-            unheld = {_text(tag): alive[_text(tag)] for tag in free}
-            begun = {tag: lease for tag, lease in unheld.items() if lease.started and lease.raw}
+            answer = self._ask_to_renew([self.owner, self.lease_seconds, "" if new_run else self._run or "", *alive])
+            if answer is None:
+                return  # Another server run: the sweep that follows sees to it.
+            taken, free = ({_text(tag) for tag in tags} for tags in answer)
+            unsure = free | taken if new_run else free
+            begun = {tag: alive[tag] for tag in unsure if alive[tag].started and alive[tag].raw}
             kept = self.reclaim(begun, new_run) if self.reclaim is not None and begun else set()
-            lost |= unheld.keys() - kept
+            lost = (taken | free) - kept
             for tag in kept:
                 log.warning("lease_taken_back", tag=tag, task=begun[tag].task)
-        self._renewed_at = time.monotonic()
+        self._renewed_at = now
         for tag in lost:
             self._lost(tag, "another owner holds it, or it was settled")
 
+    def _ask_to_renew(self, values: list[Any]) -> Any:
+        names = [self.keys.leases, self.keys.owners, self.keys.sweep]
+        script = load_script("gpuflow.broker", "renew")
+        try:
+            return self.client.evalsha(script.sha, len(names), *names, *values)
+        except NoScriptError:
+            self.sweeper.arrive(self.client)
+            return script(self.client, names, values)
+
     def _give_up_expired(self) -> None:
-        """Stop work shortly before its lease can pass to another worker."""
-        if time.monotonic() - self._renewed_at > self.lease_seconds * 0.9:
+        """Stop work before its lease can pass to another worker, with time left to kill what runs."""
+        if time.monotonic() - self._renewed_at > self.lease_seconds * GIVE_UP_SHARE:
             for tag, lease in self.held().items():
                 if lease.started:
                     self._lost(tag, "it could not be renewed in time")

@@ -17,13 +17,16 @@ from kombu.transport import redis as stock
 from kombu.transport import virtual
 from kombu.utils.encoding import bytes_to_str
 from kombu.utils.json import dumps, loads
-from redis.exceptions import NoScriptError
+from redis.exceptions import NoScriptError, OutOfMemoryError, ReadOnlyError
 
 from gpuflow.broker.keys import Keys
-from gpuflow.broker.leases import LeaseTable, installed
+from gpuflow.broker.leases import LeaseTable, installed, keeper_timeout_seconds
 from gpuflow.broker.priorities import PRIORITY_STEPS, SEPARATOR, list_key, list_keys, queue_of
 from gpuflow.broker.scripts import load_script
 from gpuflow.broker.sweeper import BELL_SECONDS
+from gpuflow.logs import get_logger
+
+log = get_logger("gpuflow.transport")
 
 #: Header that carries a record to be written with its message; it never reaches the wire.
 RECORD_HEADER: Final = "gpuflow_record"
@@ -130,7 +133,9 @@ class Channel(stock.Channel):  # type: ignore[misc]
         if first and queue not in self._fanout_queues:
             self.consumes = True
             self._keeps_leases = not no_ack
-            self.leases.connect(redis.Redis(connection_pool=self._get_pool()), keep=not no_ack)
+            pool = self._get_pool()
+            pool.connection_kwargs["socket_timeout"] = keeper_timeout_seconds(self.leases.lease_seconds)
+            self.leases.connect(redis.Redis(connection_pool=pool), keep=not no_ack)
         return super().basic_consume(queue, no_ack, *args, **kwargs)
 
     # -- publish ------------------------------------------------------------------------------------------------
@@ -230,6 +235,9 @@ class Channel(stock.Channel):  # type: ignore[misc]
             except self.connection_errors:
                 connection.disconnect()
                 raise
+            except (OutOfMemoryError, ReadOnlyError) as error:
+                log.warning("nothing_can_be_taken", cause=str(error))
+                reply = None
             self._look_at = 0.0
             if mode == "wait" or not reply:
                 if mode == "pop":

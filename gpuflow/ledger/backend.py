@@ -8,6 +8,7 @@ without a record (a team's own Celery task) behaves as in stock Celery.
 from __future__ import annotations
 
 import threading
+import time
 import uuid
 from typing import Any, Final
 
@@ -19,6 +20,9 @@ from gpuflow.logs import get_logger
 from gpuflow.routing.families import CONTROL_QUEUE, SUPERVISED_TASKS
 
 log = get_logger("gpuflow.backend")
+
+#: How often the claim of another worker on a complete chord is looked at, in seconds.
+CLAIM_POLL_SECONDS: Final = 0.2
 
 #: The control task that calls one URL of a task's `notify`.
 NOTIFY_TASK: Final = "gpuflow.maintenance.notify"
@@ -72,6 +76,11 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
     def on_task_call(self, producer: Any, task_id: str) -> None:
         """Do nothing: who waits for a result subscribes then, so a submit opens no second connection."""
 
+    def on_result_fulfilled(self, result: Any) -> None:
+        """Unsubscribe, if anybody had subscribed: a result that nobody waited for costs no connection."""
+        if self.result_consumer._get_key_for_task(result.id) in self.result_consumer.subscribed_to:
+            super().on_result_fulfilled(result)
+
     def mark_as_failure(
         self,
         task_id: str,
@@ -107,6 +116,26 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
         if self._refused(task_id, request, TaskState.CANCELLED, RuntimeError(reason or "revoked")):
             return None
         return super().mark_as_revoked(task_id, reason=reason, request=request, store_result=store_result, state=state)
+
+    def on_chord_part_return(
+        self, request: Any, state: str, result: Any, propagate: Any = None, **kwargs: Any
+    ) -> None:
+        """Count the part; if another has counted the last one and does not send the body, send it in its place.
+
+        Who counts the last part claims the chord for some seconds. It may die before the body is sent, and then the
+        redelivery of its task finds the chord complete and claimed: it must not be acknowledged before the claim has
+        ended, one way or the other.
+        """
+        super().on_chord_part_return(request, state, result, propagate=propagate, **kwargs)
+        while request.group and self._claimed_by_another(request.group):
+            time.sleep(CLAIM_POLL_SECONDS)
+            super().on_chord_part_return(request, state, result, propagate=propagate, **kwargs)
+
+    def _claimed_by_another(self, group_id: str) -> bool:
+        claim, size = self.client.mget(
+            [self.get_key_for_group(group_id, ".c"), self.get_key_for_group(group_id, ".s")]
+        )
+        return claim not in (None, b"done") and size is not None
 
     def meta(self, state: str, result: Any, request: Any) -> str:
         """Return Celery's result entry of a task that runs, as the ledger writes it."""

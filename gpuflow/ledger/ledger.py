@@ -130,12 +130,14 @@ class Ledger:
 
     def report(
         self, task_id: str, holder: Holder, events: Iterable[str] = (), progress: str = "", celery_meta: str = ""
-    ) -> Literal["ok", "cancel", "superseded"]:
+    ) -> Literal["ok", "cancel", "behind", "superseded"]:
         """Append events (JSON lines) of an attempt; learn whether it is to stop.
+
+        `behind`: nothing was written, since the server knows an older state of the task; the lease decides then.
 
         `celery_meta` is what Celery's result entry is to say, written in the same step.
         """
-        answer: Literal["ok", "cancel", "superseded"] = ledger_script("report")(
+        answer: Literal["ok", "cancel", "behind", "superseded"] = ledger_script("report")(
             self.client,
             [self.keys.task(task_id), self.keys.events(task_id), self.keys.celery_result(task_id)],
             [
@@ -229,14 +231,19 @@ class Ledger:
         return answer
 
     def reclaim(self, leases: Mapping[str, Lease], owner: str, lease_seconds: float, *, new_run: bool) -> set[str]:
-        """Take back leases that nobody holds, unless a higher attempt exists; returns the tags held again."""
+        """Take back leases that nobody holds, unless a higher attempt exists; returns the tags held again.
+
+        After a new server run, also those that an older snapshot gives to the owner of a lower attempt.
+        """
         keys = self.keys
         args: list[Any] = [owner, lease_seconds, "1" if new_run else "0"]
         records = []
         for tag, lease in leases.items():
             records.append(keys.task(lease.task))
             args += [tag, lease.list_key, "" if lease.attempt is None else str(lease.attempt), lease.raw]
-        held = ledger_script("reclaim")(self.client, [keys.leases, keys.unacked, keys.owners, *records], args)
+        held = ledger_script("reclaim")(
+            self.client, [keys.leases, keys.unacked, keys.owners, keys.delayed, keys.parked, *records], args
+        )
         return set(held)
 
     def restore(self, task_id: str, *, least_age_seconds: float) -> str:

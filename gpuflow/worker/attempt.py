@@ -231,9 +231,10 @@ class Attempt:
         try:
             answer = self.ledger.report(self.request.task_id, self.holder, events, text, meta)
         except RedisError as error:
-            # The lease decides whether we go on.
-            self._events = events[-FLUSH_EVENTS:]
+            answer = "behind"
             log.warning("events_not_reported", task=self.request.task_id, cause=str(error))
+        if answer == "behind":  # The lease decides whether we go on.
+            self._events = events[-FLUSH_EVENTS:]
             return
         self._reported = True
         if answer == "cancel":

@@ -30,7 +30,7 @@ class ResultsFolder:
     def _attempts(self) -> list[int]:
         try:
             names = [entry.name for entry in self.root.iterdir()]
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
         return [int(match[1]) for name in names if (match := _ATTEMPT.fullmatch(name))]
 

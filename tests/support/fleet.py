@@ -181,6 +181,7 @@ class TestFleet:
             cwd=folder,
         )
         self.app = GPUFlow("gpuflow", settings=self.settings)
+        self.registry = Fleet(self.app.redis, self.app.keys)
         self.workers: list[WorkerProcess] = []
 
     @property

@@ -2,15 +2,19 @@
 -- of the server does not know them. The work behind them goes on, unless a higher attempt exists.
 --
 -- KEYS[1] gpuflow.leases  KEYS[2] gpuflow.unacked  KEYS[3] gpuflow.owners
--- KEYS[4], [5], ... one task record for each lease, in their order
--- ARGV[1] owner token  ARGV[2] lease in seconds  ARGV[3] 1 after a new server run (its snapshot may be older)
+-- KEYS[4] gpuflow.delayed  KEYS[5] gpuflow.parked
+-- KEYS[6], [7], ... one task record for each lease, in their order
+-- ARGV[1] owner token (`<worker>:<random>`)  ARGV[2] lease in seconds
+-- ARGV[3] 1 after a new server run (its snapshot may be older)
 -- then for each lease: delivery tag, list, attempt ('' for work without a record), message
 --
--- A message that is taken back leaves its waiting list in the same step, and the record says again what runs.
+-- A message that is taken back leaves the place where it waits in the same step, and the record says again what runs.
+-- After a new server run a lease is taken back from another owner too, if the snapshot knows lower attempts alone.
 -- Returns the tags that are held again.
 local seconds = clock()
 local renewed = string.format('%.6f', seconds + ARGV[2])
 local new_run = ARGV[3] == '1'
+local worker = string.match(ARGV[1], '^(.*):') or ARGV[1]
 
 -- Whether this owner's attempt may go on, by the record.
 local function goes_on(record, attempt)
@@ -22,21 +26,34 @@ local function goes_on(record, attempt)
   return new_run and current < attempt
 end
 
+-- Whether the snapshot is older than this owner's attempt: what it says of the lease was true before.
+local function outdated(record, attempt)
+  local state, current = unpack(redis.call('HMGET', record, 'state', 'attempt'))
+  return new_run and state and not is_final(state) and tonumber(current or '0') < attempt
+end
+
+local function take_from_waiting(tag, list, raw)
+  redis.call('ZREM', KEYS[4], tag)
+  redis.call('HDEL', KEYS[5], tag)
+  return redis.call('LREM', list, -1, raw) > 0
+end
+
 local kept = {}
 for i = 0, (#ARGV - 3) / 4 - 1 do
   local tag, list, attempt, raw = ARGV[4 + i * 4], ARGV[5 + i * 4], ARGV[6 + i * 4], ARGV[7 + i * 4]
-  local record = KEYS[4 + i]
-  if redis.call('HEXISTS', KEYS[3], tag) == 0 then
+  local record = KEYS[6 + i]
+  local held = redis.call('HEXISTS', KEYS[3], tag) == 1
+  if not held or (attempt ~= '' and outdated(record, tonumber(attempt))) then
     local ours
     if attempt == '' then
-      ours = redis.call('LREM', list, -1, raw) > 0 or new_run
+      ours = take_from_waiting(tag, list, raw) or new_run
     else
       ours = goes_on(record, tonumber(attempt))
       if ours then
-        redis.call('LREM', list, -1, raw)
+        take_from_waiting(tag, list, raw)
         if redis.call('EXISTS', record) == 1 then
           redis.call('HSET', record, 'state', 'RUNNING', 'attempt', attempt, 'owner_token', ARGV[1], 'tag', tag,
-            'updated_at', seconds)
+            'worker', worker, 'updated_at', seconds)
         end
       end
     end

@@ -5,9 +5,11 @@
 -- ARGV[5] what Celery is to show (STARTED, PROGRESS) or ''  ARGV[6] seconds until that expires
 -- ARGV[7..] event JSON
 --
--- Returns 'ok', 'cancel' (stop the child), or 'superseded' (another attempt is current, or the record is final:
--- nothing was written).
+-- Returns 'ok', 'cancel' (stop the child), 'superseded' (another attempt is current, or the record is final: nothing
+-- was written), or 'behind' (nothing was written: the server came back from a snapshot that is older than this attempt;
+-- whether it may go on is decided with its lease, see reclaim.lua).
 local state, attempt, token = unpack(redis.call('HMGET', KEYS[1], 'state', 'attempt', 'owner_token'))
+if not state or (not is_final(state) and tonumber(attempt or '0') < tonumber(ARGV[1])) then return 'behind' end
 if attempt ~= ARGV[1] or token ~= ARGV[2] or not runs(state) then return 'superseded' end
 if state == 'STARTING' then
   redis.call('HSET', KEYS[1], 'state', 'RUNNING')

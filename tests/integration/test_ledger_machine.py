@@ -1,0 +1,311 @@
+"""The ledger and the leases against a model: any order of steps, crashes between any two of them, zombies included.
+
+A process is a token; it "crashes" by doing nothing more, and comes back as a zombie when the machine picks it again.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+
+from gpuflow.broker.leases import LeaseTable
+from gpuflow.broker.scripts import load_script
+from gpuflow.celery_app import GPUFlow
+from gpuflow.client import submit
+from gpuflow.ledger.ledger import Holder
+from gpuflow.ledger.states import TaskState
+from gpuflow.settings import Settings
+from tests.support.fleet import Broker
+
+LEASE_SECONDS = 1000.0
+QUEUE = "cpu"
+SPEC = {"taskType": "echo", "echo": {"output": 1}}
+
+
+@dataclass
+class Life:
+    """What the model knows of one task: the attempt that may commit, and how it has ended."""
+
+    attempt: int = 0
+    current: tuple[str, int] | None = None
+    state: str = "QUEUED"
+    commits: int = 0
+    failures: int = 0
+    lives: int = 1
+
+
+@dataclass
+class Delivery:
+    """A message in the hands of a process, and the attempt that it began there."""
+
+    owner: str
+    tag: str
+    task: str
+    attempt: int | None = None
+
+
+@dataclass
+class World:
+    """A real server and app, shared by all runs of the machine."""
+
+    folder: Path
+    broker: Any = None
+    app: Any = None
+    tables: dict[str, LeaseTable] = field(default_factory=dict)
+
+    def open(self) -> None:
+        self.broker = Broker(self.folder / "broker")
+        env = {"REDIS_URL": self.broker.url, "GPUFLOW_LEASE_SEC": str(LEASE_SECONDS)}
+        self.app = GPUFlow("gpuflow", settings=Settings.load(env=env, cwd=self.folder))
+
+    def close(self) -> None:
+        self.app.close()
+        self.app.redis.close()
+        self.broker.close()
+
+
+WORLD = World(folder=Path(tempfile.mkdtemp(prefix="gpuflow-machine-")))
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    tasks = Bundle("tasks")
+    deliveries = Bundle("deliveries")
+    owners = st.sampled_from(["a:1", "b:1", "c:1"])
+
+    @initialize()
+    def empty(self) -> None:
+        self.client = WORLD.broker.client
+        self.client.flushall()
+        self.app = WORLD.app
+        self.ledger = self.app.ledger
+        self.keys = self.app.keys
+        self.lives: dict[str, Life] = {}
+        self.tables = {name: self._table(name) for name in ("a:1", "b:1", "c:1")}
+
+    def _table(self, owner: str) -> LeaseTable:
+        table = LeaseTable(self.keys, LEASE_SECONDS, owner=owner)
+        table.connect(self.client, keep=False)
+        table.reclaim = lambda free, new: self.ledger.reclaim(free, owner, LEASE_SECONDS, new_run=new)
+        return table
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    @rule(target=tasks)
+    def submit(self) -> str:
+        task = submit(SPEC, app=self.app)
+        self.lives[task.id] = Life()
+        return task.id
+
+    @rule(target=deliveries, owner=owners)
+    def pop(self, owner: str) -> Any:
+        keys, table = self.keys, self.tables[owner]
+        names = [keys.leases, keys.unacked, keys.owners, keys.waiters, keys.unreadable, keys.sweep, table.bell]
+        taken = load_script("gpuflow.broker", "pop")(self.client, [*names, self._list()], [owner, LEASE_SECONDS])
+        if not taken:
+            return None
+        message = json.loads(taken[1])
+        tag = message["properties"]["delivery_tag"]
+        table.take(tag, QUEUE, taken[0], taken[1])
+        table.start(tag)
+        return Delivery(owner=owner, tag=tag, task=message["headers"]["id"])
+
+    @rule(delivery=deliveries)
+    def start(self, delivery: Any) -> None:
+        if delivery is None:
+            return
+        life = self.lives[delivery.task]
+        holds = self._holds(delivery)
+        answer = self.ledger.start(delivery.task, worker="w", owner_token=delivery.owner, tag=delivery.tag)
+        if not holds:
+            assert answer.verdict == "lost"
+        elif life.state in ("SUCCEEDED", "FAILED", "CANCELLED", "DEAD"):
+            assert answer.verdict == "final"
+        elif answer.verdict == "begin":
+            assert answer.attempt > life.attempt
+            life.attempt = answer.attempt
+            life.current = (delivery.owner, answer.attempt)
+            life.state = "RUNNING"
+            delivery.attempt = answer.attempt
+            self.tables[delivery.owner].begin(delivery.tag, delivery.task, answer.attempt)
+        else:
+            assert answer.verdict == "final"  # too many losses
+            assert answer.state == "DEAD"
+            life.state, life.current = "DEAD", None
+
+    @rule(delivery=deliveries)
+    def report(self, delivery: Any) -> None:
+        if delivery is None or delivery.attempt is None:
+            return
+        holder = Holder(attempt=delivery.attempt, token=delivery.owner)
+        answer = self.ledger.report(delivery.task, holder)
+        assert (answer != "superseded") == self._is_current(delivery)
+
+    @rule(delivery=deliveries, success=st.booleans())
+    def commit(self, delivery: Any, success: bool) -> None:
+        if delivery is None or delivery.attempt is None:
+            return
+        life = self.lives[delivery.task]
+        state = TaskState.SUCCEEDED if success else TaskState.FAILED
+        current = self._is_current(delivery)
+        again = life.state == str(state) and life.attempt == delivery.attempt
+        done = self.ledger.commit(
+            delivery.task, state, holder=Holder(attempt=delivery.attempt, token=delivery.owner), result={"by": 1}
+        )
+        assert done == (current or again)
+        if current:
+            life.state, life.current = str(state), None
+            life.commits += 1
+
+    @rule(delivery=deliveries, delay=st.sampled_from([0, 1000]), reason=st.sampled_from(["failed", "preempted"]))
+    def give_back(self, delivery: Any, delay: float, reason: Any) -> None:
+        if delivery is None or delivery.attempt is None:
+            return
+        life = self.lives[delivery.task]
+        may = self._is_current(delivery) and self._holds(delivery)
+        answer = self.ledger.give_back(
+            delivery.task,
+            Holder(attempt=delivery.attempt, token=delivery.owner),
+            delivery.tag,
+            reason=reason,
+            delay_seconds=delay,
+        )
+        if not may:
+            assert answer == "refused"
+        elif answer == "queued":
+            life.state, life.current = "QUEUED", None
+            self.tables[delivery.owner].forget(delivery.tag)
+        else:
+            assert answer == "cancel"
+
+    @rule(delivery=consumes(deliveries))
+    def ack(self, delivery: Any) -> None:
+        """Acknowledge what has ended, as Celery does after the tail."""
+        if delivery is None or self.lives[delivery.task].state in ("QUEUED", "RUNNING"):
+            return
+        holds = self._holds(delivery) and self.tables[delivery.owner].holds(delivery.tag)
+        assert self.tables[delivery.owner].settle(delivery.tag, "ack") == holds
+
+    @rule(task=tasks)
+    def cancel(self, task: str) -> None:
+        life = self.lives[task]
+        verdict, _ = self.ledger.cancel(task)
+        if life.state == "QUEUED":
+            assert verdict == "cancelled"
+            life.state = "CANCELLED"
+        else:
+            assert verdict == ("requested" if life.state == "RUNNING" else "final")
+
+    @rule(task=tasks)
+    def retry_by_hand(self, task: str) -> None:
+        life = self.lives[task]
+        queued = self.ledger.requeue(task)
+        assert queued == (life.state in ("FAILED", "CANCELLED", "DEAD"))
+        if queued:
+            life.state, life.commits, life.lives = "QUEUED", 0, life.lives + 1
+
+    # -- time and trouble --------------------------------------------------------------------------------------------
+
+    @rule(everyone=st.booleans(), owner=owners)
+    def leases_end(self, everyone: bool, owner: str) -> None:
+        """Leases expire (their owners were stopped or cut off) and are swept; delayed messages come due."""
+        for tag, held in self.client.hgetall(self.keys.owners).items():
+            if everyone or held.startswith(owner):
+                self.client.zadd(self.keys.leases, {tag: 1})
+        for tag in self.client.zrange(self.keys.delayed, 0, -1):
+            self.client.zadd(self.keys.delayed, {tag: 1})
+        sweeper = self.tables[owner].sweeper
+        sweeper.sweep(self.client)
+        sweeper.sweep(self.client)
+
+    @rule(owner=owners)
+    def renew(self, owner: str) -> None:
+        """A process renews; it takes back what nobody holds, and forgets what it has LOST."""
+        self.tables[owner]._renew()
+
+    @rule(task=tasks)
+    def message_vanishes_and_is_restored(self, task: str) -> None:
+        """The message of an unfinished task is nowhere; the reconciler puts it back."""
+        life = self.lives[task]
+        raw = self.client.hget(self.keys.task(task), "message")
+        waiting = self.client.lrem(self._list(), 0, raw) if raw else 0
+        answer = self.ledger.restore(task, least_age_seconds=-1)
+        if waiting and life.state in ("QUEUED", "RUNNING"):
+            assert answer == "restored"
+            life.state, life.current = "QUEUED", None
+        elif life.state in ("QUEUED", "RUNNING"):
+            assert answer == "present"
+        else:
+            assert answer == "final"
+
+    # -- what must always hold -----------------------------------------------------------------------------------------
+
+    @invariant()
+    def records_are_as_the_model_says(self) -> None:
+        unfinished = set(self.ledger.unfinished()) if self.lives else set()
+        for task_id, life in self.lives.items():
+            record = self.ledger.get(task_id)
+            state = "RUNNING" if str(record.state) == "STARTING" else str(record.state)
+            assert (state, record.attempt) == (life.state, life.attempt)
+            assert life.commits <= 1
+            assert (task_id in unfinished) == (not record.state.final)
+
+    @invariant()
+    def an_unfinished_task_has_exactly_one_message(self) -> None:
+        if not self.lives:
+            return
+        places = self._places()
+        for task_id, life in self.lives.items():
+            if life.state in ("QUEUED", "RUNNING"):
+                assert places.get(task_id, 0) >= 1, "lost"
+                if life.lives == 1:
+                    assert places[task_id] == 1, "there twice"
+
+    @invariant()
+    def a_lease_is_whole(self) -> None:
+        leases = set(self.client.zrange(self.keys.leases, 0, -1))
+        assert leases == set(self.client.hkeys(self.keys.unacked)) == set(self.client.hkeys(self.keys.owners))
+        delayed = set(self.client.zrange(self.keys.delayed, 0, -1))
+        assert delayed == set(self.client.hkeys(self.keys.parked))
+
+    # -- helpers -------------------------------------------------------------------------------------------------------
+
+    def _list(self) -> str:
+        return f"{self.keys.prefix}{QUEUE}"
+
+    def _holds(self, delivery: Delivery) -> bool:
+        held = self.client.hget(self.keys.owners, delivery.tag)
+        return bool(held and held.startswith(f"{delivery.owner}\n"))
+
+    def _is_current(self, delivery: Delivery) -> bool:
+        life = self.lives[delivery.task]
+        return life.state == "RUNNING" and life.current == (delivery.owner, delivery.attempt)
+
+    def _places(self) -> dict[str, int]:
+        raws = [*self.client.lrange(self._list(), 0, -1), *self.client.hvals(self.keys.unacked)]
+        raws += [raw.split("\n", 2)[2] for raw in self.client.hvals(self.keys.parked)]
+        counts: dict[str, int] = {}
+        for raw in raws:
+            task_id = json.loads(raw)["headers"]["id"]
+            counts[task_id] = counts.get(task_id, 0) + 1
+        return counts
+
+
+@pytest.mark.timeout(110)
+def test_the_ledger_holds_whatever_happens() -> None:
+    WORLD.open()
+    try:
+        case = LedgerMachine.TestCase
+        case.settings = settings(
+            max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+        )
+        case().runTest()
+    finally:
+        WORLD.close()

@@ -1,0 +1,278 @@
+"""Retries, dead letters, notices, the reconciler, refusals: by real workers and the real command."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuflow.celery_app import GPUFlow
+from gpuflow.client import submit, submit_pipeline
+from gpuflow.errors import BrokerUnavailable, TaskDead
+from gpuflow.settings import Settings
+from gpuflow.upkeep.duties import Duties
+from gpuflow.upkeep.reconciler import Reconciler
+from tests.support.fleet import TestFleet
+from tests.support.waiting import eventually
+
+SOON = {"max_attempts": 3, "backoff_seconds": 0.1}
+
+
+def out_of_memory(fleet: TestFleet, **echo: Any) -> dict[str, Any]:
+    fail = {"type": "OutOfMemory", "message": "full", "retryable": True}
+    return {**fleet.echo(fail=fail, stderr="the last words", **echo), "retry": SOON}
+
+
+def gpuflow(fleet: TestFleet, *arguments: str, code: int = 0) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", "from gpuflow.cli import main; main()", *arguments],
+        env={"REDIS_URL": fleet.broker.url, "PATH": "/usr/bin:/bin", "HOME": str(fleet.folder)},
+        cwd=fleet.folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+class Receiver:
+    """A real HTTP server that keeps what is posted to it; it refuses the first `refuse` calls."""
+
+    def __init__(self, refuse: int = 0) -> None:
+        self.calls: list[dict[str, Any]] = []
+        self.refused = 0
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                content = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if outer.refused < refuse:
+                    outer.refused += 1
+                    self.send_response(503)
+                else:
+                    outer.calls.append({**content, "token": self.headers["X-Token"]})
+                    self.send_response(204)
+                self.end_headers()
+
+            def log_message(self, *_: Any) -> None:
+                return
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}/hook"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    made = Receiver(refuse=1)
+    yield made
+    made.close()
+
+
+def test_a_failure_that_may_pass_is_tried_again_and_then_it_is_dead(fleet: TestFleet) -> None:
+    fleet.start_worker("w1")
+    task = submit(out_of_memory(fleet), app=fleet.app)
+
+    with pytest.raises(TaskDead, match="full"):
+        task.get(timeout=60)
+
+    record = task.record()
+    assert (record.state, record.attempt, record.failures) == ("DEAD", 3, 2)
+    entries = task.attempts()
+    assert [(entry.attempt, entry.outcome) for entry in entries] == [(1, "failed"), (2, "failed"), (3, "dead")]
+    assert all("the last words" in entry.log_tail for entry in entries)
+    assert [letter.id for letter in fleet.app.ledger.dead()] == [task.id]
+    celery = fleet.app.AsyncResult(task.id)
+    assert eventually(lambda: celery.state == "FAILURE")
+
+
+def test_dead_letters_are_listed_shown_tried_again_and_forgotten(fleet: TestFleet) -> None:
+    fleet.start_worker("w1")
+    task = submit(out_of_memory(fleet), app=fleet.app)
+    task.wait(timeout=60)
+
+    assert json.loads(gpuflow(fleet, "dead", "--json"))[0]["id"] == task.id
+    shown = gpuflow(fleet, "dead", "show", task.id)
+    assert "the last words" in shown
+    assert "w1" in shown
+    gpuflow(fleet, "dead", "retry", task.id)
+    eventually(lambda: task.record().attempt == 6 and task.state == "DEAD", within=60)
+    assert "1 of 1 forgotten" in gpuflow(fleet, "dead", "purge", "--all")
+    assert fleet.app.ledger.find(task.id) is None
+    assert "no dead letters" in gpuflow(fleet, "dead")
+    assert "name the tasks, or --all" in gpuflow(fleet, "dead", "retry", code=2)
+
+
+def test_a_retry_goes_to_another_worker_that_serves_its_queue(fleet: TestFleet) -> None:
+    fleet.start_worker("w1")
+    fleet.start_worker("w2")
+    warm = submit(fleet.echo(), app=fleet.app)
+    warm.get(timeout=30)
+    eventually(lambda: all(warm.record().queue in entry.queues for entry in fleet.registry.workers()))
+    task = submit(out_of_memory(fleet), app=fleet.app)
+
+    task.wait(timeout=60)
+
+    first, second, third = (entry.worker for entry in task.attempts())
+    assert first != second != third
+
+
+def test_a_url_is_told_of_a_dead_task_also_when_it_answers_late(fleet: TestFleet, receiver: Receiver) -> None:
+    fleet.start_worker("w1")
+    named = [{"on": ["failed", "dead"], "url": receiver.url, "headers": {"X-Token": "s3"}}]
+    dead = submit({**out_of_memory(fleet), "notify": named}, app=fleet.app)
+    fine = submit({**fleet.echo(), "notify": named}, app=fleet.app)
+
+    fine.get(timeout=30)
+    dead.wait(timeout=30)
+
+    call = eventually(lambda: receiver.calls, within=60)[0]
+    assert (call["id"], call["state"], call["token"]) == (dead.id, "DEAD", "s3")
+    assert receiver.refused == 1
+    assert [call["id"] for call in receiver.calls] == [dead.id]
+
+
+def test_the_reconciler_mends_what_is_lost(fleet: TestFleet) -> None:
+    task = submit(fleet.echo(output=1), app=fleet.app)
+    queue = task.record().queue
+    client, keys = fleet.broker.client, fleet.app.keys
+    client.delete(queue)
+    client.hset(keys.task(task.id), "updated_at", "1")
+    client.sadd(keys.workers, "silent")
+    client.hset(keys.worker("silent"), mapping={"id": "silent", "state": "BUSY", "ephemeral": "1"})
+    reconciler = Reconciler(fleet.app)
+
+    made = reconciler.run()
+
+    assert made["message_restored"] == 1
+    assert made["worker_offline"] == 1
+    assert made["worker_forgotten"] == 1
+    assert client.llen(queue) == 1
+    assert not any(reconciler.run().values()), "a second round finds nothing"
+    assert client.hgetall(keys.repairs) == {"message_restored": "1", "worker_offline": "1", "worker_forgotten": "1"}
+    fleet.start_worker("w1")
+    assert task.get(timeout=30)["output"] == 1
+
+
+def test_duties_settle_a_pipeline_whose_join_never_fired(fleet: TestFleet) -> None:
+    fleet.start_worker("w1")
+    stages = [{"name": "a", "spec": {"echo": {"sleep_seconds": 0.5}}}, {"name": "b", "spec": {"echo": {"output": 2}}}]
+    run = submit_pipeline(
+        {
+            "apiVersion": "gpuflow/v1",
+            "kind": "Pipeline",
+            "metadata": {"name": "p"},
+            "spec": {"taskType": "echo", "stages": stages},
+        },
+        app=fleet.app,
+    )
+    (first,) = eventually(lambda: (stage := run.record().stages.get("a")) and stage.tasks)
+    group = fleet.app.AsyncResult(first)
+    # The counter of the chord is gone: Celery will never send the join.
+    eventually(lambda: fleet.state(first) in ("STARTING", "RUNNING"))
+    for key in fleet.broker.client.keys("celery-taskset-meta-*"):
+        fleet.broker.client.delete(key)
+    assert group.id == first
+    eventually(lambda: fleet.state(first) == "SUCCEEDED")
+
+    duties = Duties(fleet.app)
+    duties.reconcile()
+
+    assert run.wait(timeout=30).record().state == "SUCCEEDED"
+
+
+def test_beat_sweeps_and_reconciles_without_any_worker(fleet: TestFleet) -> None:
+    task = submit(fleet.echo(), app=fleet.app)
+    client, keys = fleet.broker.client, fleet.app.keys
+    client.delete(task.record().queue)
+    client.hset(keys.task(task.id), "updated_at", "1")
+    environment = {
+        "REDIS_URL": fleet.broker.url,
+        "PATH": "/usr/bin:/bin",
+        "HOME": str(fleet.folder),
+        "GPUFLOW_LEASE_SEC": "2",
+    }
+    beat = subprocess.Popen(
+        [sys.executable, "-m", "celery", "-A", "gpuflow", "beat", "-l", "INFO"],
+        env=environment,
+        cwd=fleet.folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        eventually(lambda: client.llen(task.record().queue) == 1, within=40)
+        assert client.hget(keys.sweep, "at")
+    finally:
+        beat.terminate()
+        beat.wait(timeout=20)
+
+
+def test_a_submit_waits_for_the_broker_and_then_says_so(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    env = {"REDIS_URL": f"redis://127.0.0.1:{port}/0", "GPUFLOW_SUBMIT_TIMEOUT_SEC": "2"}
+    app = GPUFlow("gpuflow", settings=Settings.load(env=env, cwd=tmp_path))
+
+    started = time.monotonic()
+    with pytest.raises(BrokerUnavailable, match="cannot be reached"):
+        submit({"taskType": "echo"}, app=app)
+
+    assert 2 <= time.monotonic() - started < 20
+
+
+def test_a_message_of_a_newer_version_is_handed_back(fleet: TestFleet) -> None:
+    fleet.start_worker("old")
+    task = submit(fleet.echo(output=1), app=fleet.app)
+    task.get(timeout=30)
+    newer = submit(fleet.echo(output=2, sleep_seconds=0), app=fleet.app, idempotency_key="newer")
+    newer.wait(timeout=30)
+    # A record that a newer version wrote: the same task, queued again under a schema that is not known here.
+    fleet.broker.client.hset(fleet.app.keys.task(newer.id), mapping={"schema": "99", "state": "FAILED"})
+    assert newer.retry()
+
+    worker = fleet.workers[0]
+    eventually(lambda: "delivery_passed_on" in worker.log())
+    assert newer.record().attempt == 1
+    fleet.broker.client.hset(fleet.app.keys.task(newer.id), "schema", "1")
+    eventually(lambda: newer.state == "SUCCEEDED")
+    assert newer.record().attempt == 2
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_a_results_folder_that_cannot_be_written_is_a_cause_and_the_worker_lives(fleet: TestFleet, kind: str) -> None:
+    fleet.start_worker("w1")
+    fine = submit(fleet.echo(), app=fleet.app)
+    fine.get(timeout=30)
+    task_id = "in-the-way"
+    place = fleet.results / task_id
+    if kind == "file":
+        place.write_text("a file where the folder should be")
+    else:
+        place.mkdir()
+        (place / "attempt-1").write_text("")
+    fleet.app.send_task(
+        "gpuflow.echo", kwargs={"spec": {**fleet.echo(), "retry": {"max_attempts": 1}}}, task_id=task_id
+    )
+
+    record = eventually(lambda: (found := fleet.app.ledger.find(task_id)) and found.state.final and found)
+
+    if kind == "file":
+        assert (record.state, record.error["type"]) == ("DEAD", "NotADirectoryError")
+    else:
+        assert (record.state, record.attempt) == ("SUCCEEDED", 2)
+    assert submit(fleet.echo(output=3), app=fleet.app).get(timeout=30)["output"] == 3
