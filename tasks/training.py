@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from gpuflow.celery_app import app
-from gpuflow.worker.supervisor import ENDS, supervise
+from gpuflow.worker.ends import ENDS
+from gpuflow.worker.supervisor import supervise
 
 
 @app.task(bind=True, name="gpuflow.training", throws=ENDS)

@@ -10,13 +10,14 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import redis
 from redis.exceptions import NoScriptError, RedisError
 
+from gpuflow.broker.gate import Gate, OpenGate
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.scripts import load_script
 from gpuflow.broker.sweeper import BELL_SECONDS, Sweeper
@@ -32,33 +33,6 @@ GIVE_UP_SHARE: Final = 0.85
 def keeper_timeout_seconds(lease_seconds: float) -> float:
     """Return how long the keeper waits for one answer: a line that is silently dead must not hold it up."""
     return max(0.25, min(3.0, lease_seconds / 20))
-
-
-class Gate(Protocol):
-    """What may be popped now. Its methods are called on the consumer's thread."""
-
-    def open_queues(self, queues: Sequence[str]) -> list[str]:
-        """Return those of `queues` that a message may be taken from now, in the order to look."""
-
-    def taken(self, queue: str, tag: str) -> None:
-        """A message of `queue` was leased under `tag`."""
-
-    def settled(self, tag: str) -> None:
-        """The message of `tag` was acknowledged, put back or lost."""
-
-
-class OpenGate:
-    """A gate that lets every queue pass, for consumers that are not a gpuflow worker."""
-
-    def open_queues(self, queues: Sequence[str]) -> list[str]:
-        """Return all queues."""
-        return list(queues)
-
-    def taken(self, queue: str, tag: str) -> None:
-        """Do nothing."""
-
-    def settled(self, tag: str) -> None:
-        """Do nothing."""
 
 
 @dataclass(kw_only=True)
@@ -107,6 +81,7 @@ class LeaseTable:
         self.sweeper = Sweeper(keys, lease_seconds)
         self._leases: dict[str, Lease] = {}
         self._lock = threading.Lock()
+        self._turn = threading.Lock()
         self._client: redis.Redis | None = None
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
@@ -218,6 +193,24 @@ class LeaseTable:
                 self.forget(tag)
         return count
 
+    def disown_unknown(self) -> None:
+        """Put back what the server has leased to us in an answer that never came. Errors leave it to the sweep.
+
+        For the moment of a (re)connection, when no pop is under way.
+        """
+        keys = self.keys
+        try:
+            returned = load_script("gpuflow.broker", "disown")(
+                self.client,
+                [keys.leases, keys.unacked, keys.owners, keys.waiters],
+                [self.owner, BELL_SECONDS, *self.held()],
+            )
+        except RedisError as error:
+            log.info("leases_left_to_the_sweep", cause=str(error))
+            return
+        if returned:
+            log.warning("unknown_leases_returned", count=returned)
+
     def close(self) -> None:
         """Stop renewing and drop the doorbell."""
         self._stop.set()
@@ -258,7 +251,7 @@ class LeaseTable:
                 if now >= next_renewal:
                     self._renew()
                     next_renewal = now + self.lease_seconds / 3
-                self._sweep()
+                self.reaffirm()
             except RedisError as error:
                 log.warning("leases_not_renewed", cause=str(error), held=len(self._leases))
                 self._give_up_expired()
@@ -319,13 +312,15 @@ class LeaseTable:
                 if lease.started:
                     self._lost(tag, "it could not be renewed in time")
 
-    def _sweep(self) -> None:
-        swept = self.sweeper.sweep(self.client)
-        if swept.run != self._run:
-            self._renew(new_run=self._run is not None)
-            if self.member:
-                self.client.sadd(self.keys.present, self.member)
-            self._run = swept.run
+    def reaffirm(self) -> None:
+        """Find out now whether the server was restarted, and put our leases back if it was. Raises redis errors."""
+        with self._turn:
+            swept = self.sweeper.sweep(self.client)
+            if swept.run != self._run:
+                self._renew(new_run=self._run is not None)
+                if self.member:
+                    self.client.sadd(self.keys.present, self.member)
+                self._run = swept.run
 
 
 def _text(value: str | bytes) -> str:

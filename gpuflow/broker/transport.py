@@ -136,6 +136,7 @@ class Channel(stock.Channel):  # type: ignore[misc]
             pool = self._get_pool()
             pool.connection_kwargs["socket_timeout"] = keeper_timeout_seconds(self.leases.lease_seconds)
             self.leases.connect(redis.Redis(connection_pool=pool), keep=not no_ack)
+            self.leases.disown_unknown()
         return super().basic_consume(queue, no_ack, *args, **kwargs)
 
     # -- publish ------------------------------------------------------------------------------------------------

@@ -10,10 +10,14 @@ from __future__ import annotations
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any, Final
 
 from celery.backends.redis import RedisBackend
+from kombu.exceptions import OperationalError
+from redis.exceptions import RedisError
 
+from gpuflow.broker.leases import installed
 from gpuflow.ledger.ledger import Holder, Ledger
 from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
@@ -24,6 +28,8 @@ log = get_logger("gpuflow.backend")
 #: How often the claim of another worker on a complete chord is looked at, in seconds.
 CLAIM_POLL_SECONDS: Final = 0.2
 
+#: A broker that is away is told of the end of a task again after this many seconds.
+TAIL_PAUSE_SECONDS: Final = 1.0
 #: The control task that calls one URL of a task's `notify`.
 NOTIFY_TASK: Final = "gpuflow.maintenance.notify"
 _NOTICES: Final = uuid.UUID("0d0f7d4c-7a55-5f0e-8a37-3f1c1a7f5b21")
@@ -60,6 +66,24 @@ def error_record(error: BaseException, *, error_type: str | None = None, retryab
     return {"type": error_type or type(error).__name__, "message": str(error), "retryable": retryable}
 
 
+def _until_told(request: Any, tail: Callable[[], Any]) -> Any:
+    """Run the tail of an end: the stored result, the chord's count. It is idempotent.
+
+    While the broker is away it is tried again as long as the message is ours: Celery would take the error for one of
+    the task and acknowledge a message whose chord part was never counted. Without a lease the error is raised.
+    """
+    tag = (getattr(request, "properties", None) or {}).get("delivery_tag")
+    while True:
+        try:
+            return tail()
+        except (RedisError, OperationalError, OSError, RuntimeError) as error:
+            table = installed()
+            if table is None or not tag or not table.holds(tag):
+                raise
+            log.warning("end_not_told_yet", task=request.id, cause=str(error).strip())
+            table.wait(TAIL_PAUSE_SECONDS)
+
+
 class LedgerBackend(RedisBackend):  # type: ignore[misc]
     """Celery results of the gpuflow app."""
 
@@ -94,14 +118,18 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
         """Commit the failure to the record first; a superseded attempt leaves without store, chord part or errback."""
         if self._refused(task_id, request, TaskState.FAILED, exc):
             return None
-        return super().mark_as_failure(
-            task_id,
-            exc,
-            traceback=traceback,
-            request=request,
-            store_result=store_result,
-            call_errbacks=call_errbacks,
-            state=state,
+        tail = super().mark_as_failure
+        return _until_told(
+            request,
+            lambda: tail(
+                task_id,
+                exc,
+                traceback=traceback,
+                request=request,
+                store_result=store_result,
+                call_errbacks=call_errbacks,
+                state=state,
+            ),
         )
 
     def mark_as_revoked(
@@ -117,9 +145,7 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
             return None
         return super().mark_as_revoked(task_id, reason=reason, request=request, store_result=store_result, state=state)
 
-    def on_chord_part_return(
-        self, request: Any, state: str, result: Any, propagate: Any = None, **kwargs: Any
-    ) -> None:
+    def on_chord_part_return(self, request: Any, state: str, result: Any, propagate: Any = None, **kwargs: Any) -> None:
         """Count the part; if another has counted the last one and does not send the body, send it in its place.
 
         Who counts the last part claims the chord for some seconds. It may die before the body is sent, and then the
@@ -132,10 +158,8 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
             super().on_chord_part_return(request, state, result, propagate=propagate, **kwargs)
 
     def _claimed_by_another(self, group_id: str) -> bool:
-        claim, size = self.client.mget(
-            [self.get_key_for_group(group_id, ".c"), self.get_key_for_group(group_id, ".s")]
-        )
-        return claim not in (None, b"done") and size is not None
+        claim, size = self.client.mget([self.get_key_for_group(group_id, ".c"), self.get_key_for_group(group_id, ".s")])
+        return size is not None and claim not in (None, b"done", "done")
 
     def meta(self, state: str, result: Any, request: Any) -> str:
         """Return Celery's result entry of a task that runs, as the ledger writes it."""
@@ -146,7 +170,8 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
 
     def mark_as_done(self, task_id: str, result: Any, request: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Store a success, which the supervisor has committed."""
-        answer = super().mark_as_done(task_id, result, request, *args, **kwargs)
+        tail = super().mark_as_done
+        answer = _until_told(request, lambda: tail(task_id, result, request, *args, **kwargs))
         if getattr(request, "task", None) in SUPERVISED_TASKS:
             self._notify(task_id, TaskState.SUCCEEDED, request)
         return answer

@@ -15,6 +15,7 @@ from typing import Any
 from celery import bootsteps
 from celery.exceptions import WorkerShutdown
 from celery.signals import task_postrun
+from celery.worker.consumer.mingle import Mingle
 from celery.worker.control import control_command
 from redis.exceptions import RedisError
 
@@ -198,6 +199,14 @@ class Presence(bootsteps.StartStopStep):  # type: ignore[misc]
         runtime.fleet.clear_wanted(runtime.worker_id)
         runtime.presence = PresenceThread(runtime, consumer.hostname)
         runtime.presence.start()
+        _mingle_once(consumer)
+
+
+def _mingle_once(consumer: Any) -> None:
+    """Leave out Celery's mingle from now on: at a reconnect it would cost a second and tell nothing new."""
+    for step in consumer.steps:
+        if isinstance(step, Mingle):
+            step.start = lambda _: None
 
 
 class Subscriptions(bootsteps.StartStopStep):  # type: ignore[misc]

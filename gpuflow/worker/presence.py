@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from typing import Any
+from typing import Any, Final
 
 import psutil
 from redis.exceptions import RedisError
@@ -17,6 +17,9 @@ from gpuflow.logs import get_logger
 from gpuflow.worker.runtime import Runtime
 
 log = get_logger("gpuflow.presence")
+
+#: A broker that is away or full is tried again after this many seconds.
+RETRY_SECONDS: Final = 1.0
 
 
 class PresenceThread(threading.Thread):
@@ -35,10 +38,11 @@ class PresenceThread(threading.Thread):
     def run(self) -> None:
         """Beat until stopped; a broker that is away is tried again at the next turn."""
         settings = self.runtime.app.settings
-        next_beat = 0.0
+        next_beat = try_again = 0.0
         while not self._stop_event.wait(0.25):
             changed = self._summary() != self._written
-            if not changed and time.monotonic() < next_beat:
+            now = time.monotonic()
+            if now < try_again or (not changed and now < next_beat):
                 continue
             try:
                 self.write()
@@ -46,7 +50,7 @@ class PresenceThread(threading.Thread):
                 next_beat = time.monotonic() + settings.heartbeat_interval_seconds
             except RedisError as error:
                 log.warning("heartbeat_not_written", cause=str(error))
-                next_beat = time.monotonic() + 1
+                try_again = time.monotonic() + RETRY_SECONDS
 
     def write(self) -> None:
         """Write the entry now. Raises redis errors."""

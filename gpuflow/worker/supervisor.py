@@ -21,7 +21,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from gpuflow.artifacts.inputs import localize
 from gpuflow.artifacts.manifest import seal_results
-from gpuflow.errors import GPUFlowError, TaskCancelled, TaskDead, TaskFailed
+from gpuflow.errors import GPUFlowError
 from gpuflow.fleet.registry import WorkerState
 from gpuflow.ledger.ledger import Holder, StartVerdict
 from gpuflow.ledger.records import RECORD_SCHEMA, SCHEMA_HEADER, new_record_fields
@@ -30,6 +30,7 @@ from gpuflow.logs import get_logger
 from gpuflow.protocol import Request
 from gpuflow.spec.units import duration_seconds
 from gpuflow.worker.attempt import Attempt, Outcome
+from gpuflow.worker.ends import cause_of, exception_of
 from gpuflow.worker.environment import child_environment, given_variables
 from gpuflow.worker.results import ResultsFolder
 from gpuflow.worker.retries import AVOID_SECONDS, Again, decide
@@ -37,8 +38,6 @@ from gpuflow.worker.runtime import Runtime, current
 
 log = get_logger("gpuflow.supervisor")
 
-#: How a supervised task ends when it does not succeed; Celery logs these in one line, without a traceback.
-ENDS = (TaskFailed, TaskCancelled)
 #: A delivery that another worker is to take comes back to its queue after this many seconds.
 PASS_ON_SECONDS: Final = 1.0
 
@@ -121,7 +120,7 @@ class Delivery:
             resume_from = self.folder.resume_from(number)
             inputs = localize(self.spec, cache_dir=settings.cache_dir, results_dir=settings.results_dir)
         except (OSError, GPUFlowError) as error:
-            return Outcome(completed=False, error=_cause(error))
+            return Outcome(completed=False, error=cause_of(error))
         checkpoint_dir = output_dir / "checkpoints"
         child_request = Request(
             task_id=self.id,
@@ -198,8 +197,8 @@ class Delivery:
         try:
             sealed = seal_results(self.folder.attempt_dir(number), outcome.result, outcome.artifacts, self.spec)
         except (OSError, GPUFlowError) as error:
-            return self._end(holder, replace(outcome, completed=False, stop=None, error=_cause(error)))
-        committed = self._until_told(
+            return self._end(holder, replace(outcome, completed=False, stop=None, error=cause_of(error)))
+        committed = self._commit(
             lambda: self.ledger.commit(
                 self.id,
                 TaskState.SUCCEEDED,
@@ -218,6 +217,16 @@ class Delivery:
             log.warning("links_not_written", task=self.id, cause=str(error))
         log.info("task_succeeded", task=self.id, attempt=number, worker=self.runtime.worker_id)
         return sealed.result
+
+    def _commit(self, step: Callable[[], bool]) -> bool:
+        """COMMIT; once more if it was refused by an older snapshot that has not been told yet what runs here."""
+        leases = self.runtime.leases
+        if self._until_told(step):
+            return True
+        if not leases.holds(self.tag):
+            return False
+        self._until_told(leases.reaffirm)
+        return leases.holds(self.tag) and self._until_told(step)
 
     def _end(self, holder: Holder, outcome: Outcome) -> dict[str, Any]:
         number = holder.attempt
@@ -276,13 +285,13 @@ class Delivery:
 
     def _finish(self, holder: Holder, state: TaskState, error: Mapping[str, Any], outcome: Outcome) -> NoReturn:
         """Commit an end without result and raise it for Celery; Ignore when it is refused."""
-        if not self._until_told(
+        if not self._commit(
             lambda: self.ledger.commit(self.id, state, holder=holder, error=error, log_tail=outcome.log_tail)
         ):
             log.warning("late_failure_refused", task=self.id, attempt=holder.attempt)
             raise Ignore
         log.info("task_ended", task=self.id, attempt=holder.attempt, state=str(state), cause=error["message"])
-        raise _exception(state, dict(error))
+        raise exception_of(state, dict(error))
 
     def _others_serve(self) -> bool:
         """Whether another live worker serves the queue of this task."""
@@ -304,7 +313,7 @@ class Delivery:
         self.runtime.app.attempts.begin(self.id, Holder(attempt=record.attempt, token=""))
         if record.state is TaskState.SUCCEEDED:
             return dict(record.result or {})
-        raise _exception(record.state, dict(record.error or {}))
+        raise exception_of(record.state, dict(record.error or {}))
 
     def _until_told(self, step: Callable[[], T]) -> T:
         """Take a step on the broker; while it is away, try again as long as the lease is ours. Raises Ignore then."""
@@ -319,24 +328,6 @@ class Delivery:
                 log.warning("broker_away", task=self.id, cause=str(error))
                 self.runtime.leases.wait(pause)
                 pause = min(pause * 2, 2.0)
-
-
-def _exception(state: TaskState, error: dict[str, Any]) -> Exception:
-    message = str(error.get("message") or f"the task is {state}")
-    if state is TaskState.CANCELLED:
-        return TaskCancelled(message)
-    if state is TaskState.DEAD:
-        return TaskDead(message, error)
-    return TaskFailed(message, error)
-
-
-def _cause(error: Exception) -> dict[str, Any]:
-    full = isinstance(error, OSError) and error.errno == 28
-    return {
-        "type": "DiskFull" if full else type(error).__name__,
-        "message": str(error),
-        "retryable": isinstance(error, OSError),
-    }
 
 
 def _python_path() -> str | None:

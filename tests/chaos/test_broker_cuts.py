@@ -1,0 +1,174 @@
+"""The line between a worker and the broker is cut: once and often, for a moment and for longer than a lease."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from gpuflow.broker.scripts import load_script
+from gpuflow.client import submit
+from gpuflow.ledger.states import TaskState
+from tests.chaos.accounting import check
+from tests.chaos.conftest import LEASE, LEASE_SECONDS
+from tests.chaos.proxy import Proxy
+from tests.support.fleet import TestFleet, WorkerProcess, running
+from tests.support.waiting import eventually
+
+CUTS = 30
+SECONDS_OF_CUTS = 12
+#: A worker that is started with `--max-jobs 2` may hold so many jobs.
+JOBS = 2
+
+
+@pytest.fixture
+def proxy(fleet: TestFleet) -> Iterator[Proxy]:
+    with Proxy(fleet.broker.url) as made:
+        yield made
+
+
+def _behind(fleet: TestFleet, proxy: Proxy, name: str, *options: str) -> WorkerProcess:
+    """Start a worker that reaches the broker through the proxy alone."""
+    return fleet.start_worker(name, *options, env={**LEASE, "REDIS_URL": proxy.url})
+
+
+def _held_by(fleet: TestFleet, name: str) -> int:
+    """Return how many jobs a worker holds, by the broker's books, that it has not begun."""
+    client, keys = fleet.broker.client, fleet.app.keys
+    tags = [
+        tag
+        for tag, owner in client.hgetall(keys.owners).items()
+        if owner.startswith(f"{name}:") and owner.endswith("\ncpu")
+    ]
+    messages = [raw for raw in (client.hmget(keys.unacked, tags) if tags else []) if raw]
+    records = fleet.app.ledger.find_many([json.loads(raw)["headers"]["id"] for raw in messages])
+    return sum(1 for record in records if record is not None and record.state is TaskState.QUEUED)
+
+
+class _Watch:
+    """Looks all the time how many jobs a worker holds without having begun, and remembers the most."""
+
+    def __init__(self, fleet: TestFleet, name: str) -> None:
+        self.most = 0
+        self._look = lambda: _held_by(fleet, name)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.01):
+            self.most = max(self.most, self._look())
+
+    def end(self) -> int:
+        self._stop.set()
+        self._thread.join()
+        return self.most
+
+
+def test_thirty_cuts_of_a_busy_worker_neither_repeat_nor_hoard(fleet: TestFleet, proxy: Proxy) -> None:
+    worker = _behind(fleet, proxy, "w1", "--max-jobs", str(JOBS))
+    tasks = [submit(fleet.echo(output=n, sleep_seconds=0.5, steps=5), app=fleet.app) for n in range(40)]
+    watch = _Watch(fleet, "w1")
+
+    cut = 0
+    while cut < CUTS:
+        # Each cut hits a worker that is connected again and works.
+        made = proxy.connections
+        eventually(lambda: proxy.cut() > 0, within=20, what="a connection to cut")
+        cut += 1
+        eventually(lambda made=made: proxy.connections > made, within=20, what="the worker back")
+
+    records = check(fleet, [task.id for task in tasks], within=90)
+    most = watch.end()
+    assert [record.id for record in records if record.attempt != 1] == []
+    assert most <= JOBS, f"{most} messages held"
+    assert worker.process.poll() is None
+
+
+def test_what_was_popped_in_an_answer_that_never_came_is_given_back(fleet: TestFleet, proxy: Proxy) -> None:
+    # Given a busy worker, and a message that the broker has leased to it without its knowledge, for an hour
+    worker = _behind(fleet, proxy, "w1", "--max-jobs", "1")
+    busy = submit(fleet.echo(sleep_seconds=2 * LEASE_SECONDS, steps=20), app=fleet.app)
+    eventually(lambda: busy.state == "RUNNING")
+    waiting = submit(fleet.echo(output=1), app=fleet.app)
+    keys, client = fleet.app.keys, fleet.broker.client
+    owner = client.hget(keys.task(busy.id), "owner_token")
+    names = [keys.leases, keys.unacked, keys.owners, keys.waiters, keys.unreadable, keys.sweep, keys.bell(owner), "cpu"]
+    assert load_script("gpuflow.broker", "pop")(client, names, [owner, 3600])
+    assert client.llen("cpu") == 0
+
+    proxy.cut()
+
+    eventually(lambda: client.llen("cpu") == 1, within=10, what="the message back in its list")
+    assert [record.attempt for record in check(fleet, [busy.id, waiting.id])] == [1, 1]
+    assert "unknown_leases_returned" in worker.log()
+
+
+def test_cuts_every_second_under_load_lose_and_repeat_nothing(fleet: TestFleet, proxy: Proxy) -> None:
+    workers = [_behind(fleet, proxy, name, "--max-jobs", "1") for name in ("w1", "w2")]
+    long = submit(fleet.echo(output="long", sleep_seconds=SECONDS_OF_CUTS, steps=60), app=fleet.app)
+    eventually(lambda: long.state == "RUNNING")
+    tasks = [submit(fleet.echo(output=n, sleep_seconds=0.2), app=fleet.app) for n in range(20)]
+
+    pace = threading.Event()
+    for _ in range(SECONDS_OF_CUTS):
+        proxy.cut()
+        pace.wait(1)
+    assert proxy.cuts > SECONDS_OF_CUTS, "the workers did not come back between the cuts"
+
+    records = check(fleet, [long.id, *(task.id for task in tasks)], within=60)
+    assert [(record.id, record.attempt) for record in records if record.attempt != 1] == []
+    assert all(worker.process.poll() is None for worker in workers)
+
+
+def test_a_task_of_five_leases_runs_once(fleet: TestFleet) -> None:
+    for name in ("w1", "w2"):
+        fleet.start_worker(name, "--max-jobs", "1", env=LEASE)
+    task = submit(fleet.echo(sleep_seconds=5 * LEASE_SECONDS), app=fleet.app)
+
+    (record,) = check(fleet, [task.id])
+
+    assert (record.attempt, record.losses) == (1, 0)
+    assert record.finished_at is not None and record.started_at is not None
+    assert record.finished_at - record.started_at >= 5 * LEASE_SECONDS
+
+
+@pytest.mark.parametrize("how", ["refuse", "stall"])
+def test_a_worker_cut_off_for_longer_than_its_lease_stops_before_another_starts(
+    fleet: TestFleet, proxy: Proxy, how: str
+) -> None:
+    # Given a task that runs on a worker behind the proxy
+    cut_off = _behind(fleet, proxy, "w1", "--max-jobs", "1")
+    task = submit(fleet.echo(sleep_seconds=3 * LEASE_SECONDS, steps=60, ignore_sigterm=True), app=fleet.app)
+    eventually(lambda: task.state == "RUNNING")
+    tree = [process.pid for process in cut_off.supervised()]
+    assert len(tree) == 1
+    other = fleet.start_worker("w2", "--max-jobs", "1", env=LEASE)
+
+    # When its line is dead for good
+    getattr(proxy, how)()
+
+    # Then nothing of it runs any more at the moment when the other begins, and it has lost
+    overlap: list[int] = []
+    eventually(lambda: _seen(fleet, task.id, tree, overlap), within=20, what="the second attempt")
+    assert overlap == [], "the first child ran beside the second attempt"
+    proxy.allow()
+    (record,) = check(fleet, [task.id])
+    assert (record.attempt, record.worker, record.losses) == (2, "w2", 1)
+    assert [entry.outcome for entry in fleet.app.ledger.attempts(task.id)] == ["lost", "succeeded"]
+    eventually(lambda: "attempt_superseded" in cut_off.log(), what="the loss in the log of w1")
+    assert cut_off.process.poll() is None and other.process.poll() is None
+
+    # And it takes up work again
+    again = [submit(fleet.echo(output=n, sleep_seconds=0.5), app=fleet.app) for n in range(4)]
+    assert {record.worker for record in check(fleet, [one.id for one in again])} == {"w1", "w2"}
+
+
+def _seen(fleet: TestFleet, task_id: str, tree: list[int], overlap: list[int]) -> bool:
+    record = fleet.app.ledger.get(task_id)
+    if record.attempt < 2:
+        return False
+    overlap += running(tree)
+    return True

@@ -1,0 +1,157 @@
+"""The broker crashes, comes back from an older copy of its files, or is full: what runs goes on, and ends once."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from gpuflow.client import Task, submit
+from gpuflow.errors import BrokerUnavailable
+from gpuflow.ledger.states import TaskState
+from tests.chaos.accounting import check
+from tests.chaos.conftest import LEASE, LEASE_SECONDS
+from tests.support.fleet import TestFleet, WorkerProcess
+from tests.support.waiting import eventually
+
+PLAIN = ("--include", "plain_tasks")
+
+
+def test_two_hundred_tasks_flow_over_a_crash_of_the_broker(fleet: TestFleet, tmp_path: Path) -> None:
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    workers = [fleet.start_worker(name, "--max-jobs", "2", *PLAIN, env=LEASE) for name in ("w1", "w2")]
+    plain, supervised = [], []
+    for number in range(200):
+        if number % 4:
+            plain.append(fleet.app.send_task("plain_tasks.mark", args=(str(marks),)))
+        else:
+            supervised.append(submit(fleet.echo(output=number, sleep_seconds=0.2), app=fleet.app))
+
+    eventually(lambda: sum(task.state.final for task in supervised[:20]) >= 10, within=40, what="ten tasks done")
+    fleet.broker.kill()
+    eventually(lambda: all("leases_not_renewed" in worker.log() for worker in workers), what="workers without a broker")
+    fleet.broker.restart()
+    assert not all(task.state.final for task in supervised), "the crash came too late to show anything"
+
+    records = check(fleet, [task.id for task in supervised], within=60)
+    assert [(record.id, record.attempt) for record in records if record.attempt != 1] == []
+    eventually(lambda: len(list(marks.iterdir())) == len(plain), within=20, what="all plain tasks run")
+    eventually(lambda: all(result.successful() for result in plain), within=20, what="results of all plain tasks")
+    assert [path.name for path in marks.iterdir() if path.stat().st_size != 1] == []
+    assert all(worker.process.poll() is None for worker in workers)
+
+
+# -- an older copy of the files ---------------------------------------------------------------------------------------
+
+
+def _submitted(fleet: TestFleet, countdown: float | None = None) -> list[str]:
+    specs = [fleet.echo(output=number, sleep_seconds=3 * LEASE_SECONDS, steps=30) for number in range(2)]
+    return [fleet.app.send_task("gpuflow.echo", kwargs={"spec": spec}, countdown=countdown).id for spec in specs]
+
+
+def _before_the_pop(fleet: TestFleet, workers: list[WorkerProcess]) -> tuple[list[str], Path]:
+    with _stopped(workers):
+        return _submitted(fleet), fleet.broker.snapshot()
+
+
+def _while_they_are_delayed(fleet: TestFleet, workers: list[WorkerProcess]) -> tuple[list[str], Path]:
+    ids = _submitted(fleet, countdown=1.5)
+    assert fleet.broker.client.zcard(fleet.app.keys.delayed) == 2
+    return ids, fleet.broker.snapshot()
+
+
+def _after_the_start(fleet: TestFleet, workers: list[WorkerProcess]) -> tuple[list[str], Path]:
+    ids = _submitted(fleet)
+    eventually(lambda: all(Task(task_id, fleet.app).state == "RUNNING" for task_id in ids))
+    return ids, fleet.broker.snapshot()
+
+
+@contextmanager
+def _stopped(workers: list[WorkerProcess]) -> Iterator[None]:
+    for worker in workers:
+        worker.send(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for worker in workers:
+            worker.send(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("taken", [_before_the_pop, _while_they_are_delayed, _after_the_start])
+def test_what_runs_goes_on_over_an_older_copy_of_the_files(
+    fleet: TestFleet, taken: Callable[[TestFleet, list[WorkerProcess]], tuple[list[str], Path]]
+) -> None:
+    # Given two workers with one task each, and a copy from before
+    workers = [fleet.start_worker(name, "--max-jobs", "1", env=LEASE) for name in ("w1", "w2")]
+    ids, snapshot = taken(fleet, workers)
+    eventually(lambda: all(fleet.state(task_id) == "RUNNING" for task_id in ids), what="both running")
+    pids = {process.pid for worker in workers for process in worker.supervised()}
+    assert len(pids) == 2
+
+    # When the server comes back from the copy
+    fleet.broker.restart_from(snapshot)
+
+    # Then the same children bring the same attempts to their end
+    records = check(fleet, ids, rolled_back=True, within=25)
+    assert {record.result["pid"] for record in records} == pids
+    assert [record.attempt for record in records] == [1, 1]
+    for task_id in ids:
+        assert [path.name for path in (fleet.results / task_id).glob("attempt-*")] == ["attempt-1"]
+    assert not any("lease_lost" in worker.log() for worker in workers)
+
+
+def test_a_second_attempt_goes_on_where_the_copy_knows_only_the_first(fleet: TestFleet) -> None:
+    first = fleet.start_worker("w1", "--max-jobs", "1", env=LEASE)
+    task = submit(fleet.echo(sleep_seconds=3 * LEASE_SECONDS, steps=30), app=fleet.app)
+    eventually(lambda: task.state == "RUNNING")
+    snapshot = fleet.broker.snapshot()
+    second = fleet.start_worker("w2", "--max-jobs", "1", env=LEASE)
+    first.send(signal.SIGKILL)
+    eventually(lambda: task.record().attempt == 2 and task.state == "RUNNING", what="the second attempt running")
+    (child,) = second.supervised()
+
+    fleet.broker.restart_from(snapshot)
+
+    (record,) = check(fleet, [task.id], rolled_back=True)
+    assert (record.attempt, record.worker, record.result["pid"]) == (2, "w2", child.pid)
+    assert sorted(path.name for path in (fleet.results / task.id).glob("attempt-*")) == ["attempt-1", "attempt-2"]
+
+
+# -- a full server, a volatile server ---------------------------------------------------------------------------------
+
+
+def test_a_full_broker_refuses_clearly_and_work_goes_on_when_it_has_room(fleet: TestFleet) -> None:
+    worker = fleet.start_worker("w1", "--max-jobs", "1", env=LEASE)
+    running = submit(fleet.echo(output="before", sleep_seconds=3 * LEASE_SECONDS), app=fleet.app)
+    eventually(lambda: running.state == "RUNNING")
+    waiting = submit(fleet.echo(output="waiting"), app=fleet.app)
+    tasks_before = fleet.broker.client.zcard(fleet.app.keys.tasks)
+
+    fleet.broker.client.config_set("maxmemory", "1mb")
+    with pytest.raises(BrokerUnavailable, match="memory"):
+        submit(fleet.echo(output="refused"), app=fleet.app)
+    assert fleet.broker.client.zcard(fleet.app.keys.tasks) == tasks_before
+    eventually(lambda: "OOM" in worker.log() or "maxmemory" in worker.log(), what="the worker to notice")
+    assert worker.process.poll() is None
+    fleet.broker.client.config_set("maxmemory", "0")
+
+    later = submit(fleet.echo(output="later"), app=fleet.app)
+    records = check(fleet, [running.id, waiting.id, later.id], state=TaskState.SUCCEEDED)
+    assert [record.result["output"] for record in records] == ["before", "waiting", "later"]
+    assert [record.attempt for record in records] == [1, 1, 1]
+
+
+def test_a_worker_refuses_a_broker_without_an_append_only_file(fleet: TestFleet) -> None:
+    fleet.broker.client.config_set("appendonly", "no")
+
+    refused = fleet.spawn_worker("w1", env=LEASE)
+    assert refused.process.wait(timeout=30) == 2
+    assert "no append-only file" in refused.log()
+    assert "GPUFLOW_ALLOW_VOLATILE=1" in refused.log()
+
+    fleet.start_worker("w2", env={**LEASE, "GPUFLOW_ALLOW_VOLATILE": "1"})
+    check(fleet, [submit(fleet.echo(output=1), app=fleet.app).id])

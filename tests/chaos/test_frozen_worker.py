@@ -1,0 +1,135 @@
+"""A worker is stopped (SIGSTOP) for longer than its lease and wakes up: it is refused, or goes on where nobody has."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+import pytest
+
+from gpuflow.client import Task, submit
+from gpuflow.ledger.states import TaskState
+from tests.chaos.accounting import check
+from tests.chaos.conftest import LEASE, LEASE_SECONDS
+from tests.support.fleet import TestFleet, WorkerProcess, running
+from tests.support.waiting import eventually
+
+
+@contextmanager
+def frozen(*pids: int) -> Iterator[None]:
+    """Stop processes for the time of the block."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    eventually(lambda: all(psutil.Process(pid).status() == psutil.STATUS_STOPPED for pid in pids), within=5)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGCONT)
+            except ProcessLookupError:
+                continue
+
+
+def _tree(worker: WorkerProcess) -> list[int]:
+    """Return the worker and everything below it: shims and children."""
+    return [worker.pid, *(process.pid for process in worker.children())]
+
+
+@pytest.mark.parametrize(
+    ("fields", "whole_tree"),
+    [
+        pytest.param({"output": "late"}, False, id="result"),
+        pytest.param({"fail": {"message": "late", "attempts": 1}}, False, id="failure"),
+        pytest.param({"output": "late"}, True, id="child frozen too"),
+    ],
+)
+def test_what_a_frozen_worker_brings_late_is_refused(fleet: TestFleet, fields: dict, whole_tree: bool) -> None:
+    # Given a task on a worker that is stopped, so that another starts the second attempt
+    first = fleet.start_worker("w1", "--max-jobs", "1", env=LEASE)
+    task = submit(fleet.echo(sleep_seconds=1.5, **fields), app=fleet.app)
+    eventually(lambda: task.state == "RUNNING")
+    with frozen(*(_tree(first) if whole_tree else [first.pid])):
+        second = fleet.start_worker("w2", "--max-jobs", "1", env=LEASE)
+        eventually(lambda: task.record().attempt == 2, within=20, what="the second attempt")
+        token = fleet.broker.client.hget(fleet.app.keys.task(task.id), "owner_token")
+        tag = fleet.broker.client.hget(fleet.app.keys.task(task.id), "tag")
+    # When it wakes up beside it: then the new owner's lease stands
+    eventually(lambda: _has_noticed(first), within=15, what="the loss in the log of w1")
+    owner = fleet.broker.client.hget(fleet.app.keys.owners, tag)
+    assert owner is None or owner.startswith(f"{token}\n")
+    (record,) = check(fleet, [task.id])
+    assert (record.attempt, record.worker, record.losses) == (2, "w2", 1)
+    assert [entry.outcome for entry in fleet.app.ledger.attempts(task.id)] == ["lost", "succeeded"]
+    assert record.error is None
+    assert first.process.poll() is None and second.process.poll() is None
+
+
+def _has_noticed(worker: WorkerProcess) -> bool:
+    signs = ("attempt_superseded", "late_result_refused", "late_failure_refused", "lease_lost")
+    return any(sign in worker.log() for sign in signs)
+
+
+@pytest.mark.parametrize("whole_tree", [False, True], ids=["worker", "worker and child"])
+def test_with_nobody_else_there_the_owner_goes_on_where_it_was(fleet: TestFleet, whole_tree: bool) -> None:
+    worker = fleet.start_worker("w1", "--max-jobs", "1", env=LEASE)
+    task = submit(fleet.echo(sleep_seconds=3 * LEASE_SECONDS, steps=60), app=fleet.app)
+    eventually(lambda: task.state == "RUNNING")
+    (child,) = worker.supervised()
+    tag = fleet.broker.client.hget(fleet.app.keys.task(task.id), "tag")
+
+    with frozen(*(_tree(worker) if whole_tree else [worker.pid])):
+        eventually(lambda: _overdue(fleet, tag), within=15, what="the end of its lease")
+
+    (record,) = check(fleet, [task.id])
+    assert (record.attempt, record.losses, record.result["pid"]) == (1, 0, child.pid)
+    assert "lease_lost" not in worker.log()
+
+
+def test_a_lease_that_a_sweep_took_is_taken_back_if_nobody_has_begun(fleet: TestFleet) -> None:
+    # Given a worker that is stopped, and another that sweeps but has no place
+    first = fleet.start_worker("w1", "--max-jobs", "1", env=LEASE)
+    task = submit(fleet.echo(sleep_seconds=3 * LEASE_SECONDS, steps=60), app=fleet.app)
+    eventually(lambda: task.state == "RUNNING")
+    (child,) = first.supervised()
+    fleet.start_worker("w2", "--max-jobs", "0", env=LEASE)
+
+    with frozen(first.pid):
+        eventually(lambda: fleet.broker.client.llen("cpu") == 1, within=20, what="the message back in its list")
+
+    (record,) = check(fleet, [task.id])
+    assert (record.attempt, record.losses, record.result["pid"]) == (1, 0, child.pid)
+    assert "lease_taken_back" in first.log()
+
+
+def _overdue(fleet: TestFleet, tag: str) -> bool:
+    """Whether a lease has ended by more than the gap after which sweeps give grace, on the server's clock."""
+    ends = fleet.broker.client.zscore(fleet.app.keys.leases, tag)
+    seconds, micros = fleet.broker.client.time()
+    return bool(ends is None or seconds + micros / 1e6 > ends + 3)
+
+
+def test_after_a_pause_of_all_sweeps_every_lease_gets_grace(fleet: TestFleet) -> None:
+    # Given two workers with a task each, and leases that end while nobody can renew or sweep
+    env = {"GPUFLOW_LEASE_SEC": "5"}
+    workers = [fleet.start_worker(name, "--max-jobs", "1", env=env) for name in ("w1", "w2")]
+    tasks = [submit(fleet.echo(sleep_seconds=14, steps=70), app=fleet.app) for _ in workers]
+    eventually(lambda: all(task.state == "RUNNING" for task in tasks))
+    pids = {process.pid for worker in workers for process in worker.supervised()}
+    tags = [fleet.broker.client.hget(fleet.app.keys.task(task.id), "tag") for task in tasks]
+
+    first, second = workers
+    with frozen(second.pid):
+        with frozen(first.pid):
+            eventually(lambda: all(_overdue(fleet, tag) for tag in tags), within=20, what="both leases over")
+        # The first wakes alone. It must not sweep away what the second has had no chance to renew.
+        eventually(lambda: "leases_graced" in first.log(), within=10, what="the grace")
+        assert [Task(task.id, fleet.app).record().attempt for task in tasks] == [1, 1]
+
+    records = check(fleet, [task.id for task in tasks], state=TaskState.SUCCEEDED)
+    assert [(record.attempt, record.losses) for record in records] == [(1, 0), (1, 0)]
+    assert {record.result["pid"] for record in records} == pids
+    assert not running(sorted(pids))

@@ -1,0 +1,241 @@
+"""Many tasks and pipelines under random faults: nothing lost, nothing twice, nothing left.
+
+The seed, the length and the sizes come from SOAK_SEED, SOAK_SECONDS, SOAK_TASKS and SOAK_PIPELINES; `tox -e soak` runs
+the long one. The table of faults and outcomes is printed.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+
+from gpuflow.client import PipelineRun, submit, submit_pipeline
+from tests.chaos.accounting import check, orphans
+from tests.chaos.conftest import LEASE, LEASE_SECONDS
+from tests.chaos.proxy import Proxy
+from tests.support.fleet import TestFleet, WorkerProcess
+from tests.support.waiting import eventually
+
+SECONDS = float(os.environ.get("SOAK_SECONDS", "45"))
+TASKS = int(os.environ.get("SOAK_TASKS", "120"))
+PIPELINES = int(os.environ.get("SOAK_PIPELINES", "4"))
+SEED = int(os.environ.get("SOAK_SEED", "7"))
+WORKERS = 3
+#: A fault every so many seconds, on average.
+FAULT_SECONDS = 3.0
+
+
+class Storm:
+    """Keeps a fleet of workers up and brings faults over it."""
+
+    def __init__(self, fleet: TestFleet, proxy: Proxy, choice: random.Random) -> None:
+        self.fleet, self.proxy, self.choice = fleet, proxy, choice
+        self.faults: Counter[str] = Counter()
+        self.workers: dict[str, WorkerProcess] = {}
+        self.frozen: dict[str, float] = {}
+        self.starts = 0
+        self.beat = self._start_beat()
+        self.kinds: list[tuple[int, Callable[[], str | None]]] = [
+            (5, self.kill_worker),
+            (5, self.kill_child),
+            (3, self.freeze_worker),
+            (3, self.cut_connections),
+            (2, self.restart_broker),
+            (2, self.drain_worker),
+            (2, self.cold_stop_worker),
+            (1, self.kill_beat),
+        ]
+
+    def tick(self) -> None:
+        """Start workers that are gone, wake those that were frozen long enough."""
+        for name, until in list(self.frozen.items()):
+            if time.monotonic() >= until:
+                del self.frozen[name]
+                self.workers[name].send(signal.SIGCONT)
+        for number in range(WORKERS):
+            name = f"w{number}"
+            worker = self.workers.get(name)
+            if worker is None or worker.process.poll() is not None:
+                self.workers[name] = WorkerProcess(
+                    self.proxy.url, self.fleet.folder, name, "--max-jobs", "2", env={**LEASE, "GPUFLOW_NOTICE_SEC": "1"}
+                )
+                self.fleet.workers.append(self.workers[name])
+                self.starts += 1
+        if self.beat.poll() is not None:
+            self.beat = self._start_beat()
+
+    def strike(self) -> None:
+        """Bring one fault about."""
+        weights, actions = zip(*self.kinds, strict=True)
+        action = self.choice.choices(actions, weights=weights)[0]
+        done = action()
+        if done is not None:
+            self.faults[done] += 1
+
+    def calm(self) -> None:
+        """No more faults; every worker is up."""
+        self.frozen = dict.fromkeys(self.frozen, 0.0)
+        self.tick()
+
+    def close(self) -> None:
+        """Wake what is frozen and stop beat."""
+        for name in self.frozen:
+            self.workers[name].send(signal.SIGCONT)
+        self.beat.kill()
+        self.beat.wait(timeout=10)
+
+    def kill_worker(self) -> str | None:
+        return self._signal(signal.SIGKILL, "worker killed")
+
+    def drain_worker(self) -> str | None:
+        return self._signal(signal.SIGTERM, "worker drained")
+
+    def cold_stop_worker(self) -> str | None:
+        return self._signal(signal.SIGQUIT, "worker stopped cold")
+
+    def freeze_worker(self) -> str | None:
+        worker = self._awake()
+        if worker is None:
+            return None
+        worker.send(signal.SIGSTOP)
+        self.frozen[worker.name] = time.monotonic() + LEASE_SECONDS * self.choice.uniform(0.5, 2.0)
+        return "worker frozen"
+
+    def kill_child(self) -> str | None:
+        worker = self._awake()
+        children = [child for child in (worker.children() if worker else []) if _executor(child)]
+        if not children:
+            return None
+        self.choice.choice(children).kill()
+        return "child killed"
+
+    def cut_connections(self) -> str | None:
+        self.proxy.cut()
+        return "connections cut"
+
+    def restart_broker(self) -> str | None:
+        self.fleet.broker.kill()
+        self.fleet.broker.restart()
+        return "broker killed"
+
+    def kill_beat(self) -> str | None:
+        self.beat.kill()
+        self.beat.wait(timeout=10)
+        return "beat killed"
+
+    def _signal(self, number: signal.Signals, what: str) -> str | None:
+        worker = self._awake()
+        if worker is None:
+            return None
+        worker.send(number)
+        return what
+
+    def _awake(self) -> WorkerProcess | None:
+        awake = [
+            worker
+            for name, worker in sorted(self.workers.items())
+            if name not in self.frozen and worker.process.poll() is None
+        ]
+        return self.choice.choice(awake) if awake else None
+
+    def _start_beat(self) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, **LEASE, "REDIS_URL": self.proxy.url}
+        return subprocess.Popen(
+            [sys.executable, "-m", "celery", "-A", "gpuflow", "beat", "-l", "WARNING"],
+            env=environment,
+            cwd=self.fleet.folder,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+
+def _executor(process: psutil.Process) -> bool:
+    try:
+        return process.cmdline()[-2:] == ["-m", "executors"]
+    except psutil.Error:
+        return False
+
+
+def pipeline(number: int) -> dict[str, Any]:
+    stages = [
+        {"name": "a", "spec": {"echo": {"output": number, "sleep_seconds": 0.2}}},
+        {"name": "b", "dependsOn": ["a"], "spec": {"echo": {"output": "${a.result.output}"}}},
+        {"name": "c", "dependsOn": ["a"], "spec": {"echo": {"output": 1, "sleep_seconds": 0.5}}},
+        {"name": "d", "dependsOn": ["b", "c"], "spec": {"echo": {"output": "${b.result.output}"}}},
+    ]
+    spec = {"taskType": "echo", "retry": RETRY, "graph": {"nodes": stages}}
+    return {"apiVersion": "gpuflow/v1", "kind": "Pipeline", "metadata": {"name": f"p{number}"}, "spec": spec}
+
+
+#: A killed child counts as a failure of its task, and a storm kills many.
+RETRY = {"max_attempts": 20, "backoff_seconds": 0.2}
+
+
+@pytest.mark.timeout(SECONDS * 2 + 400)
+def test_a_storm_loses_nothing_and_runs_nothing_twice(fleet: TestFleet) -> None:
+    choice = random.Random(SEED)
+    tasks: list[str] = []
+    runs: list[PipelineRun] = []
+    failed: list[BaseException] = []
+
+    def submit_all() -> None:
+        pauses = threading.Event()
+        try:
+            for number in range(TASKS):
+                echo = fleet.echo(output=number, sleep_seconds=choice.choice([0, 0, 0.1, 0.5, 2.0]))
+                tasks.append(submit({**echo, "retry": RETRY}, app=fleet.app).id)
+                if number % max(1, TASKS // PIPELINES) == 0:
+                    runs.append(submit_pipeline(pipeline(number), app=fleet.app))
+                pauses.wait(SECONDS * 0.8 / TASKS)
+        except BaseException as error:
+            failed.append(error)
+
+    with Proxy(fleet.broker.url) as proxy:
+        storm = Storm(fleet, proxy, random.Random(SEED + 1))
+        try:
+            producer = threading.Thread(target=submit_all, daemon=True)
+            producer.start()
+            ends = time.monotonic() + SECONDS
+            strikes = time.monotonic() + 2
+            while time.monotonic() < ends or producer.is_alive():
+                storm.tick()
+                if time.monotonic() >= strikes and time.monotonic() < ends:
+                    storm.strike()
+                    strikes = time.monotonic() + storm.choice.uniform(0.5, 1.5) * FAULT_SECONDS
+                producer.join(timeout=0.2)
+            assert not failed, failed
+            storm.calm()
+
+            def settled() -> bool:
+                storm.tick()
+                return all(run.record().state.final for run in runs)
+
+            eventually(settled, within=180, what="the end of every pipeline")
+            for run in runs:
+                assert run.record().state == "SUCCEEDED", run.status()
+            of_stages = [task for run in runs for stage in run.record().stages.values() for task in stage.tasks]
+            records = check(fleet, [*tasks, *of_stages], within=180)
+        finally:
+            storm.close()
+    outputs = {record.id: record.result["output"] for record in records}
+    assert [outputs[task] for task in tasks] == list(range(TASKS))
+    assert [run["d"].result["output"] for run in runs] == [run["a"].result["output"] for run in runs]
+    assert orphans(fleet, [*tasks, *of_stages]) == {}
+    outcomes = Counter(entry.outcome for record in records for entry in fleet.app.ledger.attempts(record.id))
+    print(f"\nsoak: seed {SEED}, {SECONDS:g} s, {TASKS} tasks, {len(runs)} pipelines, {storm.starts} worker starts")
+    for kind, count in sorted(storm.faults.items()):
+        print(f"  fault    {kind:<22}{count:>6}")
+    for kind, count in sorted(outcomes.items()):
+        print(f"  attempt  {kind:<22}{count:>6}")
+    print("  lost 0, committed twice 0, orphans 0")
