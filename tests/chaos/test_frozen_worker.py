@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -133,3 +136,22 @@ def test_after_a_pause_of_all_sweeps_every_lease_gets_grace(fleet: TestFleet) ->
     assert [(record.attempt, record.losses) for record in records] == [(1, 0), (1, 0)]
     assert {record.result["pid"] for record in records} == pids
     assert not running(sorted(pids))
+
+
+def test_a_beat_that_was_stopped_wakes_up_and_takes_nothing_away(fleet: TestFleet) -> None:
+    environment = {**os.environ, **LEASE, "REDIS_URL": fleet.broker.url}
+    command = [sys.executable, "-m", "celery", "-A", "gpuflow", "beat", "-l", "WARNING"]
+    fleet.start_worker("w1", "--max-jobs", "1", env=LEASE)
+    client, keys = fleet.broker.client, fleet.app.keys
+    beat = subprocess.Popen(command, env=environment, cwd=fleet.folder, stderr=subprocess.DEVNULL)
+    try:
+        task = submit(fleet.echo(sleep_seconds=LEASE_SECONDS * 4, output="once"), app=fleet.app)
+        eventually(lambda: task.state == "RUNNING")
+        eventually(lambda: client.exists(f"{keys.prefix}redbeat::lock"), within=30, what="a beat at work")
+        with frozen(beat.pid):
+            eventually(lambda: time.time() - task.record().started_at > LEASE_SECONDS * 3, within=30)
+        (record,) = check(fleet, [task.id])
+        assert (record.attempt, record.losses) == (1, 0)
+    finally:
+        beat.kill()
+        beat.wait(timeout=10)

@@ -1,0 +1,13 @@
+"""Makes this worker a newer version: it writes and reads schema 2. Loaded by `--include newer_version`."""
+
+from __future__ import annotations
+
+from gpuflow import celery_app
+from gpuflow.ledger import ledger, records
+from gpuflow.worker import supervisor
+
+SCHEMA = 2
+MODULES = (celery_app, ledger, records, supervisor)
+
+for module in MODULES:
+    module.RECORD_SCHEMA = SCHEMA  # type: ignore[attr-defined]

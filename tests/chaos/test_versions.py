@@ -1,0 +1,59 @@
+"""Two versions of workers on one broker: the old one drains while the new one takes over."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from gpuflow import celery_app
+from gpuflow.client import submit
+from gpuflow.ledger import ledger, records
+from gpuflow.worker import supervisor
+from tests.chaos.accounting import check
+from tests.chaos.conftest import LEASE
+from tests.support.fleet import TestFleet
+from tests.support.waiting import eventually
+
+#: Where the schema number is used; `newer_version` changes the same in a worker, and so is not imported here.
+MODULES = (celery_app, ledger, records, supervisor)
+NEWER = 2
+HERE = str(Path(__file__).resolve().parent)
+
+
+def test_the_old_hands_back_what_is_newer_and_the_new_runs_what_is_older(
+    fleet: TestFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in MODULES:
+        monkeypatch.setattr(module, "RECORD_SCHEMA", 1)
+    old = fleet.start_worker("old", "--max-jobs", "2", env=LEASE)
+    running = submit(fleet.echo(sleep_seconds=6, output="old"), app=fleet.app)
+    eventually(lambda: running.state == "RUNNING")
+
+    # A newer client submits while only the old worker is there: it takes nothing of it.
+    for module in MODULES:
+        monkeypatch.setattr(module, "RECORD_SCHEMA", NEWER)
+    newer = [submit(fleet.echo(output=number), app=fleet.app) for number in range(3)]
+    eventually(lambda: "delivery_passed_on" in old.log(), what="the old worker hands a newer task back")
+    assert all(task.record().attempt == 0 for task in newer)
+
+    new = fleet.start_worker(
+        "new",
+        "--max-jobs",
+        "1",
+        "--include",
+        "newer_version",
+        env={**LEASE, "PYTHONPATH": os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")])},
+    )
+    old.send(signal.SIGTERM)
+    for module in MODULES:
+        monkeypatch.setattr(module, "RECORD_SCHEMA", 1)
+    older = submit(fleet.echo(output="older"), app=fleet.app)
+
+    assert old.process.wait(timeout=60) == 0
+    ended = check(fleet, [running.id, older.id, *(task.id for task in newer)])
+    assert [record.worker for record in ended] == ["old", "new", "new", "new", "new"]
+    assert all(record.attempt == 1 for record in ended)
+    assert new.process.poll() is None
