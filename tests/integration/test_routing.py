@@ -34,6 +34,14 @@ def test_a_task_runs_where_its_gpu_is_and_sees_only_that_gpu(fleet: TestFleet, t
     assert (h100.record().queue, h100.state) == ("gpu-h100", "QUEUED")
 
 
+def lifetime(fleet: TestFleet, task_id: str) -> tuple[float, float]:
+    """Return from when to when a task had its GPUs: from its START to the end of its child."""
+    events = fleet.app.event_log.read(task_id)
+    (start,) = (event.at for event in events if event.name == "state" and event.data["state"] == "STARTING")
+    (end,) = (event.at for event in events if event.name == "finish")
+    return start, end
+
+
 def test_two_tasks_at_once_never_share_a_gpu(fleet: TestFleet, tmp_path: Path) -> None:
     machine = simulated_machine(tmp_path, "2xA100-80GB")
     fleet.start_worker("w1", env=machine)
@@ -45,7 +53,7 @@ def test_two_tasks_at_once_never_share_a_gpu(fleet: TestFleet, tmp_path: Path) -
     for record in records:
         assert record.state == "SUCCEEDED"
         (uuid,) = record.result["gpus"]
-        spans.setdefault(uuid, []).append((record.started_at, record.finished_at))
+        spans.setdefault(uuid, []).append(lifetime(fleet, record.id))
     assert set(spans) == {gpu_uuid(0), gpu_uuid(1)}
     for used in spans.values():
         ordered = sorted(used)

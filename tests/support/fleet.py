@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -209,6 +210,7 @@ class TestFleet:
     def close(self) -> None:
         for worker in self.workers:
             worker.close()
+        gc.collect()  # a result object that is collected later would look for the broker
         self.app.close()
         self.app.redis.close()
         self.broker.close()
