@@ -19,7 +19,7 @@ from redis.exceptions import NoScriptError, RedisError
 
 from gpuflow.broker.gate import Gate, OpenGate
 from gpuflow.broker.keys import Keys
-from gpuflow.broker.scripts import load_script
+from gpuflow.broker.scripts import broker_script
 from gpuflow.broker.sweeper import BELL_SECONDS, Sweeper
 from gpuflow.logs import get_logger
 
@@ -170,7 +170,7 @@ class LeaseTable:
         if not self.holds(tag):
             return False
         keys = self.keys
-        done = load_script("gpuflow.broker", "settle")(
+        done = broker_script("settle")(
             self.client,
             [keys.leases, keys.unacked, keys.owners, keys.waiters, self.bell, keys.delayed, keys.parked],
             [tag, self.owner, how, BELL_SECONDS, delay_seconds],
@@ -200,7 +200,7 @@ class LeaseTable:
         """
         keys = self.keys
         try:
-            returned = load_script("gpuflow.broker", "disown")(
+            returned = broker_script("disown")(
                 self.client,
                 [keys.leases, keys.unacked, keys.owners, keys.waiters],
                 [self.owner, BELL_SECONDS, *self.held()],
@@ -298,7 +298,7 @@ class LeaseTable:
 
     def _ask_to_renew(self, values: list[Any]) -> Any:
         names = [self.keys.leases, self.keys.owners, self.keys.sweep]
-        script = load_script("gpuflow.broker", "renew")
+        script = broker_script("renew")
         try:
             return self.client.evalsha(script.sha, len(names), *names, *values)
         except NoScriptError:

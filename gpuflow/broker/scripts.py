@@ -46,3 +46,8 @@ def script_text(package: str, name: str) -> str:
 def load_script(package: str, name: str, preamble: str = "") -> Script:
     """Return the script `<package>/lua/<name>.lua`, with `preamble` (shared Lua definitions) before it."""
     return Script(preamble + script_text(package, name))
+
+
+def broker_script(name: str) -> Script:
+    """Return a Lua step of the broker, with what the steps share before it."""
+    return load_script("gpuflow.broker", name, script_text("gpuflow.broker", "common"))

@@ -14,7 +14,7 @@ import redis
 from redis.exceptions import NoScriptError, ResponseError
 
 from gpuflow.broker.keys import Keys
-from gpuflow.broker.scripts import load_script
+from gpuflow.broker.scripts import broker_script
 from gpuflow.logs import get_logger
 
 log = get_logger("gpuflow.sweep")
@@ -47,7 +47,7 @@ class Sweeper:
     def sweep(self, client: redis.Redis) -> Swept:
         """Take the step. Raises redis errors."""
         keys = self.keys
-        script = load_script("gpuflow.broker", "sweep")
+        script = broker_script("sweep")
         names = [
             keys.leases,
             keys.unacked,
@@ -80,7 +80,7 @@ class Sweeper:
     def arrive(self, client: redis.Redis) -> None:
         """Tell the fleet that the server does not know us: if its run is a new one, leases get grace."""
         keys = self.keys
-        graced = load_script("gpuflow.broker", "arrive")(
+        graced = broker_script("arrive")(
             client,
             [keys.leases, keys.sweep, keys.present, keys.workers],
             [self.lease_seconds, _run_id(client), keys.worker("")],

@@ -22,7 +22,7 @@ from redis.exceptions import NoScriptError, OutOfMemoryError, ReadOnlyError
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.leases import LeaseTable, installed, keeper_timeout_seconds
 from gpuflow.broker.priorities import PRIORITY_STEPS, SEPARATOR, list_key, list_keys, queue_of
-from gpuflow.broker.scripts import load_script
+from gpuflow.broker.scripts import broker_script
 from gpuflow.broker.sweeper import BELL_SECONDS
 from gpuflow.logs import get_logger
 
@@ -159,7 +159,7 @@ class Channel(stock.Channel):  # type: ignore[misc]
             more_keys, more_args = self._submission(queue, record)
             keys += more_keys
             args += more_args
-        load_script("gpuflow.broker", "publish")(self.plain_client, keys, args)
+        broker_script("publish")(self.plain_client, keys, args)
 
     def _submission(self, queue: str, record: Mapping[str, Any]) -> tuple[list[str], list[Any]]:
         record_id = record.get("id", "")
@@ -209,7 +209,7 @@ class Channel(stock.Channel):  # type: ignore[misc]
         lists = self._polled[1]
         return [
             "EVALSHA",
-            load_script("gpuflow.broker", "pop").sha,
+            broker_script("pop").sha,
             7 + len(lists),
             *(keys.leases, keys.unacked, keys.owners, keys.waiters, keys.unreadable, keys.sweep, leases.bell),
             *lists,
@@ -220,7 +220,7 @@ class Channel(stock.Channel):  # type: ignore[misc]
     def _meet_server(self) -> None:
         """The server was restarted: let the fleet know before anything can be popped from it."""
         self.leases.sweeper.arrive(self.leases.client)
-        load_script("gpuflow.broker", "pop").load(self.leases.client)
+        broker_script("pop").load(self.leases.client)
 
     def _brpop_read(self, **options: Any) -> bool:
         mode = self._polled[0]

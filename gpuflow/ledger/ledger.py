@@ -42,7 +42,8 @@ class Holder:
 
 def ledger_script(name: str) -> Script:
     """Return a Lua step of the ledger, with the table of allowed moves and what the steps share before it."""
-    return load_script("gpuflow.ledger", name, lua_preamble() + script_text("gpuflow.ledger", "common"))
+    shared = (lua_preamble(), script_text("gpuflow.broker", "common"), script_text("gpuflow.ledger", "common"))
+    return load_script("gpuflow.ledger", name, "".join(shared))
 
 
 class Ledger:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpuflow.broker.scripts import load_script
+from gpuflow.broker.scripts import broker_script
 from gpuflow.client import submit
 from gpuflow.ledger.states import TaskState
 from tests.chaos.accounting import check
@@ -96,7 +96,7 @@ def test_what_was_popped_in_an_answer_that_never_came_is_given_back(fleet: TestF
     keys, client = fleet.app.keys, fleet.broker.client
     owner = client.hget(keys.task(busy.id), "owner_token")
     names = [keys.leases, keys.unacked, keys.owners, keys.waiters, keys.unreadable, keys.sweep, keys.bell(owner), "cpu"]
-    assert load_script("gpuflow.broker", "pop")(client, names, [owner, 3600])
+    assert broker_script("pop")(client, names, [owner, 3600])
     assert client.llen("cpu") == 0
 
     proxy.cut()

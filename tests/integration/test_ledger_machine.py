@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from gpuflow.broker.leases import LeaseTable
-from gpuflow.broker.scripts import load_script
+from gpuflow.broker.scripts import broker_script
 from gpuflow.celery_app import GPUFlow
 from gpuflow.client import submit
 from gpuflow.ledger.ledger import Holder
@@ -108,7 +108,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def pop(self, owner: str) -> Any:
         keys, table = self.keys, self.tables[owner]
         names = [keys.leases, keys.unacked, keys.owners, keys.waiters, keys.unreadable, keys.sweep, table.bell]
-        taken = load_script("gpuflow.broker", "pop")(self.client, [*names, self._list()], [owner, LEASE_SECONDS])
+        taken = broker_script("pop")(self.client, [*names, self._list()], [owner, LEASE_SECONDS])
         if not taken:
             return None
         message = json.loads(taken[1])

@@ -18,16 +18,10 @@ for i = 1, #owners, 2 do
       redis.call('RPUSH', string.sub(held, cut + 1), raw)
       returned = returned + 1
     end
-    redis.call('ZREM', KEYS[1], tag)
-    redis.call('HDEL', KEYS[2], tag)
-    redis.call('HDEL', KEYS[3], tag)
+    end_lease(KEYS[1], KEYS[2], KEYS[3], tag)
   end
 end
 if returned > 0 then
-  for _, bell in ipairs(redis.call('SMEMBERS', KEYS[4])) do
-    redis.call('LPUSH', bell, '1')
-    redis.call('EXPIRE', bell, ARGV[2])
-  end
-  redis.call('DEL', KEYS[4])
+  ring(KEYS[4], ARGV[2])
 end
 return returned

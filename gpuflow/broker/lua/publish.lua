@@ -36,10 +36,5 @@ if ARGV[3] ~= '' then
   return 1
 end
 redis.call('LPUSH', KEYS[1], ARGV[1])
-local waiting = redis.call('SMEMBERS', KEYS[2])
-for _, bell in ipairs(waiting) do
-  redis.call('LPUSH', bell, '1')
-  redis.call('EXPIRE', bell, ARGV[2])
-end
-if #waiting > 0 then redis.call('DEL', KEYS[2]) end
+ring(KEYS[2], ARGV[2])
 return 1

@@ -21,14 +21,11 @@ if raw and delay > 0 then
 elseif raw then
   redis.call(ARGV[3] == 'front' and 'RPUSH' or 'LPUSH', list, raw)
 end
-redis.call('ZREM', KEYS[1], ARGV[1])
-redis.call('HDEL', KEYS[2], ARGV[1])
-redis.call('HDEL', KEYS[3], ARGV[1])
-local bells = (ARGV[3] == 'ack' or delay > 0) and {KEYS[5]} or redis.call('SMEMBERS', KEYS[4])
-for _, bell in ipairs(bells) do
-  if redis.call('SREM', KEYS[4], bell) == 1 then
-    redis.call('LPUSH', bell, '1')
-    redis.call('EXPIRE', bell, ARGV[4])
-  end
+end_lease(KEYS[1], KEYS[2], KEYS[3], ARGV[1])
+if ARGV[3] ~= 'ack' and delay == 0 then
+  ring(KEYS[4], ARGV[4])
+elseif redis.call('SREM', KEYS[4], KEYS[5]) == 1 then
+  redis.call('LPUSH', KEYS[5], '1')
+  redis.call('EXPIRE', KEYS[5], ARGV[4])
 end
 return 1

@@ -46,9 +46,7 @@ else
       redis.call('RPUSH', string.sub(held, string.find(held, '\n', 1, true) + 1), raw)
       restored = restored + 1
     end
-    redis.call('ZREM', KEYS[1], tag)
-    redis.call('HDEL', KEYS[2], tag)
-    redis.call('HDEL', KEYS[3], tag)
+    end_lease(KEYS[1], KEYS[2], KEYS[3], tag)
   end
 end
 for _, tag in ipairs(redis.call('ZRANGEBYSCORE', KEYS[6], '-inf', now, 'LIMIT', 0, ARGV[3])) do
@@ -64,10 +62,6 @@ for _, tag in ipairs(redis.call('ZRANGEBYSCORE', KEYS[6], '-inf', now, 'LIMIT', 
   redis.call('HDEL', KEYS[7], tag)
 end
 if restored + moved > 0 then
-  for _, bell in ipairs(redis.call('SMEMBERS', KEYS[4])) do
-    redis.call('LPUSH', bell, '1')
-    redis.call('EXPIRE', bell, ARGV[4])
-  end
-  redis.call('DEL', KEYS[4])
+  ring(KEYS[4], ARGV[4])
 end
 return {restored, graced, run or '', gathering}

@@ -20,9 +20,5 @@ redis.call('ZREM', KEYS[6], id)
 redis.call('SADD', KEYS[7], id)
 tell(KEYS[2], ARGV[2], {event = 'state', state = 'QUEUED'})
 redis.call('LPUSH', list, message)
-for _, bell in ipairs(redis.call('SMEMBERS', KEYS[3])) do
-  redis.call('LPUSH', bell, '1')
-  redis.call('EXPIRE', bell, ARGV[3])
-end
-redis.call('DEL', KEYS[3])
+ring(KEYS[3], ARGV[3])
 return 1

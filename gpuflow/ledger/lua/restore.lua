@@ -27,9 +27,5 @@ redis.call('HSET', KEYS[1], 'state', 'QUEUED', 'updated_at', seconds)
 redis.call('HDEL', KEYS[1], 'tag', 'owner_token', 'worker', 'progress')
 tell(KEYS[2], ARGV[3], {event = 'state', state = 'QUEUED', after = 'restored'})
 redis.call('RPUSH', list, message)
-for _, bell in ipairs(redis.call('SMEMBERS', KEYS[6])) do
-  redis.call('LPUSH', bell, '1')
-  redis.call('EXPIRE', bell, ARGV[4])
-end
-redis.call('DEL', KEYS[6])
+ring(KEYS[6], ARGV[4])
 return 'restored'

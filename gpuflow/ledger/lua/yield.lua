@@ -37,15 +37,9 @@ if delay > 0 then
   redis.call('HSET', KEYS[9], ARGV[3], 'front\n' .. list .. '\n' .. raw)
 else
   redis.call('RPUSH', list, raw)
-  for _, bell in ipairs(redis.call('SMEMBERS', KEYS[7])) do
-    redis.call('LPUSH', bell, '1')
-    redis.call('EXPIRE', bell, ARGV[11])
-  end
-  redis.call('DEL', KEYS[7])
+  ring(KEYS[7], ARGV[11])
 end
 if ARGV[5] ~= '' then event['error'] = cjson.decode(ARGV[5]) end
 tell(KEYS[2], ARGV[10], event)
-redis.call('ZREM', KEYS[4], ARGV[3])
-redis.call('HDEL', KEYS[5], ARGV[3])
-redis.call('HDEL', KEYS[6], ARGV[3])
+end_lease(KEYS[4], KEYS[5], KEYS[6], ARGV[3])
 return 'queued'
