@@ -30,6 +30,7 @@ from gpuflow.routing.fit import match
 from gpuflow.routing.queues import family_matches, is_demand_queue
 from gpuflow.routing.requirement import Requirement
 from gpuflow.worker.admission import Admission, Limits
+from gpuflow.worker.event_batches import EventBatches
 from gpuflow.worker.main import CannotStart
 from gpuflow.worker.preflight import require_durable, require_own_id
 from gpuflow.worker.presence import PresenceThread
@@ -222,6 +223,7 @@ class Subscriptions(bootsteps.StartStopStep):  # type: ignore[misc]
     def start(self, consumer: Any) -> None:
         """Subscribe to what is registered now, and watch for more."""
         runtime = current()
+        EventBatches(consumer).install()
         fleet = Fleet(runtime.app.redis, runtime.app.keys)
         version = fleet.queues_version()
         self._subscribe(consumer, fleet, now=True)
@@ -235,8 +237,9 @@ class Subscriptions(bootsteps.StartStopStep):  # type: ignore[misc]
         self._thread.start()
 
     def stop(self, consumer: Any) -> None:
-        """Stop watching (before a reconnect, and at the end)."""
+        """Stop watching, and send the events that wait (before a reconnect, and at the end)."""
         self._stop_event.set()
+        consumer._flush_events()
 
     def _watch(self, consumer: Any, fleet: Fleet, version: str, stop: threading.Event) -> None:
         while not stop.wait(QUEUE_POLL_SECONDS):

@@ -94,7 +94,7 @@ class SupervisorPool(TaskPool):  # type: ignore[misc]
 
         def run() -> Any:
             runtime = find()
-            if tag and runtime is not None and tag not in runtime.leases.held():
+            if tag and runtime is not None and not runtime.leases.holds(tag):
                 log.info("returned_message_not_run", task=job.task_id)
                 return None
             if tag and runtime is not None:
