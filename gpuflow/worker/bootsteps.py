@@ -227,6 +227,7 @@ class Subscriptions(bootsteps.StartStopStep):  # type: ignore[misc]
         fleet = Fleet(runtime.app.redis, runtime.app.keys)
         version = fleet.queues_version()
         self._subscribe(consumer, fleet, now=True)
+        runtime.connected = True
         self._stop_event = threading.Event()
         self._thread = threading.Thread(
             target=self._watch,
@@ -239,6 +240,7 @@ class Subscriptions(bootsteps.StartStopStep):  # type: ignore[misc]
     def stop(self, consumer: Any) -> None:
         """Stop watching, and send the events that wait (before a reconnect, and at the end)."""
         self._stop_event.set()
+        current().connected = False
         consumer._flush_events()
 
     def _watch(self, consumer: Any, fleet: Fleet, version: str, stop: threading.Event) -> None:

@@ -92,6 +92,8 @@ class PresenceThread(threading.Thread):
     def _state(self) -> WorkerState:
         if self.runtime.admission.draining:
             return WorkerState.DRAINING
+        if not self.runtime.connected:
+            return WorkerState.CONNECTING
         return WorkerState.BUSY if self.runtime.admission.jobs() else WorkerState.IDLE
 
     def _summary(self) -> tuple[Any, ...]:

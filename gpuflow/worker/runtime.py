@@ -37,6 +37,7 @@ class Runtime:
     ephemeral: bool = False
     executors: tuple[str, ...] | None = None
     running: dict[str, Attempt] = field(default_factory=dict)
+    connected: bool = False
     presence: PresenceThread | None = None
     stopper: Stopper | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)

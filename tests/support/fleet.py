@@ -127,7 +127,7 @@ class WorkerProcess:
             if self.process.poll() is not None:
                 raise AssertionError(f"worker {self.name} ended with {self.process.returncode}:\n{self.log()[-3000:]}")
             entry = fleet.find(self.name)
-            return entry is not None and entry.pid == self.pid and entry.state is not WorkerState.OFFLINE
+            return entry is not None and entry.pid == self.pid and entry.state in (WorkerState.IDLE, WorkerState.BUSY)
 
         eventually(registered, within=within, what=f"worker {self.name} in the registry")
         app.redis.close()
