@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 from celery.backends.redis import RedisBackend
@@ -90,6 +91,7 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.attempts: Attempts = self.app.attempts
+        self._quiet = threading.local()
 
     @property
     def ledger(self) -> Ledger:
@@ -99,6 +101,25 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
 
     def on_task_call(self, producer: Any, task_id: str) -> None:
         """Do nothing: who waits for a result subscribes then, so a submit opens no second connection."""
+
+    @contextmanager
+    def nobody_waits(self) -> Iterator[None]:
+        """Subscribe to no result of what is sent in this block, as a group does for each of its tasks.
+
+        Such a subscription would end when its result object is collected, in whatever thread that happens, and that
+        thread would then wait for a broker that is away.
+        """
+        self._quiet.on = True
+        try:
+            yield
+        finally:
+            self._quiet.on = False
+
+    def add_pending_result(self, result: Any, weak: bool = False, start_drainer: bool = True) -> Any:
+        """Watch for a result, unless nobody waits for it."""
+        if getattr(self._quiet, "on", False):
+            return result
+        return super().add_pending_result(result, weak=weak, start_drainer=start_drainer)
 
     def on_result_fulfilled(self, result: Any) -> None:
         """Unsubscribe, if anybody had subscribed: a result that nobody waited for costs no connection."""

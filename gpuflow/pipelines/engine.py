@@ -163,7 +163,8 @@ class Engine:
         )
         group_id = stage_task_id(record.id, stage.name, stage.epoch, "group")
         header_group = group(header, app=self.app).set(task_id=group_id)
-        chord(header_group, body=body, app=self.app).apply_async()
+        with self.app.backend.nobody_waits():
+            chord(header_group, body=body, app=self.app).apply_async()
 
     def _result_of(self, record: PipelineRecord) -> Any:
         cache: dict[str, Mapping[str, Any]] = {}

@@ -210,7 +210,9 @@ class TestFleet:
     def close(self) -> None:
         for worker in self.workers:
             worker.close()
-        gc.collect()  # a result object that is collected later would look for the broker
+        gc.collect()
+        # A result object that is collected later, when the broker is gone, has nothing to look for there.
+        self.app.backend.result_consumer.subscribed_to.clear()
         self.app.close()
         self.app.redis.close()
         self.broker.close()
