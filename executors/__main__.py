@@ -71,12 +71,16 @@ def _read_request() -> Request:
 def _with_environment(request: Request) -> Request:
     """Return the request with what the environment gives it.
 
-    `${env:NAME}` is replaced here in the child alone, so no secret is in a record; RESUME_FROM stands in for a
-    `resume_from` that the request lacks.
+    `${env:NAME}` is replaced here in the child alone, so no secret is in a record; first in the variables of `env`, one
+    after the other, which become part of the environment. RESUME_FROM stands in for a `resume_from` that the request
+    lacks.
     """
     from gpuflow.spec.references import UnresolvedReference, resolve_env
 
     try:
+        for name, value in (request.spec.get("env") or {}).items():
+            if "${env:" in str(value):
+                os.environ[name] = resolve_env(str(value), os.environ)
         spec = resolve_env(request.spec, os.environ)
     except UnresolvedReference as error:
         raise ExecutorError("BadInput", str(error)) from error

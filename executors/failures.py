@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from executors.base import ExecutorError
+from executors.offline import not_here, offline
 from gpuflow.errors import GPUFlowError
 
 #: Longest message of an error record, in characters; the traceback in the log has the rest.
@@ -34,6 +35,7 @@ _DEVICE_FAULTS: Final = (
 )
 _HUB_AUTH: Final = frozenset({"GatedRepoError", "DisabledRepoError", "LocalTokenNotFoundError"})
 _HUB_MISSING: Final = frozenset({"RepositoryNotFoundError", "RevisionNotFoundError", "RemoteEntryNotFoundError"})
+_OFFLINE: Final = frozenset({"OfflineModeIsEnabled", "LocalEntryNotFoundError"})
 _NETWORK: Final = frozenset(
     {
         "ConnectError", "ConnectTimeout", "ReadTimeout", "ReadError", "RemoteProtocolError", "TransportError",
@@ -41,6 +43,13 @@ _NETWORK: Final = frozenset(
         "LocalEntryNotFoundError", "SSLError", "ProtocolError", "MaxRetryError", "NewConnectionError",
     }
 )  # fmt: skip
+_MENDS: Final = {
+    "NotAuthorized": (
+        "; name the token in the task (`secrets: [HF_TOKEN]`) and give it to the worker (HF_TOKEN in its environment, "
+        "or a file HF_TOKEN in its GPUFLOW_SECRETS_DIR); for a gated model, accept its terms with that account first"
+    ),
+    "NotFound": "; check the name; a private one also needs a token (`secrets: [HF_TOKEN]`) on the worker",
+}
 
 
 def classify(error: BaseException) -> dict[str, Any]:
@@ -82,6 +91,8 @@ def _known(error: BaseException, *, first: bool) -> tuple[str, bool] | None:
 
 def _known_remote(error: BaseException, names: set[str]) -> tuple[str, bool] | None:
     status = _http_status(error)
+    if names & _OFFLINE and offline():
+        return "Offline", False
     if names & _HUB_AUTH or (status in (401, 403) and not names & _HUB_MISSING):
         return "NotAuthorized", False
     if names & _HUB_MISSING or status == 404:
@@ -109,6 +120,17 @@ def _record(kind: str, error: BaseException, retryable: bool) -> dict[str, Any]:
         message = f"{type(error).__name__}: {message}"
     if kind == "MissingDependency":
         message = f"{message}; install the libraries of this task type beside the worker (see `gpuflow doctor`)"
-    if len(message) > MAX_MESSAGE:
-        message = message[: MAX_MESSAGE - 4] + " ..."
-    return {"type": kind, "message": message, "retryable": retryable}
+    if kind == "Offline" and not isinstance(error, ExecutorError):
+        message = f"{not_here('something that this task needs')}: {message}"
+    mend = _MENDS.get(kind, "") if not isinstance(error, ExecutorError) else ""
+    room = MAX_MESSAGE - len(mend)
+    if len(message) > room:
+        message = _cut(message, room - 4) + " ..."
+    return {"type": kind, "message": message + mend, "retryable": retryable}
+
+
+def _cut(text: str, length: int) -> str:
+    """Cut between two words where there are any: half a token would not be found by what hides tokens."""
+    cut = text[:length]
+    before = max(cut.rfind(" "), cut.rfind("\n"))
+    return cut[:before] if before > length // 2 else cut

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from executors import cancellation
-from executors.base import plain
+from executors.base import ExecutorError, plain
 from executors.failures import classify
+from executors.offline import not_here, offline
 from gpuflow.errors import GPUFlowError
 from gpuflow.protocol import Emitter
 from gpuflow.spec.presets import list_presets, load_preset
@@ -99,6 +100,8 @@ def _pull(name: str, cache_dir: str | None, emitter: Emitter) -> dict[str, Any]:
 def _pull_from_hub(source: dict[str, Any], emitter: Emitter) -> str:
     from executors.modeling.libraries import prepare_libraries
 
+    if offline():
+        raise ExecutorError("Offline", not_here(str(source["identifier"])))
     prepare_libraries()
     from huggingface_hub import snapshot_download
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from executors.base import ExecutorError
+from executors.offline import not_here, offline
 from gpuflow.protocol import Emitter
 
 #: Seconds between two looks at how much has arrived.
@@ -48,8 +49,10 @@ class Wheel:
 def download(wheel: Wheel, folder: Path, emitter: Emitter) -> Path:
     """Fetch a wheel into `folder` with progress events in bytes, and verify it.
 
-    Raises ExecutorError: MissingPip, DownloadFailed (retryable) or DigestMismatch.
+    Raises ExecutorError: Offline, MissingPip, DownloadFailed (retryable) or DigestMismatch.
     """
+    if offline():
+        raise ExecutorError("Offline", not_here(f"{wheel.package} {wheel.version}"))
     if importlib.util.find_spec("pip") is None:
         raise ExecutorError(
             "MissingPip",

@@ -6,9 +6,12 @@ Nothing global is configured: another user of structlog in the process keeps its
 from __future__ import annotations
 
 import logging
+from collections.abc import MutableMapping
 from typing import Any
 
 import structlog
+
+from gpuflow.secrets import known
 
 
 def get_logger(name: str) -> Any:
@@ -18,7 +21,37 @@ def get_logger(name: str) -> Any:
         processors=[
             structlog.stdlib.filter_by_level,
             structlog.processors.format_exc_info,
+            _masked,
             structlog.processors.KeyValueRenderer(key_order=["event"], drop_missing=True, repr_native_str=False),
         ],
         wrapper_class=structlog.stdlib.BoundLogger,
     )
+
+
+def _masked(_logger: Any, _method: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Hide secrets in the values of a line: those that this process knows, and what looks like one."""
+    for name, value in line.items():
+        if isinstance(value, str):
+            line[name] = known.text(value)
+        elif isinstance(value, BaseException | list | tuple | dict):
+            line[name] = known.text(str(value))
+    return line
+
+
+class MaskingFormatter(logging.Formatter):
+    """Formats as another formatter does, tracebacks included, and hides secrets in what comes out."""
+
+    def __init__(self, inner: logging.Formatter | None) -> None:
+        super().__init__()
+        self._inner = inner or logging.Formatter()
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line without secrets."""
+        return known.text(self._inner.format(record))
+
+
+def mask_handlers(logger: logging.Logger) -> None:
+    """Hide secrets in all that the handlers of a logger write."""
+    for handler in logger.handlers:
+        if not isinstance(handler.formatter, MaskingFormatter):
+            handler.setFormatter(MaskingFormatter(handler.formatter))

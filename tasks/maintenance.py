@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from typing import Any
 
 from gpuflow.celery_app import app
 from gpuflow.ledger.backend import NOTIFY_TASK
+from gpuflow.ledger.records import TaskRecord
 from gpuflow.routing.families import CONTROL_QUEUE
+from gpuflow.spec.references import UnresolvedReference, find_references, resolve_env
 from gpuflow.upkeep.notices import NotDelivered, body, deliver, wanted
 from gpuflow.upkeep.reconciler import Reconciler
+from gpuflow.worker.secret_sources import MissingSecret, secret_values
 
 #: A URL that cannot be called is tried so often, with a wait that doubles from NOTIFY_SECONDS on.
 NOTIFY_TRIES = 6
@@ -31,7 +36,22 @@ def notify(self: Any, task_id: str, number: int) -> None:
     if number >= len(entries):
         return
     try:
-        deliver(entries[number], body(record))
+        deliver(_with_secrets(entries[number], record, str(self.request.hostname)), body(record))
     except NotDelivered as error:
         wait = NOTIFY_SECONDS * 2**self.request.retries
         raise self.retry(exc=error, countdown=wait, max_retries=NOTIFY_TRIES - 1) from error
+
+
+def _with_secrets(entry: Mapping[str, Any], record: TaskRecord, worker: str) -> Mapping[str, Any]:
+    """Return the entry with `${env:NAME}` replaced: by secrets that the task names, and nothing else of this worker.
+
+    Raises NotDelivered where one is not here; another try may come to a worker that has it.
+    """
+    used = {reference.name for reference in find_references(entry)}
+    names = [name for name in record.spec.get("secrets") or () if name in used]
+    try:
+        values = secret_values(names, environ=os.environ, folder=app.settings.secrets_dir, worker=worker)
+        resolved: Mapping[str, Any] = resolve_env(entry, values)
+    except (MissingSecret, UnresolvedReference) as error:
+        raise NotDelivered(str(error)) from None
+    return resolved

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
-from executors.base import bad_input
+from executors.base import ExecutorError, bad_input
+from executors.offline import not_here, offline
 from gpuflow.protocol import Emitter
 
 _TIMEOUT_SECONDS: Final = 60
@@ -96,6 +97,8 @@ def _read_file(data: Mapping[str, Any], kind: str) -> list[Any]:
 
 
 def _fetch(url: str, path: Path) -> None:
+    if offline():
+        raise ExecutorError("Offline", not_here(f"the data of {urlsplit(url).hostname}"))
     with (
         urllib.request.urlopen(url, timeout=_TIMEOUT_SECONDS) as answer,  # noqa: S310  (http and https alone)
         path.open("wb") as file,

@@ -1,49 +1,119 @@
-"""Packs a folder into a reproducible .tar.gz and unpacks archives that nobody vouches for.
+"""Packs a folder into a reproducible .tar.gz or .tar.zst, and unpacks archives that nobody vouches for.
 
-The same files give the same bytes: members are sorted, and owners, times and the gzip header are fixed.
+Called by the worker and the client. The same files give the same bytes: members are sorted, and owners, times, modes
+and the compressor's header are fixed. What an archive may hold is decided in `extraction`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import hashlib
+import importlib
+import io
+import os
 import shutil
+import sys
 import tarfile
 import tempfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, BinaryIO, Final, Literal
 
+from gpuflow.artifacts.extraction import Limits, extract
+from gpuflow.artifacts.partial import disk_errors
 from gpuflow.errors import ArtifactError
 
-#: Weights hardly compress, so the fastest level.
+Compression = Literal["gzip", "zstd"]
+SUFFIXES: Final[dict[Compression, str]] = {"gzip": ".tar.gz", "zstd": ".tar.zst"}
+#: Weights hardly compress, so the fastest levels.
 GZIP_LEVEL: Final = 1
-#: Most bytes and members that an archive may unpack to.
-MAX_UNPACKED_BYTES: Final = 512 * 1024**3
-MAX_MEMBERS: Final = 100_000
-#: Arguments of `extract`: the filter where this Python has one.
-_FILTER: Final[dict[str, Any]] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+ZSTD_LEVEL: Final = 1
+_ZSTD_MODULE: Final = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
+#: First bytes of the formats that are read.
+_GZIP_MAGIC: Final = b"\x1f\x8b"
+_ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"
+_TAR_MAGIC: Final = b"ustar"
+_TAR_MAGIC_AT: Final = 257
+#: What gzip, zlib and tarfile raise for bytes that are no archive.
+_CORRUPT: Final = (tarfile.TarError, EOFError, zlib.error, ValueError, LookupError, ArithmeticError, RecursionError)
 
 
-def pack(folder: Path, archive: Path) -> None:
-    """Write `folder` to `archive` (members under the folder's name); the archive appears by rename. Raises OSError."""
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """An archive that was written: its size in bytes and its SHA-256 in hex."""
+
+    size: int
+    sha256: str
+
+
+def pack(folder: Path, archive: Path) -> Packed:
+    """Write `folder` to `archive` (members under the folder's name); the archive appears by rename.
+
+    A name that ends in .zst is compressed by zstd, any other by gzip. Raises ArtifactError for what no archive should
+    hold (links out of the folder, pipes, devices), OSError from the disk.
+    """
     fresh = archive.with_name(f".{archive.name}.new")
     try:
-        with (
-            fresh.open("wb") as raw,
-            gzip.GzipFile(filename="", mode="wb", fileobj=raw, compresslevel=GZIP_LEVEL, mtime=0) as zipped,
-            tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT) as tar,
-        ):
-            for path in sorted(folder.rglob("*")):
-                if path.is_dir() and not path.is_symlink():
-                    continue
-                tar.add(
-                    path,
-                    arcname=f"{folder.name}/{path.relative_to(folder)}",
-                    recursive=False,
-                    filter=_anonymous,
-                )
+        with fresh.open("wb") as raw:
+            packed = pack_into(folder, raw, compression="zstd" if archive.suffix == ".zst" else "gzip")
+            raw.flush()
+            os.fsync(raw.fileno())
         fresh.replace(archive)
     finally:
         fresh.unlink(missing_ok=True)
+    return packed
+
+
+def pack_into(folder: Path, stream: IO[bytes], *, compression: Compression = "gzip") -> Packed:
+    """Write the archive of `folder` to a stream while it is built: the stream need not seek, and memory is constant.
+
+    Raises as `pack` does.
+    """
+    root = folder.resolve()
+    hashing = _Hashing(stream)
+    with (
+        _compressor(hashing, compression) as zipped,
+        tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT) as tar,
+    ):
+        for path in sorted(folder.rglob("*")):
+            if path.is_dir() and not path.is_symlink():
+                continue
+            _check_source(path, root)
+            tar.inodes.clear()  # type: ignore[attr-defined]  # two links to one file are two files, as copies would be
+            tar.add(path, arcname=f"{folder.name}/{path.relative_to(folder)}", recursive=False, filter=_anonymous)
+            tar.members.clear()  # type: ignore[attr-defined]
+    return Packed(size=hashing.size, sha256=hashing.hash.hexdigest())
+
+
+class _Hashing(io.RawIOBase):
+    """Passes what is written on to a stream, and hashes it."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream, self.hash, self.size = stream, hashlib.sha256(), 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, block: Any, /) -> int:
+        self._stream.write(block)
+        self.hash.update(block)
+        self.size += len(block)
+        return len(block)
+
+
+def _check_source(path: Path, root: Path) -> None:
+    if path.is_symlink():
+        try:
+            inside = not path.readlink().is_absolute() and path.resolve().is_relative_to(root)
+        except RuntimeError:  # a circle of links
+            inside = False
+        if not inside:
+            raise ArtifactError(f"{path} is a link that leads out of its folder or nowhere; put the file itself there")
+    elif not path.is_file():
+        raise ArtifactError(f"{path} is neither a file nor a folder, and cannot be packed; remove it")
 
 
 def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
@@ -54,48 +124,59 @@ def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
     return member
 
 
-def unpack(archive: Path, target: Path) -> None:
+def _zstd() -> Any:
+    try:
+        return importlib.import_module(_ZSTD_MODULE)
+    except ImportError as error:
+        raise ArtifactError("zstd needs a library that is not here; run pip install 'gpuflow[zstd]'") from error
+
+
+def _compressor(stream: _Hashing, compression: Compression) -> contextlib.AbstractContextManager[Any]:
+    if compression == "zstd":
+        return contextlib.closing(_zstd().ZstdFile(stream, "w", level=ZSTD_LEVEL))
+    return gzip.GzipFile(filename="", mode="wb", fileobj=stream, compresslevel=GZIP_LEVEL, mtime=0)
+
+
+def unpack(archive: Path, target: Path, *, limits: Limits = Limits()) -> None:  # noqa: B008  (frozen)
     """Unpack an untrusted archive into the new folder `target`, which appears by rename when all of it is there.
 
-    Raises ArtifactError for what is no archive, leaves its folder, holds links out of it or devices, or is too large.
+    Read are tar, tar.gz and tar.zst, whatever the name. Raises ArtifactError for what is no archive, is cut or
+    corrupt, holds more than plain files, folders and links inside it, names one place twice, or exceeds `limits`;
+    OSError from the disk.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    fresh = Path(tempfile.mkdtemp(prefix=f".{target.name[:100]}.", dir=target.parent))
     try:
-        with tarfile.open(archive, mode="r:*") as tar:
-            _extract(tar, fresh)
+        with disk_errors(f"{archive.name} cannot be unpacked"), _opened(archive) as stream:
+            extract(stream, fresh, limits, archive.stat().st_size)
+        fresh.chmod(0o755)
         fresh.rename(target)
-    except (tarfile.TarError, EOFError, gzip.BadGzipFile, ValueError) as error:
-        raise ArtifactError(f"{archive.name} cannot be unpacked: {error}") from error
+    except _CORRUPT as error:
+        raise ArtifactError(f"{archive.name} cannot be unpacked: {error}; make it again") from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
 
 
-def _extract(tar: tarfile.TarFile, folder: Path) -> None:
-    unpacked = 0
-    for count, member in enumerate(tar, start=1):
-        unpacked += member.size
-        if count > MAX_MEMBERS or unpacked > MAX_UNPACKED_BYTES:
-            raise ArtifactError(f"the archive holds more than {MAX_MEMBERS} files or {MAX_UNPACKED_BYTES} bytes")
-        _vet(member, folder.resolve())
-        tar.extract(member, folder, **_FILTER)
-
-
-def _vet(member: tarfile.TarInfo, root: Path) -> None:
-    """Refuse what would leave the folder or is no plain file, folder or link; clear owner and special bits.
-
-    tarfile's own filter does much the same, but only from Python 3.11.4 on.
-    """
-    place = root / member.name
-    leads_to = place
-    if member.issym():
-        leads_to = place.parent / member.linkname
-    elif member.islnk():
-        leads_to = root / member.linkname
-    elif not member.isreg() and not member.isdir():
-        raise ArtifactError(f"the archive holds {member.name!r}, which is neither a file nor a folder")
-    if not all(path.resolve().is_relative_to(root) for path in (place, leads_to)):
-        raise ArtifactError(f"the archive holds {member.name!r}, which leads out of its folder")
-    member.uid = member.gid = 0
-    member.uname = member.gname = ""
-    member.mode = 0o755 if member.isdir() or member.mode & 0o100 else 0o644
+@contextlib.contextmanager
+def _opened(archive: Path) -> Iterator[BinaryIO]:
+    """Open what an archive unzips to, by its first bytes."""
+    with archive.open("rb") as raw:
+        head = raw.read(_TAR_MAGIC_AT + len(_TAR_MAGIC))
+        raw.seek(0)
+        if head.startswith(_GZIP_MAGIC):
+            try:
+                with gzip.GzipFile(fileobj=raw, mode="rb") as unzipped:
+                    yield unzipped  # type: ignore[misc]
+            except gzip.BadGzipFile as error:
+                raise tarfile.ReadError(str(error)) from error
+        elif head.startswith(_ZSTD_MAGIC):
+            zstd = _zstd()
+            try:
+                with zstd.ZstdFile(raw, "r") as unzipped:
+                    yield unzipped
+            except zstd.ZstdError as error:
+                raise tarfile.ReadError(str(error)) from error
+        elif head[_TAR_MAGIC_AT:] == _TAR_MAGIC:
+            yield raw
+        else:
+            raise tarfile.ReadError("it is no tar, tar.gz or tar.zst")

@@ -7,11 +7,8 @@ once into the cache, under their digest.
 from __future__ import annotations
 
 import copy
+import fcntl
 import hashlib
-import shutil
-import tempfile
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +16,11 @@ from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
 from gpuflow.artifacts.archive import unpack
+from gpuflow.artifacts.store import fetch, file_url_path, shown_url
 from gpuflow.errors import ArtifactError
+from gpuflow.settings import Settings
 
-_BLOCK_BYTES: Final = 1 << 20
-_TIMEOUT_SECONDS: Final = 60
+_REMOTE: Final = frozenset({"http", "https", "s3"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,50 +31,53 @@ class LocalInputs:
     checkpoint_path: str | None
 
 
-def localize(spec: Mapping[str, Any], *, cache_dir: Path, results_dir: Path) -> LocalInputs:
+def localize(spec: Mapping[str, Any], *, settings: Settings) -> LocalInputs:
     """Fetch and unpack what `spec` loads. Raises ArtifactError, OSError."""
-    check_destination(spec)
     local = copy.deepcopy(dict(spec))
     for adapter in (local.get("model") or {}).get("adapters") or []:
         address = adapter.pop("url", None) or adapter.get("path")
         if address:
-            adapter["path"] = str(_folder(str(address), cache_dir))
+            adapter["path"] = str(_folder(str(address), settings))
     load = (local.get("checkpoint") or {}).get("load")
     checkpoint = None
     if load:
         address = load.get("url") or load.get("path")
         if not address:
             raise ArtifactError("checkpoint.load names neither `url` nor `path`; give one")
-        checkpoint = str(_folder(str(address), cache_dir))
+        checkpoint = str(_folder(str(address), settings))
     return LocalInputs(spec=local, checkpoint_path=checkpoint)
 
 
-def check_destination(spec: Mapping[str, Any]) -> None:
-    """Raise ArtifactError for an output destination that this version cannot write, before any work is done."""
-    kind = ((spec.get("output") or {}).get("destination") or {}).get("type", "local")
-    if kind != "local":
-        raise ArtifactError(
-            f"output.destination.type {kind!r} is not available in this version; "
-            "use `local` with a RESULTS_DIR that all machines share"
-        )
-
-
-def _folder(address: str, cache_dir: Path) -> Path:
-    """Return the local folder of a path, file: URL or http(s) URL; an archive is unpacked into the cache."""
+def _folder(address: str, settings: Settings) -> Path:
+    """Return the local folder of a path or URL (file, http, https, s3); an archive is unpacked into the cache."""
     parts = urlsplit(address)
-    if parts.scheme in ("http", "https"):
-        with tempfile.TemporaryDirectory(prefix="gpuflow-fetch-") as folder:
-            fetched = Path(folder) / (Path(unquote(parts.path)).name or "checkpoint.tar.gz")
-            _download(address, fetched)
-            return _unpacked(fetched, cache_dir)
+    if parts.scheme in _REMOTE:
+        if settings.offline:
+            raise ArtifactError(f"{shown_url(address)} is not fetched: this worker is offline; give a local path")
+        return _fetched(address, Path(unquote(parts.path)).name or "checkpoint.tar.gz", settings)
     if parts.scheme not in ("", "file"):
         raise ArtifactError(
-            f"{address!r}: the scheme {parts.scheme!r} is not known; use a path, file:, http: or https:"
+            f"{shown_url(address)!r}: the scheme {parts.scheme!r} is not known; use a path, file:, http:, https: or s3:"
         )
-    path = Path(unquote(parts.path)) if parts.scheme == "file" else Path(address)
+    path = file_url_path(address) if parts.scheme == "file" else Path(address)
     if not path.exists():
-        raise ArtifactError(f"{path} is not on this machine; share RESULTS_DIR between the workers, or give a URL")
-    return path if path.is_dir() else _unpacked(path, cache_dir)
+        raise ArtifactError(
+            f"{path} is not on this machine; share RESULTS_DIR between the workers, or use output.destination"
+        )
+    return path if path.is_dir() else _unpacked(path, settings.cache_dir)
+
+
+def _fetched(url: str, name: str, settings: Settings) -> Path:
+    """Return the folder of a remote archive; a fetch that broke off is gone on with, one process at a time."""
+    place = settings.cache_dir / "fetched" / hashlib.sha256(url.encode()).hexdigest()
+    place.mkdir(parents=True, exist_ok=True)
+    with (place / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        fetched = place / name
+        fetch(url, fetched, settings=settings)
+        folder = _unpacked(fetched, settings.cache_dir)
+        fetched.unlink()
+    return folder
 
 
 def _unpacked(archive: Path, cache_dir: Path) -> Path:
@@ -95,15 +96,3 @@ def _unpacked(archive: Path, cache_dir: Path) -> Path:
 def _sha256(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _download(url: str, target: Path) -> None:
-    shown = url.split("?", 1)[0]
-    try:
-        with (
-            urllib.request.urlopen(url, timeout=_TIMEOUT_SECONDS) as answer,  # noqa: S310  (http and https alone)
-            target.open("wb") as file,
-        ):
-            shutil.copyfileobj(answer, file, _BLOCK_BYTES)
-    except (urllib.error.URLError, TimeoutError) as error:
-        raise ArtifactError(f"{shown} cannot be fetched: {error}") from error

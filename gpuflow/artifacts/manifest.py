@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -21,16 +21,21 @@ _WORKING_FOLDERS: Final = frozenset({"checkpoints"})
 
 @dataclass(frozen=True, kw_only=True)
 class SealedResults:
-    """The result value with the places of its archives, and the SHA-256 of the manifest."""
+    """The result value with the places of its archives, the SHA-256 of the manifest, and the names in it."""
 
     result: dict[str, Any]
     digest: str
+    names: tuple[str, ...]
 
 
 def seal_results(
-    folder: Path, result: Mapping[str, Any], declared: Iterable[str], spec: Mapping[str, Any]
+    folder: Path,
+    result: Mapping[str, Any],
+    declared: Iterable[str],
+    spec: Mapping[str, Any],
+    url_of: Callable[[str], str] | None = None,
 ) -> SealedResults:
-    """Complete the results in `folder` and describe them.
+    """Complete the results in `folder` and describe them; `url_of` gives the URL by which others fetch a file of it.
 
     `declared` are the names that the child declared; those that `output.artifacts` asks for are added, and a missing
     one is marked in the manifest. Raises ArtifactError for a responses.json that is not JSON, OSError from the disk.
@@ -43,17 +48,18 @@ def seal_results(
             pack(folder / name, archive)
             value[f"{name}_path"] = str(folder / name)
             value[f"{name}_archive"] = str(archive)
-            value[f"{name}_archive_url"] = archive.as_uri()
+            value[f"{name}_archive_url"] = archive.as_uri() if url_of is None else url_of(archive.name)
     responses = folder / "responses.json"
     if responses.exists():
         _check_json(responses)
     else:
         write_json(responses, value)
     wanted = [*declared, *((spec.get("output") or {}).get("artifacts") or [])]
-    manifest = {"schema": MANIFEST_SCHEMA, "artifacts": list(_entries(folder, wanted))}
+    manifest: dict[str, Any] = {"schema": MANIFEST_SCHEMA, "artifacts": list(_entries(folder, wanted))}
     path = folder / "manifest.json"
     write_json(path, manifest)
-    return SealedResults(result=value, digest=hashlib.sha256(path.read_bytes()).hexdigest())
+    names = tuple(entry["name"] for entry in manifest["artifacts"] if "missing" not in entry)
+    return SealedResults(result=value, digest=hashlib.sha256(path.read_bytes()).hexdigest(), names=names)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -33,6 +33,7 @@ SECTIONS: Final[dict[str, dict[str, tuple[str, str, str]]]] = {
         "queues": ("fleet", "queues", "List the queues: what waits, what runs, who serves."),
         "workers": ("fleet", "workers", "List the workers, show or drain one."),
         "hardware": ("hardware", "hardware", "Show the GPUs, CPUs and memory of this machine."),
+        "gateway": ("gateway", "gateway", "Serve the results of tasks over HTTP."),
         "presets": ("presets", "presets", "List what is shipped: pipelines, models, data sets, environments."),
         "models": ("presets", "models", "List the model presets, or fetch one."),
         "doctor": ("doctor", "doctor", "Check broker, GPUs, folders, environments and settings; say how to mend."),

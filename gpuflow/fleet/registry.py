@@ -216,6 +216,13 @@ class Fleet:
             if entry.state is not WorkerState.OFFLINE and entry.capability
         ]
 
+    def serves_beside(self, worker_id: str, queue: str) -> bool:
+        """Whether a worker other than `worker_id` is there to take tasks of `queue`."""
+        return any(
+            entry.id != worker_id and queue in entry.queues and entry.state in (WorkerState.IDLE, WorkerState.BUSY)
+            for entry in self.workers()
+        )
+
     def has_gpu(self) -> bool:
         """Whether a live worker has a GPU."""
         return any(capability.gpus for capability in self.capabilities())

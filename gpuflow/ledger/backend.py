@@ -23,6 +23,7 @@ from gpuflow.ledger.ledger import Holder, Ledger
 from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
 from gpuflow.routing.families import CONTROL_QUEUE, SUPERVISED_TASKS
+from gpuflow.secrets import known, public_spec
 
 log = get_logger("gpuflow.backend")
 
@@ -64,7 +65,7 @@ def error_record(error: BaseException, *, error_type: str | None = None, retryab
     details = getattr(error, "details", None)
     if details:
         return dict(details)
-    return {"type": error_type or type(error).__name__, "message": str(error), "retryable": retryable}
+    return {"type": error_type or type(error).__name__, "message": known.text(str(error)), "retryable": retryable}
 
 
 def _until_told(request: Any, tail: Callable[[], Any]) -> Any:
@@ -181,6 +182,15 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
     def _claimed_by_another(self, group_id: str) -> bool:
         claim, size = self.client.mget([self.get_key_for_group(group_id, ".c"), self.get_key_for_group(group_id, ".s")])
         return size is not None and claim not in (None, b"done", "done")
+
+    def _get_result_meta(
+        self, result: Any, state: str, traceback: Any, request: Any, format_date: bool = True, encode: bool = False
+    ) -> dict[str, Any]:
+        """Return Celery's entry, in which the spec of a supervised task stands without its secrets."""
+        entry: dict[str, Any] = super()._get_result_meta(result, state, traceback, request, format_date, encode)
+        if entry.get("name") in SUPERVISED_TASKS and not encode:
+            entry.update(args=public_spec(entry.get("args")), kwargs=public_spec(entry.get("kwargs")))
+        return entry
 
     def meta(self, state: str, result: Any, request: Any) -> str:
         """Return Celery's result entry of a task that runs, as the ledger writes it."""

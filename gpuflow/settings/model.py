@@ -111,11 +111,13 @@ class Settings(BaseModel):
         "GPUFLOW_SUBMIT_TIMEOUT_SEC", 30, "seconds that a submit goes on trying while the broker is away"
     )
     events_maxlen: PositiveCount = _setting("GPUFLOW_EVENTS_MAXLEN", 10_000, "a count of events a task keeps")
+    secrets_dir: Path | None = _setting("GPUFLOW_SECRETS_DIR", None, "a folder that holds one file for each secret")
+    offline: bool = _setting("GPUFLOW_OFFLINE", False, "true or false")
     valkey_server: Path | None = _setting("GPUFLOW_VALKEY_SERVER", None, "the path of a valkey-server")
 
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
 
-    @field_validator("results_dir", "cache_dir", "state_dir", "valkey_server", mode="after")
+    @field_validator("results_dir", "cache_dir", "state_dir", "secrets_dir", "valkey_server", mode="after")
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
         return None if value is None else value.expanduser().absolute()
@@ -233,7 +235,7 @@ def _shown(name: str, value: Any) -> str:
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
-_FOLDERS: Final = ("results_dir", "cache_dir", "state_dir", "valkey_server")
+_FOLDERS: Final = ("results_dir", "cache_dir", "state_dir", "secrets_dir", "valkey_server")
 
 
 def _default_folders(env: Mapping[str, str], cwd: Path) -> Iterator[tuple[str, sources.RawValue]]:

@@ -34,7 +34,7 @@ USED_BY: Final[Mapping[str, frozenset[str]]] = {
     "search": frozenset({"rag"}),
     "query": frozenset({"rag"}),
     "embedding": frozenset({"rag", "embedding"}),
-    "checkpoint": _TRAINERS | {"inference", "embedding", "rag"},
+    "checkpoint": _TRAINERS | {"inference", "embedding", "rag", "echo"},
     "echo": frozenset({"echo"}),
     "command": frozenset({"command"}),
     "container": frozenset({"container"}),

@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, Final, Literal
 
@@ -22,6 +22,7 @@ from redis.exceptions import RedisError
 from gpuflow.ledger.ledger import Holder, Ledger
 from gpuflow.logs import get_logger
 from gpuflow.protocol import Event, Request, parse_line
+from gpuflow.secrets import Redactor, known
 from gpuflow.worker.child import Child, ChildEnd
 
 log = get_logger("gpuflow.attempt")
@@ -32,6 +33,9 @@ FLUSH_SECONDS: Final = 0.1
 ASK_SECONDS: Final = 1.0
 #: Most events of one flush; a child that floods its stdout is slowed down by the pipe, not stored at length.
 FLUSH_EVENTS: Final = 500
+
+#: Events whose texts are a result: known secrets are hidden in them, and nothing that merely looks like one.
+_CONTENT: Final = frozenset({"result", "text", "text_delta"})
 
 #: The end of a child's log that is kept in the record of the attempt, in characters.
 LOG_TAIL: Final = 4000
@@ -74,7 +78,8 @@ class Attempt:
     `grace_seconds` is the time from SIGTERM to SIGKILL, `notice_seconds` that from the notice of a preemption to
     SIGTERM; `deadline_seconds` the time-out of the whole attempt (None: no limit), enforced for silent children too.
     `celery_meta` makes Celery's result entry from the last progress (None at the start), which the ledger writes if the
-    attempt is current; `on_tick` is called all the time that this supervisor lives.
+    attempt is current; `on_tick` is called all the time that this supervisor lives. What the child says passes the
+    `redactor` first: events, log, result and error.
     """
 
     def __init__(
@@ -91,6 +96,7 @@ class Attempt:
         deadline_seconds: float | None = None,
         celery_meta: Callable[[Mapping[str, Any] | None], str] | None = None,
         on_tick: Callable[[], None] | None = None,
+        redactor: Redactor | None = None,
     ) -> None:
         self.request = request
         self.ledger = ledger
@@ -104,6 +110,7 @@ class Attempt:
         self._celery_meta = celery_meta
         self._reported = False
         self._on_tick = on_tick
+        self._redactor = redactor or Redactor()
         self._child: Child | None = None
         self._stop: StopReason | None = None
         self._terminate_at: float | None = None
@@ -151,6 +158,13 @@ class Attempt:
 
     def run(self) -> Outcome:
         """Start the child, follow it to its end, and say how it ended. Nothing of it is left then."""
+        known.add(self._redactor)
+        try:
+            return self._run()
+        finally:
+            known.remove(self._redactor)
+
+    def _run(self) -> Outcome:
         started = time.monotonic()
         try:
             with self._log_path.open("ab", buffering=0) as log_file:
@@ -177,12 +191,13 @@ class Attempt:
         flushed = asked = time.monotonic()
         for kind, line in child.read(FLUSH_SECONDS):
             if kind == "log":
-                log_file.write(line + b"\n")
-                text = line.decode("utf-8", "replace")
+                hidden = self._redactor.line(line)
+                log_file.write(hidden + b"\n")
+                text = hidden.decode("utf-8", "replace")
                 self._log_tail = f"{self._log_tail}{text}\n"[-LOG_TAIL:]
                 self._note(Event(name="log", data={"message": text, "stream": "stderr"}))
             elif kind == "event":
-                self._handle(parse_line(line))
+                self._handle(self._hidden(parse_line(line)))
             now = time.monotonic()
             self._enforce(child, now, started)
             due = self._events and (now - flushed >= FLUSH_SECONDS or len(self._events) >= FLUSH_EVENTS)
@@ -204,6 +219,13 @@ class Attempt:
             if overdue:
                 self._kill_at = math.inf
                 child.kill()
+
+    def _hidden(self, event: Event) -> Event:
+        try:
+            return replace(event, data=self._redactor.data(event.data, shapes=event.name not in _CONTENT))
+        except RecursionError:
+            note = f"an event {event.name!r} was left out: it is nested too deeply to be searched for secrets"
+            return Event(name="log", data={"message": self._redactor.text(note)}, at=event.at)
 
     def _handle(self, event: Event) -> None:
         if event.name == "finish":

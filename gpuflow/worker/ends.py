@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 from typing import Any, Final
 
+from gpuflow.artifacts.destination import UploadFailed
 from gpuflow.errors import TaskCancelled, TaskDead, TaskFailed
 from gpuflow.ledger.states import TaskState
+from gpuflow.secrets import known
 
 #: How a supervised task ends when it does not succeed; Celery logs these in one line, without a traceback.
 ENDS: Final = (TaskFailed, TaskCancelled)
@@ -27,6 +29,6 @@ def cause_of(error: Exception) -> dict[str, Any]:
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     return {
         "type": "DiskFull" if full else type(error).__name__,
-        "message": str(error),
-        "retryable": isinstance(error, OSError),
+        "message": known.text(str(error)),
+        "retryable": isinstance(error, OSError | UploadFailed),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -41,7 +42,19 @@ ALLOWED: Final = (
     "GPUFLOW_CACHE_DIR",
 )
 #: Never passed on, whatever GPUFLOW_PASS_ENV says.
-FORBIDDEN: Final = ("REDIS_URL", "GPUFLOW_WORKER_TOKEN", "CELERY_*", "CUDA_VISIBLE_DEVICES")
+FORBIDDEN: Final = ("REDIS_URL", "GPUFLOW_*TOKEN*", "CELERY_*", "CUDA_VISIBLE_DEVICES")
+#: What keeps libraries from the network; `GPUFLOW_OFFLINE` is for our own downloads.
+OFFLINE: Final[Mapping[str, str]] = {
+    "GPUFLOW_OFFLINE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "WANDB_MODE": "offline",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "PIP_NO_INDEX": "1",
+}
 
 
 def child_environment(
@@ -50,19 +63,31 @@ def child_environment(
     pass_env: Sequence[str] = (),
     given: Mapping[str, str],
     requested: Mapping[str, Any] | None = None,
+    secrets: Mapping[str, str] | None = None,
+    offline: bool = False,
 ) -> dict[str, str]:
     """Return the environment of a child.
 
-    `worker` is the worker's own, `pass_env` further names or globs, `requested` the `env:` of the template, and
-    `given` what gpuflow sets; each later one wins, and nothing forbidden comes in from the first two.
+    `worker` is the worker's own, `pass_env` further names or globs, `requested` the `env:` of the template, `secrets`
+    the values of its `secrets:`, and `given` what gpuflow sets; each later one wins, and nothing forbidden comes in
+    from the first three. A requested value with `${env:NAME}` is left out: the child puts it together itself.
     """
     allowed = {
         name: value
         for name, value in worker.items()
-        if _matches(name, (*ALLOWED, *pass_env)) and not _matches(name, FORBIDDEN)
+        if _matches(name, (*ALLOWED, *pass_env)) and not is_forbidden(name)
     }
-    asked = {name: str(value) for name, value in (requested or {}).items() if not _matches(name, FORBIDDEN)}
-    return {**allowed, **asked, **given}
+    asked = {
+        name: str(value)
+        for name, value in (requested or {}).items()
+        if not is_forbidden(name) and "${env:" not in str(value)
+    }
+    return {**allowed, **asked, **(secrets or {}), **(OFFLINE if offline else {}), **given}
+
+
+def is_forbidden(name: str) -> bool:
+    """Say whether a variable of the worker is given to no child, by whatever way."""
+    return _matches(name, FORBIDDEN)
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
@@ -110,3 +135,10 @@ def given_variables(
     if python_path:
         variables["PYTHONPATH"] = python_path
     return variables
+
+
+def python_path() -> str | None:
+    """Return the folder of our packages when they are not installed, so that the child finds them too."""
+    home = Path(__file__).resolve().parents[2]
+    installed = {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")}
+    return None if home in installed else str(home)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import uuid
 from typing import Any
@@ -11,7 +12,11 @@ from celery.utils.nodenames import default_nodename, gethostname
 from click import ClickException
 
 from gpuflow.errors import GPUFlowError
+from gpuflow.logs import mask_handlers
+from gpuflow.secrets import known
+from gpuflow.worker import conf_view
 from gpuflow.worker.runtime import find
+from gpuflow.worker.secret_sources import worker_redactor
 
 
 class CannotStart(ClickException):
@@ -41,6 +46,14 @@ class Worker(CeleryWorker):  # type: ignore[misc]
         if hostname in (None, default_nodename(None)):
             hostname = f"{self.worker_id}@{gethostname()}"
         super().__init__(app=app, hostname=hostname, **kwargs)
+
+    def on_init_blueprint(self) -> None:
+        """Set logging up as Celery does, and hide secrets in all that it writes, tracebacks included."""
+        super().on_init_blueprint()
+        known.add(worker_redactor(self.app.settings))
+        conf_view.install()
+        for name in (None, "celery", "celery.task"):
+            mask_handlers(logging.getLogger(name))
 
     def install_platform_tweaks(self, worker: Any) -> None:
         """Install Celery's signal handlers, then our own for SIGTERM and SIGINT (`worker.stopping`)."""

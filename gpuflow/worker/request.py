@@ -8,13 +8,25 @@ from celery.worker.request import Request
 from redis.exceptions import RedisError
 
 from gpuflow.logs import get_logger
+from gpuflow.routing.families import SUPERVISED_TASKS
+from gpuflow.secrets import public_spec
 from gpuflow.worker.runtime import find
 
 log = get_logger("gpuflow.request")
 
 
 class GPURequest(Request):  # type: ignore[misc]
-    """A request whose `cancel` (a cold stop of the worker) puts the message back to the front of its queue."""
+    """A request whose `cancel` (a cold stop of the worker) puts the message back to the front of its queue.
+
+    `inspect active` and Flower see the spec of a supervised task without its secrets.
+    """
+
+    def info(self, safe: bool = False) -> dict[str, Any]:
+        """Return what Celery tells about the request."""
+        told: dict[str, Any] = super().info(safe=safe)
+        if not safe and self.name in SUPERVISED_TASKS:
+            told.update(args=public_spec(told["args"]), kwargs=public_spec(told["kwargs"]))
+        return told
 
     def cancel(self, pool: Any, signal: Any = None, emit_retry: bool = True) -> None:
         """Stop the child; the supervisor then returns the message. A task without a child is returned at once."""

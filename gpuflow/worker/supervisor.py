@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-import sysconfig
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final, Literal, NoReturn, TypeVar
 
 from celery.exceptions import Ignore
@@ -19,10 +17,11 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from gpuflow.artifacts.destination import destination_store, stored_name, upload_attempt
 from gpuflow.artifacts.inputs import localize
-from gpuflow.artifacts.manifest import seal_results
+from gpuflow.artifacts.manifest import SealedResults, seal_results
+from gpuflow.artifacts.store import Store
 from gpuflow.errors import GPUFlowError
-from gpuflow.fleet.registry import WorkerState
 from gpuflow.ledger.ledger import Holder, StartVerdict
 from gpuflow.ledger.records import RECORD_SCHEMA, SCHEMA_HEADER, new_record_fields
 from gpuflow.ledger.states import TaskState
@@ -31,10 +30,11 @@ from gpuflow.protocol import Request
 from gpuflow.spec.units import duration_seconds
 from gpuflow.worker.attempt import Attempt, Outcome
 from gpuflow.worker.ends import cause_of, exception_of
-from gpuflow.worker.environment import child_environment, given_variables
+from gpuflow.worker.environment import child_environment, given_variables, python_path
 from gpuflow.worker.results import ResultsFolder
 from gpuflow.worker.retries import AVOID_SECONDS, Again, decide
 from gpuflow.worker.runtime import Runtime, current
+from gpuflow.worker.secret_sources import redactor_of, scrubbed, secrets_of
 
 log = get_logger("gpuflow.supervisor")
 
@@ -70,6 +70,7 @@ class Delivery:
         self.folder = ResultsFolder(runtime.app.settings.results_dir, self.id)
         self.ledger = runtime.app.ledger
         self.failures = 0
+        self.store: Store | None = None
 
     def run(self) -> dict[str, Any]:
         """START, the attempt, COMMIT."""
@@ -118,14 +119,16 @@ class Delivery:
         try:
             output_dir = self.folder.create_attempt(number)
             resume_from = self.folder.resume_from(number)
-            inputs = localize(self.spec, cache_dir=settings.cache_dir, results_dir=settings.results_dir)
+            secrets = secrets_of(self.spec, settings, runtime.worker_id)
+            self.store = destination_store(self.spec, settings)
+            inputs = localize(self.spec, settings=settings)
         except (OSError, GPUFlowError) as error:
             return Outcome(completed=False, error=cause_of(error))
         checkpoint_dir = output_dir / "checkpoints"
         child_request = Request(
             task_id=self.id,
             task_type=str(self.spec["taskType"]),
-            spec=inputs.spec,
+            spec={name: value for name, value in inputs.spec.items() if name != "notify"},
             output_dir=str(output_dir),
             attempt=number,
             gpus=gpus,
@@ -138,6 +141,8 @@ class Delivery:
             os.environ,
             pass_env=settings.pass_env,
             requested=self.spec.get("env"),
+            secrets=secrets,
+            offline=settings.offline,
             given=given_variables(
                 task_id=self.id,
                 attempt=number,
@@ -148,9 +153,10 @@ class Delivery:
                 notice_seconds=settings.notice_seconds,
                 model=self.spec.get("model"),
                 results_dir=settings.results_dir,
-                python_path=_python_path(),
+                python_path=python_path(),
             ),
         )
+        redactor = redactor_of(self.spec, secrets, environment, settings)
         leases = runtime.leases
         attempt = Attempt(
             child_request,
@@ -164,18 +170,20 @@ class Delivery:
             deadline_seconds=duration_seconds(self.spec["timeout"]) if self.spec.get("timeout") else None,
             celery_meta=self._celery_meta(number),
             on_tick=lambda: leases.beat(self.tag),
+            redactor=redactor,
         )
         runtime.begin(self.id, attempt)
         leases.start(self.tag, lambda: attempt.stop("lost"))
         if not leases.holds(self.tag):
             attempt.stop("lost")
         try:
-            return attempt.run()
+            outcome = attempt.run()
         finally:
             leases.beat(self.tag, over=True)
             runtime.end(self.id)
             runtime.admission.child_gone(self.tag)
             self._wake()
+        return scrubbed(outcome, output_dir, redactor)
 
     def _wake(self) -> None:
         """Let the consumer look for the next task while this one is committed."""
@@ -195,7 +203,7 @@ class Delivery:
     def _succeed(self, holder: Holder, outcome: Outcome) -> dict[str, Any]:
         number = holder.attempt
         try:
-            sealed = seal_results(self.folder.attempt_dir(number), outcome.result, outcome.artifacts, self.spec)
+            sealed = self._seal(number, outcome)
         except (OSError, GPUFlowError) as error:
             return self._end(holder, replace(outcome, completed=False, stop=None, error=cause_of(error)))
         committed = self._commit(
@@ -217,6 +225,19 @@ class Delivery:
             log.warning("links_not_written", task=self.id, cause=str(error))
         log.info("task_succeeded", task=self.id, attempt=number, worker=self.runtime.worker_id)
         return sealed.result
+
+    def _seal(self, number: int, outcome: Outcome) -> SealedResults:
+        """Close the attempt's folder, and store it where the task wants it. Raises OSError, ArtifactError."""
+        folder, store = self.folder.attempt_dir(number), self.store
+        if store is None:
+            return seal_results(folder, outcome.result, outcome.artifacts, self.spec)
+
+        def url_of(name: str) -> str:
+            return store.url(stored_name(self.id, number, name))
+
+        sealed = seal_results(folder, outcome.result, outcome.artifacts, self.spec, url_of)
+        upload_attempt(store, folder, self.id, number, sealed.names)
+        return sealed
 
     def _commit(self, step: Callable[[], bool]) -> bool:
         """COMMIT; once more if it was refused by an older snapshot that has not been told yet what runs here."""
@@ -295,17 +316,11 @@ class Delivery:
 
     def _others_serve(self) -> bool:
         """Whether another live worker serves the queue of this task."""
-        queue = (self.request.delivery_info or {}).get("routing_key")
+        queue = str((self.request.delivery_info or {}).get("routing_key"))
         try:
-            entries = self.runtime.fleet.workers()
+            return self.runtime.fleet.serves_beside(self.runtime.worker_id, queue)
         except RedisError:
             return False
-        return any(
-            entry.id != self.runtime.worker_id
-            and entry.state in (WorkerState.IDLE, WorkerState.BUSY)
-            and queue in entry.queues
-            for entry in entries
-        )
 
     def _replay(self) -> dict[str, Any]:
         """Give Celery the end of a task whose record is final: storing and counting it again is idempotent."""
@@ -328,10 +343,3 @@ class Delivery:
                 log.warning("broker_away", task=self.id, cause=str(error))
                 self.runtime.leases.wait(pause)
                 pause = min(pause * 2, 2.0)
-
-
-def _python_path() -> str | None:
-    """Return the folder of our packages when they are not installed, so that the child finds them too."""
-    home = Path(__file__).resolve().parents[2]
-    installed = {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")}
-    return None if home in installed else str(home)

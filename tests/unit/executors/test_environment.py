@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 
-def run(folder: Path, output: str) -> list[dict]:
-    request = {"task_id": "t", "task_type": "echo", "spec": {"echo": {"message": output}}, "output_dir": str(folder)}
+def run(folder: Path, output: str, env: dict[str, str] | None = None) -> list[dict]:
+    spec = {"echo": {"message": output, "report_env": list(env or ())}, "env": env or {}}
+    request = {"task_id": "t", "task_type": "echo", "spec": spec, "output_dir": str(folder)}
     done = subprocess.run(
         [sys.executable, "-m", "executors"],
         input=json.dumps(request),
@@ -34,3 +35,14 @@ def test_a_variable_that_is_not_set_fails_the_task_and_is_named(tmp_path: Path) 
 
     assert events[-1]["status"] == "failed"
     assert "NOT_SET_ANYWHERE" in events[-1]["error"]["message"]
+
+
+def test_variables_of_env_are_put_together_in_their_order(tmp_path: Path) -> None:
+    env = {"ONE": "very ${env:COLOUR}", "TWO": "<${env:ONE}> $${env:ONE}", "PLAIN": "left to the worker"}
+
+    events = run(tmp_path, "${env:TWO}", env)
+
+    (result,) = [event["value"] for event in events if event["event"] == "result"]
+    two = "<very blue> ${env:ONE}"
+    assert result["environment"] == {"ONE": "very blue", "TWO": two, "PLAIN": None}
+    assert result["message"] == two

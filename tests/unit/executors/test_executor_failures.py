@@ -84,6 +84,32 @@ def test_a_long_message_is_cut():
     assert len(classify(ValueError("x" * 10_000))["message"]) == MAX_MESSAGE
 
 
+def test_a_long_message_is_cut_between_words_so_that_no_half_token_is_left():
+    message = classify(ValueError("x" * (MAX_MESSAGE - 20) + " hf_" + "a" * 50))["message"]
+
+    assert message == "x" * (MAX_MESSAGE - 20) + " ..."
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_refusal_of_the_hub_says_how_to_mend_it(status):
+    record = classify(_HTTPError(status))
+
+    assert not record["retryable"]
+    assert record["message"].startswith(f"HTTP {status}; name the token in the task (`secrets: [HF_TOKEN]`)")
+    assert "GPUFLOW_SECRETS_DIR" in record["message"] and len(record["message"]) <= MAX_MESSAGE
+
+
+def test_offline_is_not_tried_again(monkeypatch):
+    error = _caused(OSError("cannot load it"), _named("LocalEntryNotFoundError")("not in the cache"))
+    assert classify(error)["type"] == "Network"
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    record = classify(error)
+    assert (record["type"], record["retryable"]) == ("Offline", False)
+    assert "gpuflow models pull" in record["message"] and record["message"].endswith("cannot load it")
+
+
 def test_a_cycle_of_causes_ends():
     first, second = ValueError("a"), ValueError("b")
     first.__cause__, second.__cause__ = second, first

@@ -1,0 +1,148 @@
+"""The HTTP connection of the artifact store: who gets the token, which trouble is transient, what an error says.
+
+Used by `http_store` and `http_download`. No token, query or user part of a URL is in any message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ssl
+from collections.abc import Callable, Iterator
+from typing import Any, Final, TypeVar
+from urllib.parse import urlsplit
+
+import httpx
+
+from gpuflow.artifacts.retrying import retrying
+from gpuflow.artifacts.store import shown_url
+from gpuflow.errors import ArtifactError
+from gpuflow.settings import Settings
+
+T = TypeVar("T")
+
+#: Tries without headway: some 45 seconds, longer than a gateway holds what a lost connection was sending.
+MAX_ATTEMPTS: Final = 10
+#: Seconds. A long read: at the end of an upload the server brings the file to its disk.
+_TIMEOUT: Final = httpx.Timeout(connect=10, read=180, write=120, pool=10)
+_PROBLEM: Final = "urn:gpuflow:problem:"
+_TRANSIENT_STATUS: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
+_TRANSIENT_KINDS: Final = frozenset({"in-progress", "wrong-offset"})
+_MOST_SHOWN: Final = 300
+_DEFAULT_PORTS: Final = {"http": 80, "https": 443}
+
+
+class HttpFailure(Exception):
+    """An answer other than success: its status, the kind of the problem if the gateway told one, and what it says."""
+
+    def __init__(self, status: int, kind: str, detail: str) -> None:
+        super().__init__(detail)
+        self.status, self.kind = status, kind
+
+
+def connect(token: str | None, *, follow_redirects: bool) -> httpx.Client:
+    """Return a client. The token goes to the host that is asked, never to one that it redirects to."""
+    headers = {"Accept-Encoding": "identity", "User-Agent": "gpuflow"}
+    if token:
+        headers["Authorization"] = f"Bearer {token}"
+    return httpx.Client(headers=headers, timeout=_TIMEOUT, follow_redirects=follow_redirects)
+
+
+def token_for(url: str, settings: Settings, token: str | None) -> str | None:
+    """Return the token to send to `url`: the given one, else the worker's, which only our own gateway gets."""
+    if token is not None:
+        return token
+    ours = [item for item in (settings.gateway_url, settings.orchestrator_base_url) if item]
+    if settings.worker_token is None or _origin(url) not in map(_origin, ours):
+        return None
+    return settings.worker_token.get_secret_value()
+
+
+def _origin(url: str) -> tuple[str, str | None, int | None]:
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname, parts.port or _DEFAULT_PORTS.get(parts.scheme)
+
+
+def checked(response: httpx.Response) -> httpx.Response:
+    """Return an answer that is a success; raise HttpFailure for any other."""
+    if response.is_success:
+        return response
+    kind, detail = "", f"HTTP {response.status_code} {response.reason_phrase}".rstrip()
+    if response.headers.get("content-type", "").startswith("application/problem+json"):
+        with contextlib.suppress(ValueError, httpx.HTTPError):
+            response.read()
+            told: Any = response.json()
+            if isinstance(told, dict):
+                kind = str(told.get("type", "")).removeprefix(_PROBLEM)
+                detail = str(told.get("detail") or detail)
+    raise HttpFailure(response.status_code, kind, _plain(detail))
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether the same request may go well a little later."""
+    if isinstance(error, HttpFailure):
+        return error.status in _TRANSIENT_STATUS or error.kind in _TRANSIENT_KINDS
+    if isinstance(error, httpx.UnsupportedProtocol | httpx.LocalProtocolError):
+        return False
+    return isinstance(error, httpx.TransportError) and not _is_certificate(error)
+
+
+def persistently(action: Callable[[], T], position: Callable[[], int], max_attempts: int) -> T:
+    """Call `action` until it returns: again after transient trouble, for as long as `position` goes up meanwhile."""
+    while True:
+        before = position()
+        try:
+            return retrying(is_transient, max_attempts=max_attempts)(action)
+        except (HttpFailure, httpx.HTTPError) as error:
+            if not is_transient(error) or position() <= before:
+                raise
+
+
+@contextlib.contextmanager
+def http_errors(action: str, url: str, token: str | None) -> Iterator[None]:
+    """Turn the trouble of the block into an ArtifactError; `action` begins its sentence ("a.bin cannot be stored")."""
+    try:
+        yield
+    except HttpFailure as error:
+        text = f"{action}: {_told(error)}"
+    except httpx.HTTPError as error:
+        text = f"{action}: {_trouble(error, shown_url(url))}"
+    except httpx.InvalidURL as error:
+        text = f"{action}: {shown_url(url)} is not a URL ({error}); correct it"
+    else:
+        return
+    # What a server says is not ours: it may repeat what it was sent.
+    raise ArtifactError(text.replace(token, "***") if token else text) from None
+
+
+def _told(error: HttpFailure) -> str:
+    if error.status in (401, 403):
+        return f"{error}; set GPUFLOW_WORKER_TOKEN and GPUFLOW_GATEWAY_URL to those of that gateway"
+    if error.status == 404:
+        return f"{error}; store it first, or correct its address"
+    text = str(error)
+    return text if ";" in text else f"{text}; see the log of that server"
+
+
+def _trouble(error: httpx.HTTPError, url: str) -> str:
+    if _is_certificate(error):
+        return f"the certificate of {url} is not trusted; name its authority in SSL_CERT_FILE"
+    if isinstance(error, httpx.LocalProtocolError):
+        return "the file changed while it was sent; store it when nobody writes to it"
+    if isinstance(error, httpx.TimeoutException):
+        return f"{url} did not answer in time; check the server and the network"
+    if isinstance(error, httpx.ConnectError):
+        return f"{url} cannot be reached; start the gateway, or correct the address"
+    return f"the connection to {url} broke ({type(error).__name__}); check the network, then try again"
+
+
+def _is_certificate(error: BaseException) -> bool:
+    at: BaseException | None = error
+    while at is not None:
+        if isinstance(at, ssl.SSLCertVerificationError):
+            return True
+        at = at.__cause__ or at.__context__
+    return False
+
+
+def _plain(text: str) -> str:
+    return "".join(char if char.isprintable() else " " for char in text)[:_MOST_SHOWN]

@@ -1,0 +1,119 @@
+"""One file of any web server, brought here: streamed, gone on with where its .part ends, its digest checked.
+
+Called through `store.fetch` and by the HTTP store. A server that tells a digest (RFC 9530) is held to it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import httpx
+
+from gpuflow.artifacts.http_client import MAX_ATTEMPTS, checked, connect, http_errors, persistently, token_for
+from gpuflow.artifacts.partial import Meter, disk_errors, has_content, receive
+from gpuflow.artifacts.repr_digest import HEADER, WANT_HEADER, WANT_SHA256, parse_repr_digest
+from gpuflow.artifacts.store import Progress, StoredFile, Throttle, shown_url
+from gpuflow.settings import Settings
+
+
+def fetch_http(
+    url: str,
+    target: Path,
+    *,
+    settings: Settings,
+    throttle: Throttle,
+    sha256: str | None = None,
+    token: str | None = None,
+    progress: Progress | None = None,
+    max_attempts: int = MAX_ATTEMPTS,
+    name: str | None = None,
+) -> StoredFile:
+    """Bring the file at a URL of any web server to `target`, as `Store.get` does. Raises ArtifactError.
+
+    The worker's token is sent to the fleet's own gateway alone; `token` to the host of `url` alone.
+    """
+    name = name or unquote(urlsplit(url).path.rpartition("/")[2]) or "the file"
+    action = f"{name} cannot be fetched from {shown_url(url)}"
+    token = token_for(url, settings, token)
+    with (
+        disk_errors(f"{name} cannot be fetched to {target}"),
+        http_errors(action, url, token),
+        connect(token, follow_redirects=True) as client,
+    ):
+        if has_content(target, sha256):
+            size, digest = target.stat().st_size, str(sha256).lower()
+            Meter(progress).reached(size)
+        else:
+            download = _Download(client, url, target, sha256, Meter(progress), throttle)
+            size, digest = persistently(download.go_on, lambda: download.position, max_attempts)
+    return StoredFile(name=name, size=size, sha256=digest, url=shown_url(url))
+
+
+class _Download:
+    """One file on its way here; `position` is the farthest byte that has come."""
+
+    def __init__(
+        self,
+        client: httpx.Client,
+        url: str,
+        target: Path,
+        sha256: str | None,
+        meter: Meter,
+        throttle: Throttle,
+    ) -> None:
+        self._client, self._url, self._target = client, url, target
+        self._sha256, self._meter, self._throttle = sha256, meter, throttle
+        self._version = secrets.token_hex(8)
+        self.position = 0
+
+    def go_on(self) -> tuple[int, str]:
+        """Bring what is missing; return size and digest. Raises HttpFailure, httpx.HTTPError, ArtifactError."""
+        with self._client.stream("GET", self._url, headers={WANT_HEADER: WANT_SHA256}) as answer:
+            checked(answer)
+            size = answer.headers.get("Content-Length")
+            etag = answer.headers.get("ETag", "")
+            sha256 = self._sha256 or parse_repr_digest(answer.headers.get(HEADER))
+            version = sha256 or etag or answer.headers.get("Last-Modified") or self._version
+
+            def blocks(offset: int) -> Iterator[bytes]:
+                if offset == 0 and not answer.is_closed and not answer.is_stream_consumed:
+                    return self._paced(answer, 0)
+                answer.close()
+                return self._rest(offset, int(size) if size else None, etag)
+
+            return receive(
+                self._target,
+                source_id=version if sha256 else f"{shown_url(self._url)} {version}",
+                size=int(size) if size else None,
+                sha256=sha256,
+                blocks=blocks,
+                meter=self._meter,
+            )
+
+    def _rest(self, offset: int, size: int | None, etag: str) -> Iterator[bytes]:
+        if size is not None and offset >= size:
+            return
+        headers = {WANT_HEADER: WANT_SHA256}
+        if offset:
+            headers["Range"] = f"bytes={offset}-"
+        if offset and etag.startswith('"'):
+            headers["If-Range"] = etag
+        with self._client.stream("GET", self._url, headers=headers) as answer:
+            checked(answer)
+            if answer.headers.get("ETag", "") != etag:
+                raise httpx.RemoteProtocolError("the file changed between two requests")
+            at = offset if answer.headers.get("Content-Range", "").startswith(f"bytes {offset}-") else 0
+            for block in self._paced(answer, at):
+                if at + len(block) > offset:  # a server without ranges sends it all again
+                    yield block[max(0, offset - at) :]
+                at += len(block)
+
+    def _paced(self, answer: httpx.Response, at: int) -> Iterator[bytes]:
+        for block in answer.iter_raw(self._throttle.block_bytes):
+            self._throttle.take(len(block))
+            at += len(block)
+            self.position = max(self.position, at)
+            yield block

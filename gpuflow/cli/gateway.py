@@ -1,0 +1,90 @@
+"""`gpuflow gateway`: serves the HTTP API until it is stopped."""
+
+from __future__ import annotations
+
+import socket
+from typing import Final
+
+import click
+
+from gpuflow.cli.errors import DONE, Terminated, bad_input, interrupted
+
+_BACKLOG: Final = 2048
+
+
+@click.command(short_help="Serve the HTTP API.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=8080, show_default=True, type=click.IntRange(0, 65_535), help="Port; 0: any free one.")
+@click.option("--max-file-bytes", type=click.IntRange(min=1), metavar="N", help="Largest file (default: 512 GiB).")
+def gateway(host: str, port: int, max_file_bytes: int | None) -> int:
+    """Serve the results of tasks over HTTP, until Ctrl-C.
+
+    The token is GPUFLOW_WORKER_TOKEN; without one, only programs of this machine are answered.
+    """
+    from gpuflow.cli.output import line
+    from gpuflow.cli.session import signals_interrupt
+    from gpuflow.errors import GPUFlowError
+    from gpuflow.settings import Settings
+
+    try:
+        import uvicorn
+
+        from gpuflow.gateway.app import create_app
+        from gpuflow.gateway.auth import is_loopback
+        from gpuflow.gateway.uploads import Limits
+    except ModuleNotFoundError as error:
+        raise GPUFlowError(f"the gateway needs {error.name}; install it with: pip install 'gpuflow[gateway]'") from None
+    settings = Settings.load()
+    family, address = _resolve(host, port)
+    if not is_loopback(address[0]) and not (settings.worker_token and settings.worker_token.get_secret_value()):
+        raise bad_input(
+            f"--host {host} lets other machines in, and there is no token; "
+            "set GPUFLOW_WORKER_TOKEN, or listen on 127.0.0.1"
+        )
+    with _listen(family, address) as listener:
+        app = create_app(settings, limits=Limits() if max_file_bytes is None else Limits(max_file_bytes=max_file_bytes))
+        config = uvicorn.Config(
+            app,
+            log_level="debug" if settings.log_level == "DEBUG" else "warning",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=max(1, round(settings.grace_seconds)),
+        )
+        with signals_interrupt():
+            try:
+                line(f"gateway: http://{_shown(listener.getsockname())}")
+                uvicorn.Server(config).run(sockets=[listener])
+            except Terminated as error:
+                return interrupted(error)
+            except KeyboardInterrupt:
+                return DONE
+    return DONE
+
+
+def _resolve(host: str, port: int) -> tuple[int, tuple[str, int]]:
+    """Return the family and address to listen on. Raises GPUFlowError."""
+    from gpuflow.errors import GPUFlowError
+
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except (OSError, UnicodeError) as error:
+        raise GPUFlowError(f"--host {host} is no address of this machine: {error}; name another") from None
+    return family, (str(address[0]), port)
+
+
+def _listen(family: int, address: tuple[str, int]) -> socket.socket:
+    """Return a listening socket, so that a taken port is one line and port 0 can be told. Raises GPUFlowError."""
+    from gpuflow.errors import GPUFlowError
+
+    try:
+        return socket.create_server(address, family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise GPUFlowError(
+            f"the gateway cannot listen on {_shown(address)}: {error.strerror or error}; choose another --port"
+        ) from None
+
+
+def _shown(address: tuple[str, int]) -> str:
+    host, port = address[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,156 @@
+"""Where the secrets of a task come from on this worker, and the redactor that hides them in all that its child says.
+
+Called by the supervisor before and after the child. A value goes from here to the child's environment alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from gpuflow.artifacts.manifest import write_json
+from gpuflow.errors import GPUFlowError
+from gpuflow.secrets import Redactor, secrets_in_environment, secrets_in_spec, url_secrets
+from gpuflow.settings import Settings
+from gpuflow.worker.attempt import Outcome
+from gpuflow.worker.ends import cause_of
+from gpuflow.worker.environment import is_forbidden
+
+#: Longest secret, in bytes: a service account's key file is some KiB.
+MAX_SECRET_BYTES: Final = 65_536
+#: Files of a result that are read for secrets; others, weights above all, are what a library writes.
+_TEXT_SUFFIXES: Final = frozenset(
+    {"", ".csv", ".err", ".html", ".ini", ".json", ".jsonl", ".log", ".md", ".out", ".toml", ".tsv", ".txt", ".yaml"}
+    | {".yml"}
+)
+#: A model's own files: a secret that is also a word must not change a vocabulary.
+_LEFT_ALONE: Final = frozenset({"final_model", "final_lora", "checkpoints"})
+#: Larger files are not read for secrets, in bytes.
+MAX_SCRUBBED_BYTES: Final = 64 << 20
+
+
+class MissingSecret(GPUFlowError):
+    """A secret that the task names is not on this worker."""
+
+
+def secrets_of(spec: Mapping[str, Any], settings: Settings, worker: str) -> dict[str, str]:
+    """Return the secrets that a task names, as this process has them. Raises MissingSecret."""
+    return secret_values(spec.get("secrets") or (), environ=os.environ, folder=settings.secrets_dir, worker=worker)
+
+
+def secret_values(
+    names: Sequence[str], *, environ: Mapping[str, str], folder: Path | None, worker: str
+) -> dict[str, str]:
+    """Return the values of a task's `secrets`: from the worker's environment, else from the file `folder/NAME`.
+
+    Raises MissingSecret, with worker, cause and mend, for one that is in neither, may not be handed out, or whose file
+    others can read.
+    """
+    return {name: _value(name, environ, folder, worker) for name in names}
+
+
+def _value(name: str, environ: Mapping[str, str], folder: Path | None, worker: str) -> str:
+    if is_forbidden(name):
+        raise MissingSecret(f"worker {worker} gives {name} to no task; take it out of `secrets`")
+    if environ.get(name):
+        return environ[name]
+    if folder is None:
+        raise MissingSecret(
+            f"worker {worker} has no secret {name}: it is not in the worker's environment, and GPUFLOW_SECRETS_DIR is "
+            f"not set; start the worker with {name} set, or with GPUFLOW_SECRETS_DIR naming a folder that holds the "
+            f"file {name}"
+        )
+    path = folder / name
+    try:
+        return _read(path, name, worker)
+    except OSError as error:
+        cause = "there is none" if isinstance(error, FileNotFoundError) else error.strerror
+        raise MissingSecret(
+            f"worker {worker} has no secret {name}: it is not in the worker's environment, and {path} cannot be read "
+            f"({cause}); write the value to that file with mode 600, or start the worker with {name} set"
+        ) from None
+
+
+def _read(path: Path, name: str, worker: str) -> str:
+    """Return the text of a secret file without the line end at its end. Raises MissingSecret, OSError."""
+    with path.open("rb") as file:
+        state = os.fstat(file.fileno())
+        if not stat.S_ISREG(state.st_mode):
+            raise MissingSecret(f"worker {worker} has no secret {name}: {path} is no plain file; put the value in one")
+        if state.st_mode & (stat.S_IRWXO | stat.S_IWGRP):
+            raise MissingSecret(
+                f"worker {worker} does not use the secret {name}: others can read or change {path} "
+                f"(mode {stat.S_IMODE(state.st_mode):03o}); run `chmod 600` on it"
+            )
+        raw = file.read(MAX_SECRET_BYTES + 1)
+    text = raw.decode("utf-8", "replace").rstrip("\r\n")
+    if not text or "\0" in text or "\ufffd" in text or len(raw) > MAX_SECRET_BYTES:
+        raise MissingSecret(
+            f"worker {worker} has no secret {name}: {path} must hold UTF-8 text of 1 to {MAX_SECRET_BYTES} bytes"
+        )
+    return text
+
+
+def redactor_of(
+    spec: Mapping[str, Any], secrets: Mapping[str, str], environment: Mapping[str, str], settings: Settings
+) -> Redactor:
+    """Return what hides a task's secrets: its own, what its spec and environment hold, and the worker's."""
+    inferred = [*secrets_in_spec(spec), *secrets_in_environment(environment), *_of_worker(settings)]
+    return Redactor(secrets.values(), inferred)
+
+
+def worker_redactor(settings: Settings) -> Redactor:
+    """Return what hides the worker's own secrets, in its own log."""
+    return Redactor((), _of_worker(settings))
+
+
+def _of_worker(settings: Settings) -> Iterator[str]:
+    yield from secrets_in_environment(os.environ)
+    yield from url_secrets(settings.redis_url or "")
+    if settings.worker_token is not None:
+        yield settings.worker_token.get_secret_value()
+
+
+def scrubbed(outcome: Outcome, folder: Path, redactor: Redactor) -> Outcome:
+    """Hide secrets in the text files that the child has left; a failure when that cannot be done."""
+    try:
+        scrub(folder.rglob("*"), redactor)
+    except OSError as error:
+        return replace(outcome, completed=False, error=outcome.error or cause_of(error))
+    return outcome
+
+
+def scrub(paths: Iterable[Path], redactor: Redactor) -> None:
+    """Rewrite those of the files that are text and hold a secret; each appears by rename. Raises OSError."""
+    for path in paths:
+        if path.suffix.lower() not in _TEXT_SUFFIXES or path.is_symlink() or not path.is_file():
+            continue
+        if _LEFT_ALONE & set(path.parts):
+            continue
+        state = path.stat()
+        if state.st_size > MAX_SCRUBBED_BYTES:
+            continue
+        text = path.read_bytes().decode("utf-8", "surrogateescape")
+        hidden = redactor.values(text)
+        if hidden == text:
+            continue
+        _rewrite(path, text, hidden, redactor)
+        path.chmod(stat.S_IMODE(state.st_mode))
+
+
+def _rewrite(path: Path, text: str, hidden: str, redactor: Redactor) -> None:
+    if path.suffix.lower() == ".json":
+        try:
+            write_json(path, redactor.data(json.loads(text), shapes=False))
+        except (ValueError, RecursionError):
+            pass
+        else:
+            return
+    fresh = path.with_name(f".{path.name}.new")
+    fresh.write_bytes(hidden.encode("utf-8", "surrogateescape"))
+    fresh.replace(path)

@@ -1,0 +1,306 @@
+"""Canaries: secrets are planted, printed, reported and failed with; then every place is searched for them."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from gpuflow.client import Task, submit
+from tests.support.fleet import TestFleet
+from tests.support.waiting import eventually
+
+#: Never in Redis, nowhere: the values of `secrets`, the worker's own, and the user part of a URL that it holds.
+HIDDEN = {
+    "from_worker": "cnry-worker-a+b/81",
+    "from_file": 'cnry-file-"c\\d"-82',
+    "hub": "cnry-hub-83inherited",
+    "proxy": "cnry-proxy-84",
+    "hook": "cnry-hook-85",
+}
+#: In the spec, because the user has written them there, and nowhere else.
+WRITTEN = {"env": "cnry-env-91written", "header": "cnry-header-92", "url": "cnry-url-93", "hookpath": "cnry-path-94"}
+ALL = {**HIDDEN, **WRITTEN}
+#: Fields of a record that hold the spec; the message that is sent again at a retry has it in base64.
+SPEC_FIELDS = {"spec", "message"}
+
+
+def spellings(value: str) -> list[str]:
+    """Return how a search finds a value; written apart from the code under test."""
+    raw = value.encode()
+    shifted = [base64.b64encode(b"x" * shift + raw).decode()[4 if shift else 0 : -4] for shift in range(3)]
+    return [value, json.dumps(value)[1:-1], urllib.parse.quote(value, safe=""), raw.hex(), *shifted]
+
+
+def leaks(text: str, planted: dict[str, str] = ALL) -> set[str]:
+    """Return the names of the canaries in a text and in the bodies of messages in it."""
+    searched = with_bodies(text)
+    return {name for name, value in planted.items() for spelling in spellings(value) if spelling in searched}
+
+
+def with_bodies(text: str) -> str:
+    """Return a text with what the base64 in it stands for: the bodies of messages."""
+    runs = re.findall(r"[A-Za-z0-9+/]{40,}={0,2}", text)
+    whole = [run.rstrip("=") for run in runs]
+    bodies = [base64.b64decode(run + "=" * (-len(run) % 4)) for run in whole if len(run) % 4 != 1]
+    return "\n".join([text, *(body.decode("utf-8", "replace") for body in bodies)])
+
+
+def dump(client: Any) -> Iterator[tuple[str, str, str]]:
+    """Yield (key, field, value) of all that a server holds, of every type."""
+    for key in client.scan_iter(count=1000):
+        kind = client.type(key)
+        if kind == "string":
+            yield key, "", client.get(key)
+        elif kind == "hash":
+            yield from ((key, field, value) for field, value in client.hgetall(key).items())
+        elif kind == "list":
+            yield from ((key, "", value) for value in client.lrange(key, 0, -1))
+        elif kind == "set":
+            yield from ((key, "", value) for value in client.smembers(key))
+        elif kind == "zset":
+            yield from ((key, "", value) for value in client.zrange(key, 0, -1))
+        elif kind == "stream":
+            yield from ((key, "", json.dumps(entry, ensure_ascii=False)) for entry in client.xrange(key))
+        else:
+            raise AssertionError(f"{key} is a {kind}: it is not searched")
+
+
+def published(wire: Any) -> str:
+    """Return all that was sent to subscribers: Celery's events (what Flower shows), results, commands."""
+    found = []
+    while message := wire.get_message(timeout=0.2):
+        found.append(str(message["data"]))
+    wire.close()
+    sent = with_bodies("\n".join(found))
+    assert "task-succeeded" in sent and "task-failed" in sent
+    return sent
+
+
+def without_spec(key: str, field: str, value: str) -> bool:
+    return not (key.startswith("task:") and field in SPEC_FIELDS)
+
+
+def spec(fleet: TestFleet, hook: str, **echo: Any) -> dict[str, Any]:
+    said = " ".join(f"${{env:{name}}}" for name in ("MY_TOKEN", "FILE_SECRET", "HF_TOKEN", "HTTP_PROXY", "DB_PASSWORD"))
+    shown = f"{said} ${{env:JOINED}} ${{env:SOURCE_URL}} Authorization: Bearer {WRITTEN['header']}"
+    return {
+        **fleet.echo(
+            stderr=shown,
+            message=said,
+            report_env=[
+                "MY_TOKEN",
+                "FILE_SECRET",
+                "HF_TOKEN",
+                "HTTP_PROXY",
+                "DB_PASSWORD",
+                "JOINED",
+                "SOURCE_URL",
+                "MODE",
+            ],
+            **echo,
+        ),
+        "env": {
+            "DB_PASSWORD": WRITTEN["env"],
+            "MODE": "plain-and-kept",
+            "JOINED": "<${env:MY_TOKEN}>",
+            "SOURCE_URL": f"https://{WRITTEN['url']}@host.invalid/x",
+        },
+        "secrets": ["MY_TOKEN", "FILE_SECRET", "HOOK_TOKEN"],
+        "notify": [
+            {
+                "on": ["finished"],
+                "url": f"{hook}/{WRITTEN['hookpath']}",
+                "headers": {"X-Plain": WRITTEN["header"], "Authorization": "Bearer ${env:HOOK_TOKEN}"},
+            }
+        ],
+    }
+
+
+class Hook:
+    """A receiver of notices on loopback."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[dict[str, str], str]] = []
+        seen = self.seen
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+                seen.append((dict(self.headers), body))
+                self.send_response(204)
+                self.end_headers()
+
+            def log_message(self, *_: Any) -> None:
+                return
+
+        self.server = HTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        self.thread = threading.Thread(target=self.server.serve_forever)
+        self.thread.start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.thread.join()
+        self.server.server_close()
+
+
+class Flower:
+    """A real Flower on a fleet's broker."""
+
+    def __init__(self, fleet: TestFleet) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = fleet.folder / "flower.log"
+        argv = ["-A", "gpuflow", "flower", "--address=127.0.0.1", f"--port={port}"]
+        environment = {**os.environ, "REDIS_URL": fleet.broker.url, "FLOWER_UNAUTHENTICATED_API": "true"}
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "celery", *argv], cwd=fleet.folder, env=environment, stdout=log, stderr=log
+            )
+        try:
+            eventually(lambda: self.get("/healthcheck"), within=60, what="Flower")
+        except BaseException:
+            self.close()
+            raise
+
+    def get(self, path: str) -> str:
+        """Return a page, or nothing where there is none."""
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=20) as answer:
+                return str(answer.read().decode())
+        except OSError:
+            return ""
+
+    def pages(self, tasks: Sequence[Task]) -> str:
+        """Return what its API and its pages say of the tasks and the workers."""
+        paths = ["/api/tasks", "/api/workers?refresh=1", "/workers", "/tasks", "/broker"]
+        for task in tasks:
+            paths += [f"/api/task/info/{task.id}", f"/api/task/result/{task.id}", f"/task/{task.id}"]
+        return "\n".join(self.get(path) for path in paths)
+
+    def close(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+@pytest.fixture
+def flower(fleet: TestFleet) -> Iterator[Flower]:
+    made = Flower(fleet)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def hook() -> Iterator[Hook]:
+    made = Hook()
+    yield made
+    made.close()
+
+
+def worker_env(folder: Path) -> dict[str, str]:
+    secrets = folder / "worker-secrets"
+    secrets.mkdir()
+    for name, value in (("FILE_SECRET", HIDDEN["from_file"]), ("HOOK_TOKEN", HIDDEN["hook"])):
+        (secrets / name).write_text(value + "\n")
+        (secrets / name).chmod(0o600)
+    return {
+        "MY_TOKEN": HIDDEN["from_worker"],
+        "HF_TOKEN": HIDDEN["hub"],
+        "HTTP_PROXY": f"http://me:{HIDDEN['proxy']}@127.0.0.1:9",
+        "NO_PROXY": "127.0.0.1",
+        "GPUFLOW_SECRETS_DIR": str(secrets),
+    }
+
+
+def test_no_canary_is_found_anywhere(fleet: TestFleet, tmp_path: Path, hook: Hook, flower: Flower) -> None:
+    wire = fleet.broker.client.pubsub(ignore_subscribe_messages=True)
+    wire.psubscribe("*")
+    wire.get_message(timeout=5)
+    worker = fleet.start_worker("w1", env=worker_env(tmp_path))
+    talks = "${env:MY_TOKEN} and ${env:FILE_SECRET} at http://u:${env:HF_TOKEN}@h, ${env:DB_PASSWORD}"
+
+    done = submit(spec(fleet, hook.url, output={"told": talks, "${env:MY_TOKEN}": 1}, steps=2), app=fleet.app)
+    failed = submit(spec(fleet, hook.url, fail={"type": "Boom", "message": talks}), app=fleet.app)
+    contradicts = submit(spec(fleet, hook.url, exit_code=3, output=talks), app=fleet.app)
+    result = done.get(timeout=60)
+    for task in (failed, contradicts):
+        assert task.wait(timeout=60).state == "FAILED"
+    killed = submit({**spec(fleet, hook.url, sleep_seconds=60), "retry": {"max_attempts": 1}}, app=fleet.app)
+    eventually(lambda: any(event.name == "log" for event in fleet.app.event_log.read(killed.id)))
+    inspect = fleet.app.control.inspect(timeout=10, limit=1)
+    told = [inspect.active(), inspect.query_task(killed.id), inspect.stats(), inspect.reserved(), inspect.conf()]
+    told.append(inspect.report())
+    told.append(flower.pages([killed]))
+    (child,) = worker.supervised()
+    child.kill()
+    assert killed.wait(timeout=60).error["type"] == "ChildKilled"
+    eventually(lambda: len(hook.seen) == 4, within=30, what="four notices")
+    eventually(lambda: fleet.app.AsyncResult(killed.id).state == "FAILURE")
+
+    # The child had them, the receiver got them, and the user sees that something was there.
+    assert result["environment"]["MODE"] == "plain-and-kept"
+    assert result["environment"]["JOINED"] == "<***>"
+    assert set(result["message"].split()) == {"***", "http://me:***@127.0.0.1:9"}
+    assert "***" in failed.record().error["message"]
+    assert {headers["Authorization"] for headers, _ in hook.seen} == {f"Bearer {HIDDEN['hook']}"}
+    assert {headers["X-Plain"] for headers, _ in hook.seen} == {WRITTEN["header"]}
+
+    tasks = [done, failed, contradicts, killed]
+    assert told[0] and told[1] and killed.id in json.dumps(told[0])
+    shown = {
+        "inspect": json.dumps(told, default=str),
+        "notices": json.dumps([body for _, body in hook.seen]),
+        "status": json.dumps([task.status() for task in tasks]),
+        "attempts": json.dumps([[entry.public() for entry in task.attempts()] for task in tasks]),
+        "celery": json.dumps([fleet.app.backend.get_task_meta(task.id) for task in tasks], default=str),
+        "worker log": worker.log(),
+        "published": published(wire),
+        "flower": flower.pages(tasks),
+        "flower's log": flower.log.read_text(),
+    }
+    shown |= {
+        f"{key} {field}": value for key, field, value in dump(fleet.broker.client) if without_spec(key, field, "")
+    }
+    shown |= {str(path): path.read_text(errors="replace") for path in fleet.results.rglob("*") if path.is_file()}
+    assert all(shown["flower"].count(task.id) >= 3 for task in tasks)
+    planted = {**ALL, "broker": urlsplit(fleet.broker.url).password or parse_qs(fleet.broker.url)["password"][0]}
+    assert {place: found for place, text in shown.items() if (found := leaks(text, planted))} == {}
+    assert any("executor.log" in place for place in shown) and len(shown) > 40
+
+    everything = "\n".join(f"{key} {field} {value}" for key, field, value in dump(fleet.broker.client))
+    assert leaks(everything) == set(WRITTEN), "the spec has what the user wrote into it, and nothing has the rest"
+    files = [path for path in fleet.broker.data.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) > 10_000
+    for path in files:
+        assert leaks(path.read_bytes().decode("latin-1"), HIDDEN) == set(), path
+
+
+def test_a_missing_secret_fails_the_task_at_once_and_names_the_worker(fleet: TestFleet, tmp_path: Path) -> None:
+    fleet.start_worker("w1", env=worker_env(tmp_path))
+
+    for name in ("NOT_THERE", "CELERY_BROKER_URL"):
+        task = submit({**fleet.echo(output=1), "secrets": [name], "retry": {"max_attempts": 3}}, app=fleet.app)
+        record = task.wait(timeout=30)
+        assert (record.state, record.attempt, record.error["type"]) == ("FAILED", 1, "MissingSecret")
+        assert "worker w1" in record.error["message"] and name in record.error["message"]
