@@ -59,7 +59,7 @@ MODEL = {"source": {"type": "preset", "identifier": "smollm2-135m-instruct"}}
 HUB_MODEL = {"source": {"type": "huggingface", "identifier": "ana/no-such-model"}}
 ITEMS = {"type": "list", "items": ["a"]}
 TASKS = [
-    pytest.param("inference", {"model": MODEL, "data": ITEMS}, id="model preset"),
+    pytest.param("inference", {"model": MODEL, "data": ITEMS}, id="model preset", marks=pytest.mark.ml),
     pytest.param("inference", {"model": MODEL, "data": {"type": "preset", "name": "chatterbot-english"}}, id="data"),
     pytest.param("inference", {"model": MODEL, "data": {"type": "jsonl", "url": "http://h.invalid/a.jsonl"}}, id="url"),
     pytest.param("inference", {"model": HUB_MODEL, "data": ITEMS}, id="hub", marks=pytest.mark.ml),
@@ -89,6 +89,7 @@ def test_offline_opens_no_connection_and_says_what_is_missing(
     assert "gpuflow models pull" in end.error["message"]
 
 
+@pytest.mark.ml
 def test_without_offline_the_same_guard_sees_a_connection(tmp_path: Path, guarded: tuple[dict[str, str], Path]) -> None:
     environment, connections = guarded
 

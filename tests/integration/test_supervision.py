@@ -189,7 +189,7 @@ def test_a_cold_stop_returns_the_message_and_another_worker_runs_it(fleet: TestF
     worker.send(signal.SIGQUIT)
     worker.process.wait(timeout=20)
 
-    assert not running(tree)
+    eventually(lambda: not running(tree), within=5, what="the end of the last process, which forks the shims")
     assert not task.state.final
     fleet.start_worker("w2")
     assert task.get(timeout=30)["output"] == "done"
