@@ -13,22 +13,10 @@ import tempfile
 import threading
 from typing import Any
 
-from celery import Celery
+from stock_celery import stock_app
 
-url = os.environ["REDIS_URL"]
-app = Celery("bench_peer", broker=url, backend=url)
-app.conf.update(
-    task_acks_late=True,
-    worker_prefetch_multiplier=1,
-    task_default_queue="bench-peer",
-    task_serializer="json",
-    result_serializer="json",
-    accept_content=["json"],
-    task_send_sent_event=True,
-    worker_send_task_events=True,
-    broker_transport_options={"global_keyprefix": "peer:"},
-    result_backend_transport_options={"global_keyprefix": "peer:"},
-)
+app = stock_app(os.environ["REDIS_URL"])
+app.conf.update(task_send_sent_event=True, worker_send_task_events=True)
 _limit = threading.BoundedSemaphore(os.cpu_count() or 2)
 
 

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import os
 
-from celery import Celery
 from recovery_task import hold as hold_until_released
+from stock_celery import stock_app
 
 url = os.environ["REDIS_URL"]
-app = Celery("bench_peer", broker=url, backend=url)
-app.conf.update(
-    task_acks_late=True,
-    worker_prefetch_multiplier=1,
-    task_default_queue="bench-peer",
-    task_serializer="json",
-    result_serializer="json",
-    accept_content=["json"],
-    broker_transport_options={
-        "global_keyprefix": "peer:",
-        "visibility_timeout": float(os.environ["LEASE_SECONDS"]),
-    },
-    result_backend_transport_options={"global_keyprefix": "peer:"},
-)
+app = stock_app(url)
+app.conf.broker_transport_options = {
+    **app.conf.broker_transport_options,
+    "visibility_timeout": float(os.environ["LEASE_SECONDS"]),
+}
 
 
 @app.task(name="bench.hold_peer")

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import os
 
-from celery import Celery
-from recovery_peer import app as stock
 from recovery_task import hold as hold_until_released
+from stock_celery import stock_app
 
-app = Celery("bench_tuned")
-app.conf.update(stock.conf.changes)
+app = stock_app(os.environ["REDIS_URL"])
+app.main = "bench_tuned"
 app.conf.update(
     task_default_queue="bench-tuned",
     broker_transport_options={
-        **stock.conf.broker_transport_options,
         "global_keyprefix": "tuned:",
+        "visibility_timeout": float(os.environ["LEASE_SECONDS"]),
         "unacked_restore_interval": 1,
         "unacked_restore_throttle": 1,
     },
     result_backend_transport_options={"global_keyprefix": "tuned:"},
-    broker_url=os.environ["REDIS_URL"],
-    result_backend=os.environ["REDIS_URL"],
 )
 
 

@@ -179,8 +179,10 @@ class Attempt:
                     if self._stop is not None:
                         child.kill()
                 self._follow(child, _LogFile(log_file), started)
-        except OSError as error:
-            if self._child is None:
+        except BaseException as error:
+            if self._child is not None:
+                self._child.kill()
+            elif isinstance(error, OSError):
                 return Outcome(completed=False, error=_error("CannotStart", f"the child cannot start: {error}", True))
             raise
         end = child.wait()
