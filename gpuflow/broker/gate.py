@@ -9,11 +9,24 @@ from typing import Protocol
 class Gate(Protocol):
     """What may be popped now. Its methods are called on the consumer's thread."""
 
+    @property
+    def waits_as(self) -> str:
+        """The class by which this consumer waits for demand queues; "" for one that takes nothing from them now."""
+
     def open_queues(self, queues: Sequence[str]) -> list[str]:
-        """Return those of `queues` that a message may be taken from now, in the order to look."""
+        """Return those of `queues` (consumed by name) that a message may be taken from now."""
+
+    def fitting(self, ready: Sequence[str]) -> list[str]:
+        """Return those demand queues of `ready` whose next message would fit now, in the same order."""
+
+    def choose(self, ready: Sequence[str]) -> list[str]:
+        """Return a few of the fitting queues, and hold what any one message of them needs until `chosen_none`."""
+
+    def chosen_none(self) -> None:
+        """Nothing was taken after `choose`."""
 
     def taken(self, queue: str, tag: str) -> None:
-        """A message of `queue` was leased under `tag`."""
+        """A message of `queue` was leased under `tag`; it uses what `choose` has held for it."""
 
     def settled(self, tag: str) -> None:
         """The message of `tag` was acknowledged, put back or lost."""
@@ -22,9 +35,22 @@ class Gate(Protocol):
 class OpenGate:
     """A gate that lets every queue pass, for consumers that are not a gpuflow worker."""
 
+    waits_as = ""
+
     def open_queues(self, queues: Sequence[str]) -> list[str]:
         """Return all queues."""
         return list(queues)
+
+    def fitting(self, ready: Sequence[str]) -> list[str]:
+        """Return none: such a consumer names the queues that it consumes."""
+        return []
+
+    def choose(self, ready: Sequence[str]) -> list[str]:
+        """Return none."""
+        return []
+
+    def chosen_none(self) -> None:
+        """Do nothing."""
 
     def taken(self, queue: str, tag: str) -> None:
         """Do nothing."""

@@ -6,7 +6,9 @@
 | `gpuflow.unacked` | hash | delivery tag -> the message as it was popped |
 | `gpuflow.leases` | zset | delivery tag -> when the lease ends (Unix seconds on the server's clock) |
 | `gpuflow.owners` | hash | delivery tag -> `<owner token>\\n<list key it came from>` |
-| `gpuflow.waiters` | set | doorbells of the consumers that found nothing to do |
+| `gpuflow.ready` | zset | demand queue with waiting messages -> order of its best head: priority, then time |
+| `gpuflow.classes` | set | classes of workers: those that serve the same demand queues alike |
+| `gpuflow.waiters:<group>` | set | doorbells of the consumers that wait for a plain queue, or of one class |
 | `gpuflow.bell:<owner>` | list | one doorbell; a push wakes its consumer |
 | `gpuflow.unreadable` | list | raw messages that no JSON parser reads |
 | `gpuflow.delayed` | zset | delivery tag -> when the message may be taken (Unix seconds on the server's clock) |
@@ -24,9 +26,9 @@
 | `pipeline:<id>:stages` | hash | stage name -> JSON of the stage's state |
 | `gpuflow.pipelines` | zset | pipeline id -> when it was submitted |
 | `events:<id>` | stream | the events of one task or pipeline, capped |
-| `gpuflow.queues` | set | demand queues that were ever asked for |
-| `queue:<name>` | hash | the requirement of one demand queue |
-| `gpuflow.queues_version` | string | counts registrations: one read tells a worker of a new queue |
+| `gpuflow.queues` | set | demand queues that are asked for |
+| `queue:<name>` | hash | the requirement of one demand queue, and when it was last used |
+| `queue:<name>:classes` | zset | class of workers -> how well it suits (least first); -1: it does not serve the queue |
 | `gpuflow.workers` | set | worker ids |
 | `worker:<id>` | hash | one worker: capability, labels, state, load |
 | `worker:<id>:hb` | string | its heartbeat; the key expires when the worker is silent |
@@ -62,9 +64,18 @@ class Keys:
         return f"{self.prefix}gpuflow.owners"
 
     @property
-    def waiters(self) -> str:
-        """Set of doorbells to ring."""
-        return f"{self.prefix}gpuflow.waiters"
+    def ready(self) -> str:
+        """Index of the demand queues that have waiting messages."""
+        return f"{self.prefix}gpuflow.ready"
+
+    @property
+    def classes(self) -> str:
+        """Set of the classes of workers."""
+        return f"{self.prefix}gpuflow.classes"
+
+    def waiters(self, group: str) -> str:
+        """Set of the doorbells of one plain queue or one class of workers."""
+        return f"{self.prefix}gpuflow.waiters:{group}"
 
     @property
     def unreadable(self) -> str:
@@ -122,11 +133,6 @@ class Keys:
         return f"{self.prefix}gpuflow.queues"
 
     @property
-    def queues_version(self) -> str:
-        """Counter of queue registrations."""
-        return f"{self.prefix}gpuflow.queues_version"
-
-    @property
     def workers(self) -> str:
         """Set of worker ids."""
         return f"{self.prefix}gpuflow.workers"
@@ -162,6 +168,10 @@ class Keys:
     def queue(self, name: str) -> str:
         """Requirement of one demand queue."""
         return f"{self.prefix}queue:{name}"
+
+    def queue_classes(self, name: str) -> str:
+        """Which classes of workers serve one demand queue."""
+        return f"{self.prefix}queue:{name}:classes"
 
     def worker(self, worker_id: str) -> str:
         """Hash of one worker."""

@@ -78,6 +78,8 @@ class LeaseTable:
         self.gate: Gate = OpenGate()
         self.reclaim: Reclaim | None = None
         self.bell = keys.bell(self.owner)
+        #: The groups of waiters that the doorbell may be in.
+        self.groups: set[str] = set()
         self.sweeper = Sweeper(keys, lease_seconds)
         self._leases: dict[str, Lease] = {}
         self._lock = threading.Lock()
@@ -152,7 +154,7 @@ class LeaseTable:
     def wake(self) -> None:
         """Make the consumer look again now (a queue has opened)."""
         pipe = self.client.pipeline()
-        pipe.lpush(self.bell, "1")
+        pipe.lpush(self.bell, "")
         pipe.expire(self.bell, BELL_SECONDS)
         pipe.execute()
 
@@ -172,7 +174,7 @@ class LeaseTable:
         keys = self.keys
         done = broker_script("settle")(
             self.client,
-            [keys.leases, keys.unacked, keys.owners, keys.waiters, self.bell, keys.delayed, keys.parked],
+            [keys.leases, keys.unacked, keys.owners, keys.ready, self.bell, keys.delayed, keys.parked],
             [tag, self.owner, how, BELL_SECONDS, delay_seconds],
         )
         self.forget(tag)
@@ -202,7 +204,7 @@ class LeaseTable:
         try:
             returned = broker_script("disown")(
                 self.client,
-                [keys.leases, keys.unacked, keys.owners, keys.waiters],
+                [keys.leases, keys.unacked, keys.owners, keys.ready],
                 [self.owner, BELL_SECONDS, *self.held()],
             )
         except RedisError as error:
@@ -216,7 +218,8 @@ class LeaseTable:
         self._stop.set()
         if self._client is not None:
             try:
-                self._client.srem(self.keys.waiters, self.bell)
+                for group in self.groups:
+                    self._client.srem(self.keys.waiters(group), self.bell)
                 self._client.delete(self.bell)
             except RedisError:
                 log.debug("doorbell_left", bell=self.bell)

@@ -23,6 +23,8 @@ log = get_logger("gpuflow.sweep")
 SWEEP_LIMIT: Final = 100
 #: A gap between two sweeps longer than this means that nobody could renew either, in seconds.
 SWEEP_GAP_SECONDS: Final = 5.0
+#: Demand queues that one step looks into for messages of stock producers.
+SWEEP_QUEUES: Final = 10
 #: A doorbell token that nobody reads expires after this many seconds.
 BELL_SECONDS: Final = 60
 
@@ -52,14 +54,22 @@ class Sweeper:
             keys.leases,
             keys.unacked,
             keys.owners,
-            keys.waiters,
+            keys.ready,
             keys.sweep,
             keys.delayed,
             keys.parked,
             keys.present,
             keys.workers,
+            keys.queues,
         ]
-        values: list[Any] = [self.lease_seconds, SWEEP_GAP_SECONDS, SWEEP_LIMIT, BELL_SECONDS, keys.worker("")]
+        values: list[Any] = [
+            self.lease_seconds,
+            SWEEP_GAP_SECONDS,
+            SWEEP_LIMIT,
+            BELL_SECONDS,
+            keys.worker(""),
+            SWEEP_QUEUES,
+        ]
         try:
             answer: Any = client.evalsha(script.sha, len(names), *names, *values)
         except NoScriptError:

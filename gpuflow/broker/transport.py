@@ -21,6 +21,7 @@ from redis.exceptions import NoScriptError, OutOfMemoryError, ReadOnlyError
 
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.leases import LeaseTable, installed, keeper_timeout_seconds
+from gpuflow.broker.look import FAR_NAMES, FAR_SECONDS, PAGE_NAMES, RESCAN_SECONDS, Look
 from gpuflow.broker.priorities import PRIORITY_STEPS, SEPARATOR, list_key, list_keys, queue_of
 from gpuflow.broker.scripts import broker_script
 from gpuflow.broker.sweeper import BELL_SECONDS
@@ -30,8 +31,6 @@ log = get_logger("gpuflow.transport")
 
 #: Header that carries a record to be written with its message; it never reaches the wire.
 RECORD_HEADER: Final = "gpuflow_record"
-#: An idle consumer looks again after this many seconds, for messages of producers that ring no doorbell.
-RESCAN_SECONDS: Final = 1
 
 
 def delayed(message: Mapping[str, Any]) -> tuple[dict[str, Any], float | str]:
@@ -104,8 +103,7 @@ class Channel(stock.Channel):  # type: ignore[misc]
         self._plain: redis.Redis | None = None
         self._own_leases: LeaseTable | None = None
         self._unacknowledged: set[str] = set()
-        self._polled: tuple[str, list[str]] = ("wait", [])
-        self._look_at = 0.0
+        self._look = Look()
 
     @property
     def leases(self) -> LeaseTable:
@@ -150,7 +148,7 @@ class Channel(stock.Channel):  # type: ignore[misc]
         message, delay = delayed(message)
         keys = [
             self.global_keyprefix + list_key(queue, properties.get("priority")),
-            self.keys.waiters,
+            self.keys.ready,
             self.keys.delayed,
             self.keys.parked,
         ]
@@ -168,7 +166,6 @@ class Channel(stock.Channel):  # type: ignore[misc]
             self.keys.task(record_id) if of_task else self.keys.pipeline(record_id),
             self.keys.tasks if of_task else self.keys.pipelines,
             self.keys.queues,
-            self.keys.queues_version,
             self.keys.queue(queue),
             self.keys.events(record_id),
             *([self.keys.unfinished] if of_task else []),
@@ -188,33 +185,39 @@ class Channel(stock.Channel):  # type: ignore[misc]
 
     def _brpop_start(self, timeout: float | None = None) -> None:
         self.leases.tick()
-        queues = self._queue_cycle.consume(len(self.active_queues))
-        mode = "wait"
-        lists: list[str] = []
-        if time.monotonic() >= self._look_at:
-            allowed = self.leases.gate.open_queues(queues)
-            lists = [self.global_keyprefix + key for key in list_keys(allowed)]
-            mode = "pop" if lists else "wait"
-        self._polled = (mode, lists)
+        gate, look = self.leases.gate, self._look
+        look.queues, look.chosen = [], []
+        if time.monotonic() >= look.again_at:
+            look.plain = gate.open_queues(self._queue_cycle.consume(len(self.active_queues)))
+            look.chosen = gate.choose(look.names()) if self._carrier() else []
+            look.queues = [*look.plain, *look.chosen]
         connection = self.client.connection
         self._in_poll = connection
         self._brpop_sent_at = time.monotonic()
-        if mode == "pop":
+        if look.queues:
             connection.send_command(*self._pop_command())
         else:
             connection.send_command("BLPOP", self.leases.bell, RESCAN_SECONDS)
 
     def _pop_command(self) -> list[Any]:
-        keys, leases = self.keys, self.leases
-        lists = self._polled[1]
+        keys, leases, look = self.keys, self.leases, self._look
+        waits_as = leases.gate.waits_as if self._carrier() else ""
+        groups = [*look.plain, *([waits_as] if waits_as else [])]
+        leases.groups.update(groups)
+        lists = [self.global_keyprefix + key for key in list_keys(look.queues)]
         return [
             "EVALSHA",
             broker_script("pop").sha,
             7 + len(lists),
-            *(keys.leases, keys.unacked, keys.owners, keys.waiters, keys.unreadable, keys.sweep, leases.bell),
+            *(keys.leases, keys.unacked, keys.owners, keys.ready, keys.unreadable, keys.sweep, leases.bell),
             *lists,
             leases.owner,
             leases.lease_seconds,
+            len(look.queues),
+            PAGE_NAMES if waits_as else 0,
+            look.pass_on(),
+            BELL_SECONDS,
+            *groups,
         ]
 
     def _meet_server(self) -> None:
@@ -223,8 +226,10 @@ class Channel(stock.Channel):  # type: ignore[misc]
         broker_script("pop").load(self.leases.client)
 
     def _brpop_read(self, **options: Any) -> bool:
-        mode = self._polled[0]
+        look = self._look
+        popped = bool(look.queues)
         connection = self.client.connection
+        reply: Any = None
         try:
             try:
                 try:
@@ -235,36 +240,74 @@ class Channel(stock.Channel):  # type: ignore[misc]
                     reply = connection.read_response()
             except self.connection_errors:
                 connection.disconnect()
+                self.leases.gate.chosen_none()
                 raise
             except (OutOfMemoryError, ReadOnlyError) as error:
                 log.warning("nothing_can_be_taken", cause=str(error))
-                reply = None
-            self._look_at = 0.0
-            if mode == "wait" or not reply:
-                if mode == "pop":
-                    self._look_at = time.monotonic() + RESCAN_SECONDS
+            if not popped:
+                look.woken(reply)
                 raise Empty
-            self._deliver_leased(bytes_to_str(reply[0]), bytes_to_str(reply[1]))
-            return True
+            return self._read_popped(reply)
         finally:
             self._in_poll = None
             self._flush_brpop_reauth()
 
+    def _read_popped(self, reply: Any) -> bool:
+        gate, look = self.leases.gate, self._look
+        key, raw, names = reply or (b"", b"", [])
+        look.page = [bytes_to_str(name) for name in names]
+        if key:
+            self._deliver_leased(bytes_to_str(key), bytes_to_str(raw))
+            return True
+        gate.chosen_none()
+        look.woken_for = None
+        fitting = gate.fitting(look.page)
+        if not fitting and len(names) == PAGE_NAMES:
+            look.page = self._further()
+            fitting = gate.fitting(look.page)
+        if not fitting or fitting[0] in look.chosen:
+            look.again_at = time.monotonic() + RESCAN_SECONDS
+        raise Empty
+
+    def _further(self) -> list[str]:
+        """Return the names of the ready index behind the first page that hold something fitting; seldom needed."""
+        look, now = self._look, time.monotonic()
+        if now < look.far_at:
+            return []
+        look.far_at = now + FAR_SECONDS
+        start = PAGE_NAMES
+        while names := self.leases.client.zrange(self.keys.ready, start, start + FAR_NAMES - 1):
+            page = [bytes_to_str(name) for name in names]
+            if self.leases.gate.fitting(page):
+                return page
+            start += FAR_NAMES
+        return []
+
     def _deliver_leased(self, key: str, raw: str) -> None:
         queue = queue_of(key[len(self.global_keyprefix) :])
+        self._look.found(queue)
         message = loads(raw)
-        self._queue_cycle.rotate(queue)
         tag = message["properties"]["delivery_tag"]
         self.leases.take(tag, queue, key, raw)
-        if queue in self._unacknowledged:
-            self.leases.settle(tag, "ack")
-        self.connection._deliver(message, queue)
+        if queue in self._active_queues:
+            self._queue_cycle.rotate(queue)
+            if queue in self._unacknowledged:
+                self.leases.settle(tag, "ack")
+            self.connection._deliver(message, queue)
+        else:
+            self.connection._deliver(message, self._carrier())
+
+    def _carrier(self) -> str:
+        """Return a queue whose consumer also gets the messages of demand queues, which no consumer names, or ""."""
+        names: list[str] = self.active_queues
+        return next((name for name in names if name not in self._unacknowledged), "")
 
     def close(self) -> None:
         """Close without waiting for a reply that is still to come: a message in it stays leased and is swept."""
         in_poll, self._in_poll = self._in_poll, None
-        if in_poll and self._polled[0] == "pop":
+        if in_poll and self._look.queues:
             self._in_poll = in_poll
+            self.leases.gate.chosen_none()
         super().close()
         if self._own_leases is not None:
             self._own_leases.close()

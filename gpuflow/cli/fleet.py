@@ -45,6 +45,7 @@ def queue_rows(app: GPUFlow) -> list[dict[str, Any]]:
 
     fleet = Fleet(app.redis, app.keys)
     registered = fleet.queues()
+    serving = fleet.serving_classes(list(registered))
     prefix = app.keys.prefix
     workers = [worker for worker in fleet.workers() if str(worker.state) != _OFFLINE]
     leased: Any = app.redis.hvals(app.keys.owners)
@@ -60,7 +61,11 @@ def queue_rows(app: GPUFlow) -> list[dict[str, Any]]:
                 "requirement": registered.get(name),
                 "waiting": sum(pipe.execute()),
                 "running": running[name],
-                "workers": [worker.id for worker in workers if name in worker.queues],
+                "workers": [
+                    worker.id
+                    for worker in workers
+                    if name in worker.queues or worker.class_name in serving.get(name, ())
+                ],
             }
         )
     return rows

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
@@ -16,6 +16,7 @@ from typing import Any, Final
 import redis
 
 from gpuflow.broker.keys import Keys
+from gpuflow.broker.scripts import broker_script
 from gpuflow.routing.capability import Capability
 
 #: Schema number of a worker entry and its heartbeat.
@@ -45,6 +46,7 @@ class WorkerEntry:
     ephemeral: bool = False
     capability: Mapping[str, Any] = field(default_factory=dict)
     queues: tuple[str, ...] = ()
+    class_name: str = ""
     tasks: tuple[str, ...] = ()
     load: Mapping[str, Any] = field(default_factory=dict)
     started_at: float = 0.0
@@ -65,6 +67,7 @@ class WorkerEntry:
             "ephemeral": "1" if self.ephemeral else "0",
             "capability": json.dumps(self.capability),
             "queues": json.dumps(self.queues),
+            "class": self.class_name,
             "tasks": json.dumps(self.tasks),
             "load": json.dumps(self.load),
             "started_at": str(self.started_at),
@@ -85,6 +88,7 @@ class WorkerEntry:
             ephemeral=raw.get("ephemeral") == "1",
             capability=json.loads(raw.get("capability") or "{}"),
             queues=tuple(json.loads(raw.get("queues") or "[]")),
+            class_name=raw.get("class", ""),
             tasks=tuple(json.loads(raw.get("tasks") or "[]")),
             load=json.loads(raw.get("load") or "{}"),
             started_at=float(raw.get("started_at", "0")),
@@ -218,10 +222,37 @@ class Fleet:
 
     def serves_beside(self, worker_id: str, queue: str) -> bool:
         """Whether a worker other than `worker_id` is there to take tasks of `queue`."""
+        classes = self.serving_classes([queue])[queue]
         return any(
-            entry.id != worker_id and queue in entry.queues and entry.state in (WorkerState.IDLE, WorkerState.BUSY)
+            entry.id != worker_id
+            and entry.state in (WorkerState.IDLE, WorkerState.BUSY)
+            and (queue in entry.queues or entry.class_name in classes)
             for entry in self.workers()
         )
+
+    def serving_classes(self, queues: Sequence[str]) -> dict[str, set[str]]:
+        """Return the classes of workers that have said that they serve each of the demand queues."""
+        pipe = self.client.pipeline(transaction=False)
+        for queue in queues:
+            pipe.zrangebyscore(self.keys.queue_classes(queue), 0, "+inf")
+        return {queue: set(classes) for queue, classes in zip(queues, pipe.execute(), strict=True)}
+
+    def forget_queues(self, in_use: Collection[str], unused_seconds: float) -> list[str]:
+        """Forget the demand queues that nothing was published to for so long and no record `in_use` names."""
+        forgotten = []
+        for name in sorted(set(self.client.smembers(self.keys.queues)).difference(in_use)):
+            keys = [self.keys.ready, self.keys.queues, self.keys.queue(name), self.keys.queue_classes(name)]
+            if broker_script("forget_queue")(self.client, keys, [name, unused_seconds]):
+                forgotten.append(name)
+        return forgotten
+
+    def forget_classes(self) -> list[str]:
+        """Forget the classes that no worker is of any more; return them."""
+        gone = set(self.client.smembers(self.keys.classes)).difference(entry.class_name for entry in self.workers())
+        for name in sorted(gone):
+            self.client.srem(self.keys.classes, name)
+            self.client.delete(self.keys.waiters(name))
+        return sorted(gone)
 
     def has_gpu(self) -> bool:
         """Whether a live worker has a GPU."""
@@ -234,7 +265,3 @@ class Fleet:
         for name in names:
             pipe.hget(self.keys.queue(name), "requirement")
         return {name: json.loads(raw or "{}") for name, raw in zip(names, pipe.execute(), strict=True)}
-
-    def queues_version(self) -> str:
-        """Return a text that changes whenever a demand queue is registered."""
-        return self.client.get(self.keys.queues_version) or "0"

@@ -211,7 +211,7 @@ class Ledger:
                 keys.leases,
                 keys.unacked,
                 keys.owners,
-                keys.waiters,
+                keys.ready,
                 keys.delayed,
                 keys.parked,
             ],
@@ -243,7 +243,9 @@ class Ledger:
             records.append(keys.task(lease.task))
             args += [tag, lease.list_key, "" if lease.attempt is None else str(lease.attempt), lease.raw]
         held = ledger_script("reclaim")(
-            self.client, [keys.leases, keys.unacked, keys.owners, keys.delayed, keys.parked, *records], args
+            self.client,
+            [keys.leases, keys.unacked, keys.owners, keys.delayed, keys.parked, keys.ready, *records],
+            args,
         )
         return set(held)
 
@@ -259,7 +261,7 @@ class Ledger:
                     keys.attempts(task_id),
                     keys.unacked,
                     keys.parked,
-                    keys.waiters,
+                    keys.ready,
                     keys.unfinished,
                 ],
                 [task_id, least_age_seconds, self.events_maxlen, BELL_SECONDS],
@@ -301,6 +303,7 @@ class Ledger:
                 self.keys.delayed,
                 self.keys.parked,
                 self.keys.unfinished,
+                self.keys.ready,
             ],
             [reason, self.events_maxlen, self.retention_seconds],
         )
@@ -315,7 +318,7 @@ class Ledger:
             [
                 self.keys.task(task_id),
                 self.keys.events(task_id),
-                self.keys.waiters,
+                self.keys.ready,
                 self.keys.celery_result(task_id),
                 self.keys.attempts(task_id),
                 self.keys.dead,

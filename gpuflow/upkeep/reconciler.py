@@ -23,6 +23,8 @@ log = get_logger("gpuflow.reconciler")
 
 #: Ephemeral workers that have gone are forgotten after this many seconds.
 FORGET_EPHEMERAL_SECONDS: Final = 3600.0
+#: Demand queues that nothing was published to for so many seconds are forgotten.
+FORGET_QUEUE_SECONDS: Final = 3600.0
 #: Messages read in one round trip.
 _CHUNK: Final = 500
 
@@ -43,6 +45,8 @@ class Reconciler:
             "pipeline_settled": self.settle_pipelines(),
             "worker_offline": len(self.fleet.note_silent()),
             "worker_forgotten": len(self.fleet.forget_gone(FORGET_EPHEMERAL_SECONDS, self._retention_seconds)),
+            "queue_forgotten": self.forget_queues(),
+            "class_forgotten": len(self.fleet.forget_classes()),
             "index_trimmed": self.trim_indexes(),
         }
         for kind, count in made.items():
@@ -83,6 +87,12 @@ class Reconciler:
                 log.warning("pipeline_settled", pipeline=pipeline_id, state=str(after.state))
                 moved += 1
         return moved
+
+    def forget_queues(self) -> int:
+        """Forget demand queues that are used no more and that no unfinished record names."""
+        ids = self.app.ledger.unfinished()
+        named = {record.queue for record in self.app.ledger.find_many(ids) if record is not None}
+        return len(self.fleet.forget_queues(named, FORGET_QUEUE_SECONDS))
 
     def trim_indexes(self) -> int:
         """Take ids out of the indexes whose records have expired."""

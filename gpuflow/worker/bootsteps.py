@@ -1,13 +1,11 @@
 """The boot steps that make a Celery worker a gpuflow worker.
 
 Machine (worker): options, hardware, admission, lease table. Presence (consumer): the registry entry. Subscriptions
-(consumer): the control queue and the demand queues that this machine can serve, also those registered later.
+(consumer): the control queue, and the class of workers by which this one waits for demand queues.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,31 +14,28 @@ from celery import bootsteps
 from celery.exceptions import WorkerShutdown
 from celery.signals import task_postrun
 from celery.worker.consumer.mingle import Mingle
-from celery.worker.control import control_command
-from redis.exceptions import RedisError
+from celery.worker.control import control_command, inspect_command
+from kombu import Exchange, Queue
 
 from gpuflow.broker import leases
 from gpuflow.errors import GPUFlowError, InvalidSettings
 from gpuflow.fleet.hardware import probe
-from gpuflow.fleet.registry import Fleet
 from gpuflow.logs import get_logger
 from gpuflow.routing.capability import Capability
 from gpuflow.routing.families import CONTROL_QUEUE
-from gpuflow.routing.fit import match
-from gpuflow.routing.queues import family_matches, is_demand_queue
-from gpuflow.routing.requirement import Requirement
-from gpuflow.worker.admission import Admission, Limits
+from gpuflow.worker.admission import Admission
+from gpuflow.worker.demands import Demands
 from gpuflow.worker.event_batches import EventBatches
 from gpuflow.worker.main import CannotStart
 from gpuflow.worker.preflight import require_durable, require_own_id
 from gpuflow.worker.presence import PresenceThread
+from gpuflow.worker.process_gpus import ProcessGpus
 from gpuflow.worker.runtime import Runtime, current, find, install
+from gpuflow.worker.slots import Limits
 from gpuflow.worker.stopping import Stopper
 
 log = get_logger("gpuflow.worker")
 
-#: New demand queues are looked for this often, in seconds.
-QUEUE_POLL_SECONDS = 0.5
 #: CPUs that one job without GPUs is counted for, where it asks for none itself.
 CPUS_PER_JOB = 4
 
@@ -94,7 +89,8 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
             owner=f"{worker.worker_id}:{leases.new_token()}",
             member=worker.worker_id,
         )
-        table.gate = admission = Admission(capability, limits)
+        demands = Demands(app.redis, app.keys, capability, families=worker.asked_queues)
+        table.gate = admission = Admission(demands, limits, ProcessGpus())
         table.reclaim = lambda free, new_run: app.ledger.reclaim(
             free, table.owner, table.lease_seconds, new_run=new_run
         )
@@ -107,6 +103,7 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
             leases=table,
             admission=admission,
             ephemeral=ephemeral,
+            asked_queues=worker.asked_queues,
             executors=tuple(executors.split(",")) if executors else None,
         )
         runtime.stopper = Stopper(runtime, float(app.conf.worker_soft_shutdown_timeout or 0))
@@ -142,6 +139,16 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
                 "running": sorted(runtime.running),
             }
         }
+
+
+@inspect_command(name="active_queues", alias="active_queues")  # type: ignore[untyped-decorator]
+def gpuflow_queues(state: Any) -> list[dict[str, Any]]:
+    """List the queues that this worker takes from: those consumed by name, and the demand queues that it has seen."""
+    consumer, runtime = state.consumer.task_consumer, find()
+    queues = {queue.name: queue for queue in (consumer.queues if consumer else ())}
+    for name in runtime.admission.demands.names() if runtime is not None else ():
+        queues.setdefault(name, Queue(name, Exchange(name), routing_key=name))
+    return [dict(queue.as_dict(recurse=True)) for queue in queues.values()]
 
 
 @control_command(args=[("task_id", str)])  # type: ignore[untyped-decorator]
@@ -211,75 +218,22 @@ def _mingle_once(consumer: Any) -> None:
 
 
 class Subscriptions(bootsteps.StartStopStep):  # type: ignore[misc]
-    """Consumes the control queue and the demand queues that this machine can serve."""
+    """Consumes the control queue, and says which class of workers this one is.
+
+    Demand queues are not consumed by name: their messages come as the ready index and the admission say.
+    """
 
     requires = (Presence,)
 
-    def __init__(self, consumer: Any, **kwargs: Any) -> None:
-        super().__init__(consumer, **kwargs)
-        self._stop_event = threading.Event()
-        self._thread: threading.Thread | None = None
-
     def start(self, consumer: Any) -> None:
-        """Subscribe to what is registered now, and watch for more."""
+        """Begin to take."""
         runtime = current()
         EventBatches(consumer).install()
-        fleet = Fleet(runtime.app.redis, runtime.app.keys)
-        version = fleet.queues_version()
-        self._subscribe(consumer, fleet, now=True)
+        runtime.admission.demands.enlist()
+        consumer.add_task_queue(CONTROL_QUEUE)
         runtime.connected = True
-        self._stop_event = threading.Event()
-        self._thread = threading.Thread(
-            target=self._watch,
-            args=(consumer, fleet, version, self._stop_event),
-            name="gpuflow-queues",
-            daemon=True,
-        )
-        self._thread.start()
 
     def stop(self, consumer: Any) -> None:
-        """Stop watching, and send the events that wait (before a reconnect, and at the end)."""
-        self._stop_event.set()
+        """Send the events that wait (before a reconnect, and at the end)."""
         current().connected = False
         consumer._flush_events()
-
-    def _watch(self, consumer: Any, fleet: Fleet, version: str, stop: threading.Event) -> None:
-        while not stop.wait(QUEUE_POLL_SECONDS):
-            try:
-                newest = fleet.queues_version()
-                if newest != version:
-                    self._subscribe(consumer, fleet, now=False)
-                    version = newest
-            except RedisError as error:
-                log.debug("queues_not_read", cause=str(error))
-
-    def _subscribe(self, consumer: Any, fleet: Fleet, *, now: bool) -> None:
-        runtime = current()
-        asked = consumer.controller.asked_queues
-        served = served_queues(fleet.queues(), asked, runtime)
-        runtime.admission.serve(served)
-        names = (CONTROL_QUEUE, *served)
-        for name in names:
-            if now:
-                consumer.add_task_queue(name)
-            else:
-                consumer.call_soon(consumer.add_task_queue, name)
-        if runtime.presence is not None:
-            runtime.presence.queues = tuple(sorted({*names, *(asked or (runtime.app.settings.task_topic,))}))
-        if not now:
-            runtime.leases.wake()
-
-
-def served_queues(
-    registered: Mapping[str, Mapping[str, Any]], asked: tuple[str, ...] | None, runtime: Runtime
-) -> dict[str, Requirement]:
-    """Return the demand queues that this worker serves: what its capability satisfies, within what -Q asked for."""
-    families = None if asked is None else [name for name in asked if is_demand_queue(name)]
-    served = {}
-    for name, raw in registered.items():
-        if families is not None and not any(family_matches(name, family) for family in families):
-            continue
-        requirement = Requirement.from_dict(raw)
-        if match(requirement, runtime.admission.capability).fits:
-            served[name] = requirement
-    return served

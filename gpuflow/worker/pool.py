@@ -20,8 +20,8 @@ from celery.worker import state
 
 from gpuflow.logs import get_logger
 from gpuflow.routing.families import CONTROL_QUEUE
-from gpuflow.worker.admission import CONTROL_SLOTS
 from gpuflow.worker.runtime import find
+from gpuflow.worker.slots import CONTROL_SLOTS
 
 log = get_logger("gpuflow.pool")
 

@@ -14,12 +14,15 @@ from gpuflow import __version__
 from gpuflow.fleet.hardware import live
 from gpuflow.fleet.registry import Fleet, WorkerEntry, WorkerState
 from gpuflow.logs import get_logger
+from gpuflow.routing.families import CONTROL_QUEUE
 from gpuflow.worker.runtime import Runtime
 
 log = get_logger("gpuflow.presence")
 
 #: A broker that is away or full is tried again after this many seconds.
 RETRY_SECONDS: Final = 1.0
+#: So many of the demand queues that a worker serves are named in its entry at most.
+MOST_QUEUES: Final = 200
 
 
 class PresenceThread(threading.Thread):
@@ -30,7 +33,6 @@ class PresenceThread(threading.Thread):
         self.runtime = runtime
         self.fleet = Fleet(runtime.app.redis, runtime.app.keys)
         self.node = node
-        self.queues: tuple[str, ...] = ()
         self._started_at = time.time()
         self._stop_event = threading.Event()
         self._written: tuple[Any, ...] | None = None
@@ -64,7 +66,8 @@ class PresenceThread(threading.Thread):
             pid=os.getpid(),
             ephemeral=runtime.ephemeral,
             capability=runtime.admission.capability.to_dict(),
-            queues=self.queues,
+            queues=self._queues(),
+            class_name=runtime.admission.demands.name,
             tasks=tuple(sorted(runtime.running)),
             load=self._load(),
             started_at=self._started_at,
@@ -97,7 +100,14 @@ class PresenceThread(threading.Thread):
         return WorkerState.BUSY if self.runtime.admission.jobs() else WorkerState.IDLE
 
     def _summary(self) -> tuple[Any, ...]:
-        return (self._state(), self.queues, tuple(sorted(self.runtime.running)))
+        return (self._state(), self._queues(), tuple(sorted(self.runtime.running)))
+
+    def _queues(self) -> tuple[str, ...]:
+        """Return the queues served by name, and the demand queues that were seen and are served."""
+        runtime = self.runtime
+        asked = runtime.asked_queues or (runtime.app.settings.task_topic,)
+        demanded = runtime.admission.demands.names()[:MOST_QUEUES]
+        return tuple(sorted({CONTROL_QUEUE, *asked, *demanded}))
 
     def _load(self) -> dict[str, Any]:
         hardware = self.runtime.hardware

@@ -36,6 +36,7 @@ class Runtime:
     admission: Admission
     ephemeral: bool = False
     executors: tuple[str, ...] | None = None
+    asked_queues: tuple[str, ...] | None = None
     running: dict[str, Attempt] = field(default_factory=dict)
     connected: bool = False
     presence: PresenceThread | None = None

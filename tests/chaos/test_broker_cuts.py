@@ -96,8 +96,8 @@ def test_what_was_popped_in_an_answer_that_never_came_is_given_back(fleet: TestF
     waiting = submit(fleet.echo(output=1), app=fleet.app)
     keys, client = fleet.app.keys, fleet.broker.client
     owner = client.hget(keys.task(busy.id), "owner_token")
-    names = [keys.leases, keys.unacked, keys.owners, keys.waiters, keys.unreadable, keys.sweep, keys.bell(owner), "cpu"]
-    assert broker_script("pop")(client, names, [owner, 3600])
+    names = [keys.leases, keys.unacked, keys.owners, keys.ready, keys.unreadable, keys.sweep, keys.bell(owner), "cpu"]
+    assert broker_script("pop")(client, names, [owner, 3600, 1, 0, "", 60])[0] == "cpu"
     assert client.llen("cpu") == 0
 
     proxy.cut()

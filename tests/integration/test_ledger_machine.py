@@ -107,9 +107,9 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(target=deliveries, owner=owners)
     def pop(self, owner: str) -> Any:
         keys, table = self.keys, self.tables[owner]
-        names = [keys.leases, keys.unacked, keys.owners, keys.waiters, keys.unreadable, keys.sweep, table.bell]
-        taken = broker_script("pop")(self.client, [*names, self._list()], [owner, LEASE_SECONDS])
-        if not taken:
+        names = [keys.leases, keys.unacked, keys.owners, keys.ready, keys.unreadable, keys.sweep, table.bell]
+        taken = broker_script("pop")(self.client, [*names, self._list()], [owner, LEASE_SECONDS, 1, 0, "", 60])
+        if not taken[0]:
             return None
         message = json.loads(taken[1])
         tag = message["properties"]["delivery_tag"]

@@ -178,7 +178,8 @@ def test_cancel_stops_what_runs_and_starts_nothing_more(fleet: TestFleet) -> Non
 
 def test_the_join_completes_while_the_only_worker_is_busy(fleet: TestFleet) -> None:
     fleet.start_worker("w1", "--max-jobs", "1")
-    run = submit_pipeline(graph(node("a", output=1)), app=fleet.app)
+    run = submit_pipeline(graph(node("a", output=1, sleep_seconds=1)), app=fleet.app)
+    eventually(lambda: run["a"].tasks)
     long = submit({**fleet.echo(sleep_seconds=30), "priority": 4}, app=fleet.app)
     eventually(lambda: long.state == "RUNNING")
     second = submit_pipeline(graph(node("a", output=1), node("b", "a", output=2)), app=fleet.app)

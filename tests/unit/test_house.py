@@ -243,5 +243,7 @@ def test_every_key_is_in_the_docs() -> None:
         keys.bell("<owner>"),
         *(getattr(keys, name)("<id>") for name in ("task", "pipeline", "stages", "events", "worker", "heartbeat")),
         keys.queue("<name>"),
+        keys.queue_classes("<name>"),
+        keys.waiters("<group>"),
     ]
     assert [key for key in (*fixed, *made) if f"`{key}`" not in text] == []

@@ -1,13 +1,76 @@
 -- What the steps of broker and ledger share. Stands before each of them.
+--
+-- `ready` is the key gpuflow.ready: demand queue -> order of its best head; what waits in other queues is not in it.
+-- A message of a demand queue begins with the time at which it was queued first, on the server's clock: {"at":...,
+-- Every other key is derived from `ready`, whose front is the global prefix.
+local SEPARATOR = '\6\22'
 
--- Wake every consumer that found nothing to do; a doorbell token that nobody reads expires after `seconds`.
-local function ring(waiters, seconds)
-  local bells = redis.call('SMEMBERS', waiters)
-  for _, bell in ipairs(bells) do
-    redis.call('LPUSH', bell, '1')
-    redis.call('EXPIRE', bell, seconds)
+local function prefix_of(ready) return string.sub(ready, 1, -14) end
+
+local function queue_of(ready, list)
+  local name = string.sub(list, #ready - 12)
+  local cut = string.find(name, SEPARATOR, 1, true)
+  return cut and string.sub(name, 1, cut - 1) or name
+end
+
+-- Return when a message was first queued, as text; nil for one of a plain queue or of a stock producer.
+local function queued_at(raw) return string.match(raw, '^{"at":([%d.]+),') end
+
+local function stamped(raw, seconds) return '{"at":' .. seconds .. ',' .. string.sub(raw, 2) end
+
+-- Enter a demand queue into the index by its best head: priority first, then time; take out an empty one.
+local function refresh(ready, queue)
+  local base = prefix_of(ready) .. queue
+  for level = 9, 0, -1 do
+    local list = level == 5 and base or base .. SEPARATOR .. (level == 0 and 10 or level)
+    local raw = redis.call('LINDEX', list, -1)
+    if raw then
+      local tenths_of_ms = math.floor(tonumber(queued_at(raw) or '0') * 10000)
+      redis.call('ZADD', ready, string.format('%.0f', (9 - level) * 1e14 + tenths_of_ms), queue)
+      return
+    end
   end
-  if #bells > 0 then redis.call('DEL', waiters) end
+  redis.call('ZREM', ready, queue)
+end
+
+local function wake(ready, group, token, seconds)
+  local bell = redis.call('SPOP', prefix_of(ready) .. 'gpuflow.waiters:' .. group)
+  if not bell then return false end
+  redis.call('LPUSH', bell, token)
+  redis.call('EXPIRE', bell, seconds)
+  return true
+end
+
+-- Wake one consumer that waits for a message of `queue`: of a demand queue, one of the class that suits best, and one
+-- of each class that has not said yet whether it serves it. The token names the queue, so that a consumer that cannot
+-- take from it now wakes the next one, `hops` times at most. A token that nobody reads expires after `seconds`.
+local function ring(ready, queue, seconds, hops)
+  local token = (hops or 16) .. ' ' .. queue
+  if wake(ready, queue, token, seconds) then return end
+  local prefix = prefix_of(ready)
+  local known = prefix .. 'queue:' .. queue .. ':classes'
+  if redis.call('EXISTS', prefix .. 'queue:' .. queue) == 0 then return end
+  for _, class in ipairs(redis.call('ZRANGEBYSCORE', known, 0, '+inf')) do
+    if wake(ready, class, token, seconds) then return end
+  end
+  for _, class in ipairs(redis.call('SMEMBERS', prefix .. 'gpuflow.classes')) do
+    if not redis.call('ZSCORE', known, class) then wake(ready, class, token, seconds) end
+  end
+end
+
+-- Put a message into its list: 'front' (it is next) or 'back'.
+local function put(ready, list, side, raw, seconds)
+  redis.call(side == 'front' and 'RPUSH' or 'LPUSH', list, raw)
+  local queue = queue_of(ready, list)
+  if queued_at(raw) then refresh(ready, queue) end
+  ring(ready, queue, seconds)
+end
+
+-- Take a waiting message out of its list; returns whether it was there.
+local function take_out(ready, list, raw)
+  local found = redis.call('LREM', list, -1, raw) > 0
+  if found and queued_at(raw) then refresh(ready, queue_of(ready, list)) end
+  return found
 end
 
 -- End the lease of one message.

@@ -1,10 +1,9 @@
 -- Publish one message; with a record, submit: record, queue registration and message in one step.
 --
--- KEYS[1] list of the message  KEYS[2] gpuflow.waiters  KEYS[3] gpuflow.delayed  KEYS[4] gpuflow.parked
+-- KEYS[1] list of the message  KEYS[2] gpuflow.ready  KEYS[3] gpuflow.delayed  KEYS[4] gpuflow.parked
 -- with a record, or a queue registration alone:
--- KEYS[5] record hash              KEYS[6] index zset of its kind
--- KEYS[7] gpuflow.queues           KEYS[8] gpuflow.queues_version     KEYS[9] queue:<name>
--- KEYS[10] event stream of the record  KEYS[11] gpuflow.unfinished, for a task
+-- KEYS[5] record hash            KEYS[6] index zset of its kind  KEYS[7] gpuflow.queues  KEYS[8] queue:<name>
+-- KEYS[9] event stream of the record  KEYS[10] gpuflow.unfinished, for a task
 -- ARGV[1] message  ARGV[2] seconds a doorbell token may lie unread
 -- ARGV[3] seconds to wait before the message can be taken, or ''  ARGV[4] its delivery tag
 -- ARGV[5] record id, or '' for a queue registration alone
@@ -13,28 +12,31 @@
 -- Returns 1 published, 0 the record exists already (nothing was changed: a repeated submit is harmless).
 local now = redis.call('TIME')
 local seconds = string.format('%d.%06d', now[1], now[2])
+local message = ARGV[1]
 if #ARGV > 4 then
   if ARGV[5] ~= '' and redis.call('EXISTS', KEYS[5]) == 1 then return 0 end
+  if ARGV[7] ~= '' then
+    message = stamped(message, seconds)
+    if redis.call('SADD', KEYS[7], ARGV[6]) == 1 then
+      redis.call('HSET', KEYS[8], 'name', ARGV[6], 'requirement', ARGV[7], 'created_at', seconds)
+    end
+    redis.call('HSET', KEYS[8], 'used_at', seconds)
+  end
   if ARGV[5] ~= '' then
     local fields = {}
     for i = 8, #ARGV do fields[#fields + 1] = ARGV[i] end
     redis.call('HSET', KEYS[5], 'id', ARGV[5], 'queue', ARGV[6], 'created_at', seconds, 'updated_at', seconds,
-      'message', ARGV[1], 'list', KEYS[1], unpack(fields))
+      'message', message, 'list', KEYS[1], unpack(fields))
     redis.call('ZADD', KEYS[6], seconds, ARGV[5])
-    if KEYS[11] then redis.call('SADD', KEYS[11], ARGV[5]) end
-    redis.call('XADD', KEYS[10], '*', 'event',
+    if KEYS[10] then redis.call('SADD', KEYS[10], ARGV[5]) end
+    redis.call('XADD', KEYS[9], '*', 'event',
       cjson.encode({event = 'state', state = 'QUEUED', queue = ARGV[6]}))
-  end
-  if ARGV[7] ~= '' and redis.call('SADD', KEYS[7], ARGV[6]) == 1 then
-    redis.call('HSET', KEYS[9], 'name', ARGV[6], 'requirement', ARGV[7], 'created_at', seconds)
-    redis.call('INCR', KEYS[8])
   end
 end
 if ARGV[3] ~= '' then
   redis.call('ZADD', KEYS[3], now[1] + now[2] / 1000000 + tonumber(ARGV[3]), ARGV[4])
-  redis.call('HSET', KEYS[4], ARGV[4], 'back\n' .. KEYS[1] .. '\n' .. ARGV[1])
+  redis.call('HSET', KEYS[4], ARGV[4], 'back\n' .. KEYS[1] .. '\n' .. message)
   return 1
 end
-redis.call('LPUSH', KEYS[1], ARGV[1])
-ring(KEYS[2], ARGV[2])
+put(KEYS[2], KEYS[1], 'back', message, ARGV[2])
 return 1

@@ -1,13 +1,14 @@
 -- Put messages whose lease has ended back to the front of their lists, and delayed ones whose time has come into
 -- theirs. One step, on the server's clock; every consumer and beat take it every second.
 --
--- KEYS[1] gpuflow.leases  KEYS[2] gpuflow.unacked  KEYS[3] gpuflow.owners  KEYS[4] gpuflow.waiters
+-- KEYS[1] gpuflow.leases  KEYS[2] gpuflow.unacked  KEYS[3] gpuflow.owners  KEYS[4] gpuflow.ready
 -- KEYS[5] gpuflow.sweep  KEYS[6] gpuflow.delayed  KEYS[7] gpuflow.parked
--- KEYS[8] gpuflow.present  KEYS[9] gpuflow.workers
+-- KEYS[8] gpuflow.present  KEYS[9] gpuflow.workers  KEYS[10] gpuflow.queues
 -- ARGV[1] lease in seconds  ARGV[2] longest gap between sweeps in seconds
 -- ARGV[3] most messages to move in one step  ARGV[4] doorbell token seconds
--- ARGV[5] prefix of the workers' heartbeat keys
+-- ARGV[5] prefix of the workers' heartbeat keys  ARGV[6] how many demand queues to look into
 --
+-- Messages of stock producers are in no index: a few demand queues, chosen at random, are entered anew each time.
 -- After a pause or a clock that jumped, nobody could renew: every lease gets one term of grace.
 -- Returns {restored, graced, name of the server run, 1 while the fleet gathers after a new run}.
 local time = redis.call('TIME')
@@ -16,7 +17,6 @@ local at, run, hold = unpack(redis.call('HMGET', KEYS[5], 'at', 'run', 'hold'))
 local last = tonumber(at or '-1')
 hold = tonumber(hold or '0')
 redis.call('HSET', KEYS[5], 'at', string.format('%.6f', now))
-local moved = 0
 local gathering = 0
 if hold > now then
   gathering = 1
@@ -29,7 +29,6 @@ if hold > now then
   if missing == 0 or hold > now + tonumber(ARGV[1]) then
     redis.call('HSET', KEYS[5], 'hold', '0')
     gathering = 0
-    moved = 1
   end
 end
 local restored, graced = 0, 0
@@ -43,7 +42,7 @@ else
     local raw = redis.call('HGET', KEYS[2], tag)
     local held = redis.call('HGET', KEYS[3], tag)
     if raw and held then
-      redis.call('RPUSH', string.sub(held, string.find(held, '\n', 1, true) + 1), raw)
+      put(KEYS[4], string.sub(held, string.find(held, '\n', 1, true) + 1), 'front', raw, ARGV[4])
       restored = restored + 1
     end
     end_lease(KEYS[1], KEYS[2], KEYS[3], tag)
@@ -54,14 +53,13 @@ for _, tag in ipairs(redis.call('ZRANGEBYSCORE', KEYS[6], '-inf', now, 'LIMIT', 
   if parked then
     local side = string.find(parked, '\n', 1, true)
     local list = string.find(parked, '\n', side + 1, true)
-    redis.call(string.sub(parked, 1, side - 1) == 'front' and 'RPUSH' or 'LPUSH',
-      string.sub(parked, side + 1, list - 1), string.sub(parked, list + 1))
-    moved = moved + 1
+    put(KEYS[4], string.sub(parked, side + 1, list - 1), string.sub(parked, 1, side - 1),
+      string.sub(parked, list + 1), ARGV[4])
   end
   redis.call('ZREM', KEYS[6], tag)
   redis.call('HDEL', KEYS[7], tag)
 end
-if restored + moved > 0 then
-  ring(KEYS[4], ARGV[4])
+for _, queue in ipairs(redis.call('SRANDMEMBER', KEYS[10], ARGV[6])) do
+  refresh(KEYS[4], queue)
 end
 return {restored, graced, run or '', gathering}

@@ -1,7 +1,7 @@
 -- Cancel a task: at once while it waits, by request while it runs.
 --
 -- KEYS[1] task record  KEYS[2] events  KEYS[3] attempts of the task  KEYS[4] gpuflow.dead
--- KEYS[5] gpuflow.delayed  KEYS[6] gpuflow.parked  KEYS[7] gpuflow.unfinished
+-- KEYS[5] gpuflow.delayed  KEYS[6] gpuflow.parked  KEYS[7] gpuflow.unfinished  KEYS[8] gpuflow.ready
 -- ARGV[1] reason  ARGV[2] cap of the event stream  ARGV[3] seconds until a final record expires
 --
 -- Returns {verdict, state}: 'cancelled' (it waited; its message is taken away in the same step), 'requested' (its
@@ -15,7 +15,7 @@ if runs(state) then
   return {'requested', state}
 end
 if list and message then
-  redis.call('LREM', list, 1, message)
+  take_out(KEYS[8], list, message)
   local tag = cjson.decode(message)['properties']['delivery_tag']
   redis.call('ZREM', KEYS[5], tag)
   redis.call('HDEL', KEYS[6], tag)

@@ -2,8 +2,8 @@
 -- of the server does not know them. The work behind them goes on, unless a higher attempt exists.
 --
 -- KEYS[1] gpuflow.leases  KEYS[2] gpuflow.unacked  KEYS[3] gpuflow.owners
--- KEYS[4] gpuflow.delayed  KEYS[5] gpuflow.parked
--- KEYS[6], [7], ... one task record for each lease, in their order
+-- KEYS[4] gpuflow.delayed  KEYS[5] gpuflow.parked  KEYS[6] gpuflow.ready
+-- KEYS[7], [8], ... one task record for each lease, in their order
 -- ARGV[1] owner token (`<worker>:<random>`)  ARGV[2] lease in seconds
 -- ARGV[3] 1 after a new server run (its snapshot may be older)
 -- then for each lease: delivery tag, list, attempt ('' for work without a record), message
@@ -35,13 +35,13 @@ end
 local function take_from_waiting(tag, list, raw)
   redis.call('ZREM', KEYS[4], tag)
   redis.call('HDEL', KEYS[5], tag)
-  return redis.call('LREM', list, -1, raw) > 0
+  return take_out(KEYS[6], list, raw)
 end
 
 local kept = {}
 for i = 0, (#ARGV - 3) / 4 - 1 do
   local tag, list, attempt, raw = ARGV[4 + i * 4], ARGV[5 + i * 4], ARGV[6 + i * 4], ARGV[7 + i * 4]
-  local record = KEYS[6 + i]
+  local record = KEYS[7 + i]
   local held = redis.call('HEXISTS', KEYS[3], tag) == 1
   if not held or (attempt ~= '' and outdated(record, tonumber(attempt))) then
     local ours

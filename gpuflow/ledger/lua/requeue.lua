@@ -1,6 +1,6 @@
 -- Queue an ended task again (by hand): a new life of the same id; attempt numbers go on, never back.
 --
--- KEYS[1] task record  KEYS[2] events  KEYS[3] gpuflow.waiters  KEYS[4] Celery's result of the task
+-- KEYS[1] task record  KEYS[2] events  KEYS[3] gpuflow.ready  KEYS[4] Celery's result of the task
 -- KEYS[5] attempts of the task  KEYS[6] gpuflow.dead  KEYS[7] gpuflow.unfinished
 -- ARGV[1] new delivery tag  ARGV[2] cap of the event stream  ARGV[3] doorbell token seconds
 --
@@ -11,7 +11,9 @@ if not is_final(state) or not may_move(state, 'QUEUED') then return 0 end
 local old = cjson.decode(message)['properties']['delivery_tag']
 local from, to = string.find(message, old, 1, true)
 message = string.sub(message, 1, from - 1) .. ARGV[1] .. string.sub(message, to + 1)
-redis.call('HSET', KEYS[1], 'state', 'QUEUED', 'message', message, 'updated_at', clock())
+local seconds = clock()
+if queued_at(message) then message = stamped('{' .. string.gsub(message, '^[^,]*,', ''), seconds) end
+redis.call('HSET', KEYS[1], 'state', 'QUEUED', 'message', message, 'updated_at', seconds)
 redis.call('HDEL', KEYS[1], 'finished_at', 'error', 'progress', 'result', 'tag', 'owner_token', 'cancel_requested',
   'failures', 'losses', 'preemptions', 'not_before', 'avoid_worker', 'avoid_until')
 for _, key in ipairs({KEYS[1], KEYS[2], KEYS[5]}) do redis.call('PERSIST', key) end
@@ -19,6 +21,5 @@ redis.call('DEL', KEYS[4])
 redis.call('ZREM', KEYS[6], id)
 redis.call('SADD', KEYS[7], id)
 tell(KEYS[2], ARGV[2], {event = 'state', state = 'QUEUED'})
-redis.call('LPUSH', list, message)
-ring(KEYS[3], ARGV[3])
+put(KEYS[3], list, 'back', message, ARGV[3])
 return 1

@@ -1,7 +1,7 @@
 -- Put the message of a task back that is nowhere: not waiting, not leased, not delayed. Idempotent.
 --
 -- KEYS[1] task record  KEYS[2] events  KEYS[3] attempts of the task  KEYS[4] gpuflow.unacked  KEYS[5] gpuflow.parked
--- KEYS[6] gpuflow.waiters  KEYS[7] gpuflow.unfinished
+-- KEYS[6] gpuflow.ready  KEYS[7] gpuflow.unfinished
 -- ARGV[1] task id  ARGV[2] least age of the record's last change in seconds  ARGV[3] cap of the event stream
 -- ARGV[4] doorbell token seconds
 --
@@ -26,6 +26,5 @@ end
 redis.call('HSET', KEYS[1], 'state', 'QUEUED', 'updated_at', seconds)
 redis.call('HDEL', KEYS[1], 'tag', 'owner_token', 'worker', 'progress')
 tell(KEYS[2], ARGV[3], {event = 'state', state = 'QUEUED', after = 'restored'})
-redis.call('RPUSH', list, message)
-ring(KEYS[6], ARGV[4])
+put(KEYS[6], list, 'front', message, ARGV[4])
 return 'restored'

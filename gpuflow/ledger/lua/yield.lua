@@ -2,7 +2,7 @@
 -- delayed, in one step. By the current attempt under its own lease only. Compare-and-set.
 --
 -- KEYS[1] task record  KEYS[2] events  KEYS[3] attempts of the task
--- KEYS[4] gpuflow.leases  KEYS[5] gpuflow.unacked  KEYS[6] gpuflow.owners  KEYS[7] gpuflow.waiters
+-- KEYS[4] gpuflow.leases  KEYS[5] gpuflow.unacked  KEYS[6] gpuflow.owners  KEYS[7] gpuflow.ready
 -- KEYS[8] gpuflow.delayed  KEYS[9] gpuflow.parked
 -- ARGV[1] attempt  ARGV[2] owner token  ARGV[3] delivery tag  ARGV[4] 'failed' or 'preempted'
 -- ARGV[5] error JSON or ''  ARGV[6] tail of the attempt's log or ''  ARGV[7] seconds until it may be taken again
@@ -36,8 +36,7 @@ if delay > 0 then
   redis.call('ZADD', KEYS[8], string.format('%.6f', seconds + delay), ARGV[3])
   redis.call('HSET', KEYS[9], ARGV[3], 'front\n' .. list .. '\n' .. raw)
 else
-  redis.call('RPUSH', list, raw)
-  ring(KEYS[7], ARGV[11])
+  put(KEYS[7], list, 'front', raw, ARGV[11])
 end
 if ARGV[5] ~= '' then event['error'] = cjson.decode(ARGV[5]) end
 tell(KEYS[2], ARGV[10], event)

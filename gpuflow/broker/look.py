@@ -1,0 +1,56 @@
+"""One consumer's look for something to do: state between its pops. Used by the transport alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from kombu.utils.encoding import bytes_to_str
+
+#: An idle consumer looks again after this many seconds, for messages of producers that ring no doorbell.
+RESCAN_SECONDS: Final = 1
+#: Names of ready demand queues that come with each pop.
+PAGE_NAMES: Final = 100
+#: What lies behind them is looked at in pieces of so many names, at most this often (seconds).
+FAR_NAMES: Final = 500
+FAR_SECONDS: Final = 5.0
+
+
+@dataclass(kw_only=True)
+class Look:
+    """One consumer's look for something to do: what it asked for, and what it learnt.
+
+    `plain` and `chosen` are the queues of the last pop (`queues`: both), `page` the names of ready demand queues,
+    `woken_for` what the doorbell told, (hops, queue). The next look is at `again_at` (monotonic seconds).
+    """
+
+    queues: list[str] = field(default_factory=list)
+    plain: list[str] = field(default_factory=list)
+    chosen: list[str] = field(default_factory=list)
+    page: list[str] = field(default_factory=list)
+    woken_for: tuple[int, str] | None = None
+    again_at: float = 0.0
+    far_at: float = 0.0
+
+    def names(self) -> list[str]:
+        """Return the ready demand queues that are known, best first; what the doorbell told, first of all."""
+        told = [self.woken_for[1]] if self.woken_for else []
+        return [*told, *(name for name in self.page if name not in told)]
+
+    def woken(self, reply: Any) -> None:
+        """Read the answer of the doorbell: look again, perhaps for a queue that it names."""
+        self.again_at = 0.0
+        if reply:
+            hops, _, queue = bytes_to_str(reply[1]).partition(" ")
+            if queue and hops.isdecimal():
+                self.woken_for = int(hops), queue
+
+    def found(self, queue: str) -> None:
+        """Note that a message of `queue` was taken."""
+        self.again_at = 0.0
+        if self.woken_for and self.woken_for[1] == queue:
+            self.woken_for = None
+
+    def pass_on(self) -> str:
+        """Return the token with which another consumer is to be woken if nothing is taken now."""
+        return f"{self.woken_for[0]} {self.woken_for[1]}" if self.woken_for else ""

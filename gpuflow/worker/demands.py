@@ -1,0 +1,142 @@
+"""Which demand queues this worker serves: decided once for each queue, when it is first seen.
+
+A queue is served when the worker's whole capability satisfies its requirement and -Q does not leave it out. Workers
+that decide alike form a class; the class tells Redis what it serves and how well it suits, so that a publish wakes a
+worker that can use the message (broker/lua/common.lua). Called on the consumer's thread; `names` from any.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any, Final
+
+import redis
+from redis.exceptions import RedisError
+
+from gpuflow.broker.keys import Keys
+from gpuflow.errors import GPUFlowError
+from gpuflow.logs import get_logger
+from gpuflow.routing.capability import Capability
+from gpuflow.routing.fit import match
+from gpuflow.routing.queues import family_matches, is_demand_queue
+from gpuflow.routing.requirement import REQUIREMENT_SCHEMA, Requirement
+
+log = get_logger("gpuflow.demands")
+
+#: Hexadecimal digits of a class's name.
+_CLASS_DIGITS: Final = 16
+#: What was decided about queues is decided anew after this many seconds.
+DECIDE_ANEW_SECONDS: Final = 600.0
+
+
+class Demands:
+    """The demand queues of one worker. `families` are the names that -Q gave, None for no -Q; `cost` is per hour."""
+
+    def __init__(
+        self,
+        client: redis.Redis,
+        keys: Keys,
+        capability: Capability,
+        *,
+        families: Sequence[str] | None = None,
+        cost: float = 0.0,
+    ) -> None:
+        self.client: Any = client
+        self.keys = keys
+        self.capability = capability
+        self.families = None if families is None else tuple(name for name in families if is_demand_queue(name))
+        self.cost = cost
+        self._lock = threading.Lock()
+        self._known: dict[str, Requirement | None] = {}
+        self._decide_anew_at = time.monotonic() + DECIDE_ANEW_SECONDS
+        self.name = self._class_name()
+
+    def _class_name(self) -> str:
+        """Return the name of this worker's class: one digest of all that decides what it serves."""
+        what = asdict(self.capability)
+        for gpu in what["gpus"]:
+            for part in ("uuid", "index", "mig_parent_uuid"):
+                gpu[part] = bool(gpu[part])
+        text = json.dumps([REQUIREMENT_SCHEMA, what, self.families, self.cost], sort_keys=True)
+        return "@" + hashlib.sha256(text.encode()).hexdigest()[:_CLASS_DIGITS]
+
+    def change(self, capability: Capability) -> None:
+        """Note another capability: everything is decided anew. Raises redis errors."""
+        with self._lock:
+            self.capability = capability
+            self.name = self._class_name()
+        self.forget()
+        self.enlist()
+
+    def enlist(self) -> None:
+        """Say that this class exists. Raises redis errors."""
+        self.client.sadd(self.keys.classes, self.name)
+
+    def served(self, names: Iterable[str]) -> dict[str, Requirement]:
+        """Return those of the queues that this worker serves, with what each asks for, in the same order."""
+        wanted = list(names)
+        if time.monotonic() >= self._decide_anew_at:
+            self._decide_anew_at = time.monotonic() + DECIDE_ANEW_SECONDS
+            self.forget()
+        unknown = [name for name in wanted if name not in self._known]
+        if unknown:
+            self._learn(unknown)
+        found = ((name, self._known.get(name)) for name in wanted)
+        return {name: requirement for name, requirement in found if requirement is not None}
+
+    def requirement(self, name: str) -> Requirement | None:
+        """Return what a queue asks for that was seen before, None for one that is not served."""
+        return self._known.get(name)
+
+    def names(self) -> tuple[str, ...]:
+        """Return the queues that were seen and are served."""
+        with self._lock:
+            return tuple(sorted(name for name, requirement in self._known.items() if requirement is not None))
+
+    def forget(self) -> None:
+        """Decide anew about every queue: one may have been forgotten by the fleet, and made again."""
+        with self._lock:
+            self._known.clear()
+
+    def _learn(self, names: Sequence[str]) -> None:
+        try:
+            pipe = self.client.pipeline(transaction=False)
+            for name in names:
+                pipe.hget(self.keys.queue(name), "requirement")
+            found = {name: raw for name, raw in zip(names, pipe.execute(), strict=True) if raw}
+            decided = {name: self._decide(name, raw) for name, raw in found.items()}
+            pipe = self.client.pipeline(transaction=False)
+            for name, requirement in decided.items():
+                pipe.zadd(self.keys.queue_classes(name), {self.name: self._suits(requirement)})
+            pipe.execute()
+        except RedisError as error:
+            log.warning("queues_not_read", cause=str(error))
+            return
+        with self._lock:
+            self._known.update(decided)
+
+    def _decide(self, name: str, raw: str) -> Requirement | None:
+        if self.families is not None and not any(family_matches(name, family) for family in self.families):
+            return None
+        try:
+            requirement = Requirement.from_dict(json.loads(raw))
+        except (GPUFlowError, ValueError, TypeError) as error:
+            log.warning("queue_not_served", queue=name, cause=str(error))
+            return None
+        return requirement if match(requirement, self.capability).fits else None
+
+    def _suits(self, requirement: Requirement | None) -> float:
+        """Return how well this class suits a requirement: least cost first, then least memory left unused."""
+        if requirement is None:
+            return -1
+        whole = sum(gpu.vram_gb for gpu in self.capability.gpus)
+        if requirement.gpu_count == 0:
+            return self.cost * 1e6 + whole
+        used = set(match(requirement, self.capability).gpus)
+        taken = sum(gpu.vram_gb for gpu in self.capability.gpus if gpu.uuid in used)
+        return self.cost * 1e6 + taken + whole / 1e3
