@@ -28,8 +28,8 @@ class Gate(Protocol):
     def taken(self, queue: str, tag: str) -> None:
         """A message of `queue` was leased under `tag`; it uses what `choose` has held for it."""
 
-    def settled(self, tag: str) -> None:
-        """The message of `tag` was acknowledged, put back or lost."""
+    def settled(self, tag: str) -> bool:
+        """The message of `tag` was acknowledged, put back or lost; say whether more may be taken than before."""
 
 
 class OpenGate:
@@ -55,5 +55,6 @@ class OpenGate:
     def taken(self, queue: str, tag: str) -> None:
         """Do nothing."""
 
-    def settled(self, tag: str) -> None:
-        """Do nothing."""
+    def settled(self, tag: str) -> bool:
+        """Nothing was closed."""
+        return False

@@ -6,12 +6,12 @@ The transport asks here which queues may be popped now, and reports what it popp
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import redis
@@ -19,6 +19,7 @@ from redis.exceptions import NoScriptError, RedisError
 
 from gpuflow.broker.gate import Gate, OpenGate
 from gpuflow.broker.keys import Keys
+from gpuflow.broker.lease import Lease
 from gpuflow.broker.scripts import broker_script
 from gpuflow.broker.sweeper import BELL_SECONDS, Sweeper
 from gpuflow.logs import get_logger
@@ -33,24 +34,6 @@ GIVE_UP_SHARE: Final = 0.85
 def keeper_timeout_seconds(lease_seconds: float) -> float:
     """Return how long the keeper waits for one answer: a line that is silently dead must not hold it up."""
     return max(0.25, min(3.0, lease_seconds / 20))
-
-
-@dataclass(kw_only=True)
-class Lease:
-    """One leased message: where it came from, its text, and what works on it.
-
-    `task` and `attempt` name the attempt that a supervisor has begun; `beat_at` is when that supervisor was last
-    alive (monotonic seconds), None while nobody has to be.
-    """
-
-    queue: str
-    list_key: str = ""
-    raw: str = ""
-    started: bool = False
-    task: str = ""
-    attempt: int | None = None
-    beat_at: float | None = None
-    on_lost: list[Callable[[], None]] = field(default_factory=list)
 
 
 #: Takes back leases that nobody holds: tag -> lease, and whether the server run is new; returns the tags now held.
@@ -82,6 +65,7 @@ class LeaseTable:
         self.groups: set[str] = set()
         self.sweeper = Sweeper(keys, lease_seconds)
         self._leases: dict[str, Lease] = {}
+        self._deliveries = itertools.count(1)
         self._lock = threading.Lock()
         self._turn = threading.Lock()
         self._client: redis.Redis | None = None
@@ -117,7 +101,7 @@ class LeaseTable:
     def take(self, tag: str, queue: str, key: str = "", raw: str = "") -> None:
         """Note a message that the pop script has leased to us: its queue, the list it came from, and its text."""
         with self._lock:
-            self._leases[tag] = Lease(queue=queue, list_key=key, raw=raw)
+            self._leases[tag] = Lease(queue=queue, delivery=next(self._deliveries), list_key=key, raw=raw)
         self.gate.taken(queue, tag)
 
     def start(self, tag: str, on_lost: Callable[[], None] | None = None) -> None:
@@ -147,6 +131,11 @@ class LeaseTable:
         """Whether the message is still ours, as far as this process knows."""
         return tag in self._leases
 
+    def delivery(self, tag: str) -> int | None:
+        """Return which delivery of the message this process holds, None for none."""
+        lease = self._leases.get(tag)
+        return lease.delivery if lease is not None else None
+
     def wait(self, seconds: float) -> None:
         """Wait, but not beyond the end of this process's leases."""
         self._stop.wait(seconds)
@@ -174,10 +163,12 @@ class LeaseTable:
         keys = self.keys
         done = broker_script("settle")(
             self.client,
-            [keys.leases, keys.unacked, keys.owners, keys.ready, self.bell, keys.delayed, keys.parked],
+            [keys.leases, keys.unacked, keys.owners, keys.ready, keys.delayed, keys.parked],
             [tag, self.owner, how, BELL_SECONDS, delay_seconds],
         )
-        self.forget(tag)
+        lease = self._drop(tag)
+        if lease is not None and self.gate.settled(tag):
+            self.wake()
         if not done:
             log.warning("lease_lost", tag=tag, at=how)
         return bool(done)
@@ -226,11 +217,14 @@ class LeaseTable:
 
     def forget(self, tag: str) -> Lease | None:
         """Note that the lease has ended, by a step of another module or because it was LOST."""
-        with self._lock:
-            lease = self._leases.pop(tag, None)
+        lease = self._drop(tag)
         if lease is not None:
             self.gate.settled(tag)
         return lease
+
+    def _drop(self, tag: str) -> Lease | None:
+        with self._lock:
+            return self._leases.pop(tag, None)
 
     def _lost(self, tag: str, why: str) -> None:
         lease = self.forget(tag)

@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Final
 
 import redis
 from kombu.transport import redis as stock
-from kombu.transport import virtual
 from kombu.utils.encoding import bytes_to_str
 from kombu.utils.json import dumps, loads
 from redis.exceptions import NoScriptError, OutOfMemoryError, ReadOnlyError
@@ -22,6 +21,7 @@ from redis.exceptions import NoScriptError, OutOfMemoryError, ReadOnlyError
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.leases import LeaseTable, installed, keeper_timeout_seconds
 from gpuflow.broker.look import FAR_NAMES, FAR_SECONDS, PAGE_NAMES, RESCAN_SECONDS, Look
+from gpuflow.broker.messages import LeaseMessage, LeaseQoS
 from gpuflow.broker.priorities import PRIORITY_STEPS, SEPARATOR, list_key, list_keys, queue_of
 from gpuflow.broker.scripts import broker_script
 from gpuflow.broker.sweeper import BELL_SECONDS
@@ -47,46 +47,11 @@ def delayed(message: Mapping[str, Any]) -> tuple[dict[str, Any], float | str]:
     return {**message, "headers": {**headers, "eta": None}}, max(0.0, seconds) or ""
 
 
-class LeaseQoS(virtual.QoS):  # type: ignore[misc]
-    """Acknowledgement through the lease table; the number of messages held is the gate's matter."""
-
-    restore_at_shutdown = True
-
-    def can_consume(self) -> bool:
-        """Always true: a full worker still serves the control queue."""
-        return True
-
-    def append(self, message: Any, delivery_tag: str) -> None:
-        """Note the message; Redis has its lease already, from the pop."""
-        super().append(message, delivery_tag)
-
-    def ack(self, delivery_tag: str) -> None:
-        """End the lease; a LOST one is logged and changes nothing."""
-        self.channel.leases.settle(delivery_tag, "ack")
-        super().ack(delivery_tag)
-
-    def reject(self, delivery_tag: str, requeue: bool = False) -> None:
-        """Drop the message, or put it to the front of its list."""
-        self.channel.leases.settle(delivery_tag, "front" if requeue else "ack")
-        self._quick_ack(delivery_tag)
-
-    def restore_unacked_once(self, stderr: Any = None) -> None:
-        """On a cut connection or a stop: what has not begun goes back, what runs here keeps its lease."""
-        self._on_collect.cancel()
-        if not getattr(self._delivered, "restored", None):
-            self._delivered.clear()
-            self._delivered.restored = True
-            if self.channel.consumes:
-                self.channel.leases.release_unstarted()
-
-    def restore_visible(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the lease table's own thread sweeps."""
-
-
 class Channel(stock.Channel):  # type: ignore[misc]
     """A Redis channel whose publish, pop and settle are one Lua step each."""
 
     QoS: ClassVar[type] = LeaseQoS
+    Message: ClassVar[type] = LeaseMessage
     from_transport_options = (*stock.Channel.from_transport_options, "lease_seconds")
     sep = SEPARATOR
     priority_steps = PRIORITY_STEPS

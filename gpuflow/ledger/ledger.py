@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 import redis
 
 from gpuflow.broker.keys import Keys
-from gpuflow.broker.leases import Lease
+from gpuflow.broker.lease import Lease
 from gpuflow.broker.scripts import Script, load_script, script_text
 from gpuflow.broker.sweeper import BELL_SECONDS
 from gpuflow.errors import UnknownTask

@@ -97,16 +97,22 @@ class Admission:
             self._held[tag] = allocation
             self.chosen_none()
 
-    def settled(self, tag: str) -> None:
-        """Give back what `tag` holds, or leave that to the supervisor that has claimed it."""
+    def settled(self, tag: str) -> bool:
+        """Give back what `tag` holds, or leave that to the supervisor that has claimed it; say if that opens a queue.
+
+        What the end of a child opens is told by the supervisor.
+        """
         with self._lock:
             allocation = self._held.get(tag)
             if allocation is None:
-                return
+                return False
             allocation.settled = True
-            if not allocation.claimed:
-                self._let_go(allocation)
-                del self._held[tag]
+            if allocation.claimed:
+                return False
+            opens = allocation.slot == "job" or not self._is_open(allocation.queue)
+            self._let_go(allocation)
+            del self._held[tag]
+            return opens
 
     # -- the supervisor -----------------------------------------------------------------------------------------
 

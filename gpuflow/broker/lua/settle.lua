@@ -1,8 +1,7 @@
 -- End the lease of one message: acknowledge it, or put it back. Only its owner may.
 --
 -- KEYS[1] gpuflow.leases  KEYS[2] gpuflow.unacked  KEYS[3] gpuflow.owners  KEYS[4] gpuflow.ready
--- KEYS[5] doorbell of this consumer, which is to look again (a slot is free now)
--- KEYS[6] gpuflow.delayed  KEYS[7] gpuflow.parked
+-- KEYS[5] gpuflow.delayed  KEYS[6] gpuflow.parked
 -- ARGV[1] delivery tag  ARGV[2] owner token  ARGV[3] 'ack', 'front' or 'back'  ARGV[4] doorbell token seconds
 -- ARGV[5] seconds to wait before a message that is put back can be taken again (0: none)
 --
@@ -16,14 +15,10 @@ local raw = ARGV[3] ~= 'ack' and redis.call('HGET', KEYS[2], ARGV[1])
 local delay = tonumber(ARGV[5])
 if raw and delay > 0 then
   local now = redis.call('TIME')
-  redis.call('ZADD', KEYS[6], now[1] + now[2] / 1000000 + delay, ARGV[1])
-  redis.call('HSET', KEYS[7], ARGV[1], ARGV[3] .. '\n' .. list .. '\n' .. raw)
+  redis.call('ZADD', KEYS[5], now[1] + now[2] / 1000000 + delay, ARGV[1])
+  redis.call('HSET', KEYS[6], ARGV[1], ARGV[3] .. '\n' .. list .. '\n' .. raw)
 elseif raw then
   put(KEYS[4], list, ARGV[3], raw, ARGV[4])
 end
 end_lease(KEYS[1], KEYS[2], KEYS[3], ARGV[1])
-if redis.call('LLEN', KEYS[5]) == 0 then
-  redis.call('LPUSH', KEYS[5], '')
-  redis.call('EXPIRE', KEYS[5], ARGV[4])
-end
 return 1

@@ -1,0 +1,26 @@
+"""One lease of this process. Plain data, kept by the lease table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+@dataclass(kw_only=True)
+class Lease:
+    """One leased message: where it came from, its text, and what works on it.
+
+    `task` and `attempt` name the attempt that a supervisor has begun; `beat_at` is when that supervisor was last
+    alive (monotonic seconds), None while nobody has to be. `delivery` tells the times apart that this process got the
+    message.
+    """
+
+    queue: str
+    delivery: int = 0
+    list_key: str = ""
+    raw: str = ""
+    started: bool = False
+    task: str = ""
+    attempt: int | None = None
+    beat_at: float | None = None
+    on_lost: list[Callable[[], None]] = field(default_factory=list)
