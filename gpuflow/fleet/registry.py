@@ -47,6 +47,8 @@ class WorkerEntry:
     queues: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ()
     load: Mapping[str, Any] = field(default_factory=dict)
+    #: The cap on its transfers of artifacts; None: no cap.
+    bandwidth_bytes_per_second: int | None = None
     started_at: float = 0.0
     heartbeat_at: float = 0.0
     version: str = ""
@@ -67,6 +69,7 @@ class WorkerEntry:
             "queues": json.dumps(self.queues),
             "tasks": json.dumps(self.tasks),
             "load": json.dumps(self.load),
+            "bandwidth_bytes_per_second": str(self.bandwidth_bytes_per_second or ""),
             "started_at": str(self.started_at),
             "heartbeat_at": str(self.heartbeat_at),
             "version": self.version,
@@ -87,6 +90,7 @@ class WorkerEntry:
             queues=tuple(json.loads(raw.get("queues") or "[]")),
             tasks=tuple(json.loads(raw.get("tasks") or "[]")),
             load=json.loads(raw.get("load") or "{}"),
+            bandwidth_bytes_per_second=int(raw.get("bandwidth_bytes_per_second") or 0) or None,
             started_at=float(raw.get("started_at", "0")),
             heartbeat_at=float(raw.get("heartbeat_at", "0")),
             version=raw.get("version", ""),
@@ -107,6 +111,7 @@ class WorkerEntry:
             "queues": list(self.queues),
             "tasks": list(self.tasks),
             "load": dict(self.load),
+            "bandwidthBytesPerSecond": self.bandwidth_bytes_per_second,
             "startedAt": self.started_at,
             "heartbeatAt": self.heartbeat_at,
             "version": self.version,
