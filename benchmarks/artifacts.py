@@ -7,8 +7,11 @@ Rows (a ratio above 1 means that ours is better):
 * upload_mb_per_second          the local store's `put`, with digest, rename and fsync, next to plain `cp`, which has
                                 none of them: it only fills the page cache
 * upload_synced_mb_per_second   the same next to `cp` and `sync` of the copy: as safe on the disk, still without digest
+* upload_digested_mb_per_second the same next to `cp` and `sha256sum` of the copy: the digest is what bounds ours
 * http_mb_per_second            the http store's `get` from the results service, with digest and fsync, next to a plain
                                 download of the same file (urllib, neither) from a static file server of uvicorn
+* capped_mb_per_second          four transfers at once, two up and two down over http, under one cap of a process, next
+                                to the cap itself: within a tenth of 1 is right, above or below
 
 Ours and the peer take turns on a warm page cache, each writes a new file, and the medians are compared.
 """
@@ -24,12 +27,14 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import harness
 
 MEGABYTE = 1_000_000
+CAP_BYTES_PER_SECOND = 40_000_000
 TOKEN = "benchmark-token"
 SERVER = """
 import asyncio, os, socket, sys
@@ -76,6 +81,7 @@ def upload(folder: Path, source: Path, rounds: int) -> Iterator[dict[str, Any]]:
     for metric, peer_name, tail in (
         ("upload_mb_per_second", "cp", ""),
         ("upload_synced_mb_per_second", "cp and sync", '; sync "$1"'),
+        ("upload_digested_mb_per_second", "cp and sha256sum", '; sha256sum "$1" > /dev/null'),
     ):
         command = f'cp "$0" "$1"{tail}'
         ours, peer = turns(
@@ -132,6 +138,37 @@ def http(folder: Path, source: Path, rounds: int) -> dict[str, Any]:
     return harness.row("http_mb_per_second", ours, peer, "MB/s", more_is_better=True, peer_name="uvicorn, static files")
 
 
+def capped(folder: Path, seconds: int) -> dict[str, Any]:
+    """Measure what several transfers at once make of a cap."""
+    from gpuflow.artifacts.store import open_store
+    from gpuflow.settings import Settings
+
+    size = CAP_BYTES_PER_SECOND * seconds // 4
+    results = folder / "capped"
+    results.mkdir()
+    source = folder / "capped.bin"
+    source.write_bytes(os.urandom(size))
+    service, url = serve("service", results)
+    try:
+        free = open_store(f"{url}/api/v1/results", settings=Settings(), token=TOKEN)
+        for number in range(2):
+            free.put(source, f"task-1/{number}")
+        settings = Settings(worker_network_bandwidth_bytes_per_second=CAP_BYTES_PER_SECOND)
+        paced = open_store(f"{url}/api/v1/results", settings=settings, token=TOKEN)
+        started = time.perf_counter()
+        with ThreadPoolExecutor(4) as pool:
+            for number in range(2):
+                pool.submit(paced.put, source, f"task-2/{number}")
+                pool.submit(paced.get, f"task-1/{number}", folder / f"capped-{number}")
+        rate = 4 * size / MEGABYTE / (time.perf_counter() - started)
+    finally:
+        service.terminate()
+        service.wait(timeout=30)
+    return harness.row(
+        "capped_mb_per_second", rate, CAP_BYTES_PER_SECOND / MEGABYTE, "MB/s", more_is_better=True, peer_name="the cap"
+    )
+
+
 def main() -> None:
     """Measure all rows."""
     arguments = harness.options(__doc__ or "")
@@ -143,7 +180,11 @@ def main() -> None:
         with source.open("wb") as file:
             for _ in range(size >> 20):
                 file.write(os.urandom(1 << 20))
-        rows = [*upload(folder, source, rounds), http(folder, source, rounds)]
+        rows = [
+            *upload(folder, source, rounds),
+            http(folder, source, rounds),
+            capped(folder, 2 if arguments.quick else 10),
+        ]
     harness.show("artifacts", rows, as_json=arguments.json)
 
 

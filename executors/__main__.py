@@ -14,6 +14,7 @@ from typing import Final
 
 from executors import cancellation
 from executors.base import ExecutorError, plain
+from executors.cache import hold_inputs
 from executors.registry import find
 from gpuflow.protocol import Emitter, Request
 
@@ -45,6 +46,7 @@ def _serve(emitter: Emitter) -> int:
     except Exception as error:  # noqa: BLE001  (a broken executor module is this task's failure)
         return _fail(emitter, error, FAILED)
     try:
+        hold_inputs(request)
         result = executor.run(request, emitter)
     except Exception as error:  # noqa: BLE001  (whatever went wrong is told, with its traceback in the log)
         return _fail(emitter, error, FAILED)

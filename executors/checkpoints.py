@@ -13,12 +13,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from executors.base import ExecutorError, write_json_atomically
 from gpuflow.protocol import CHECKPOINT_MARKER, Request, complete_checkpoints, is_complete
+
+_ATTEMPT: Final = re.compile(r"attempt-([0-9]+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +75,27 @@ def remove(folder: Path) -> None:
 
 
 def remove_old(folder: Path, *, keep: int, best: str | None = None) -> None:
-    """Remove the oldest complete checkpoints beyond `keep`, never the newest one nor the `best`."""
+    """Remove the oldest complete checkpoints beyond `keep`, never the newest one nor the `best`.
+
+    Nothing is removed once a later attempt has its folder beside this one: it may have chosen any of them. Since that
+    folder is made before the choice, and the newest checkpoint is marked before this look, one of both sees the other.
+    """
+    if _is_superseded(folder):
+        return
     found = complete_checkpoints(folder)
     protected = {path for path in found if path == found[-1] or (best and path == Path(best))}
     excess = len(found) - max(keep, len(protected))
     for path in [path for path in found if path not in protected][: max(excess, 0)]:
         remove(path)
+
+
+def _is_superseded(folder: Path) -> bool:
+    """Say whether the attempt `attempt-N/` of a checkpoint folder is followed by one with a higher number."""
+    number = _ATTEMPT.fullmatch(folder.parent.name)
+    if number is None:
+        return False
+    others = [_ATTEMPT.fullmatch(entry.name) for entry in folder.parent.parent.iterdir()]
+    return any(int(other[1]) > int(number[1]) for other in others if other)
 
 
 def to_resume(resume_from: str | None) -> Checkpoint | None:

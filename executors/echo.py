@@ -54,7 +54,7 @@ class Echo(Executor):
         _fail_if_asked(wanted.get("fail"), request.attempt)
         if wanted.get("artifact"):
             _write_artifact(request, emitter, str(wanted["artifact"]), int(wanted.get("artifact_bytes") or 0))
-        result = _result(request, wanted)
+        result = _result(request, wanted, emitter)
         if children:
             result["children"] = children
         if wanted.get("checkpoint_steps"):
@@ -137,9 +137,9 @@ def _write_artifact(request: Request, emitter: Emitter, name: str, size_bytes: i
     emitter.artifact(name)
 
 
-def _result(request: Request, wanted: Mapping[str, Any]) -> dict[str, Any]:
+def _result(request: Request, wanted: Mapping[str, Any], emitter: Emitter) -> dict[str, Any]:
     data: Mapping[str, Any] = request.spec.get("data") or {}
-    inputs = data.get("items") or data.get("prompts") or []
+    inputs = data.get("items") or data.get("prompts") or (_rows(data, request, emitter) if data else [])
     environment = {name: os.environ.get(name) for name in wanted.get("report_env") or ()}
     result: dict[str, Any] = {
         "items": [{"index": index, "input": entry, "output": entry} for index, entry in enumerate(inputs)],
@@ -154,6 +154,16 @@ def _result(request: Request, wanted: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(wanted.get("output"), Mapping):
         result.update(wanted["output"])
     return result
+
+
+def _rows(data: Mapping[str, Any], request: Request, emitter: Emitter) -> list[Any]:
+    """Return the rows of files and other sources; with `columns`, by their roles as a training would take them."""
+    from executors.data.columns import training_rows
+    from executors.data.sources import read_entries, read_rows
+
+    if data.get("columns") or data.get("column"):
+        return training_rows(read_rows(data, request.cache_dir, emitter, bare="text"), data)
+    return read_entries(data, request.cache_dir, emitter)
 
 
 def _leave_if_asked(wanted: Mapping[str, Any], result: Mapping[str, Any], emitter: Emitter) -> None:

@@ -1,7 +1,8 @@
-"""`python -m executors.models pull NAME` and `list`: prepares model and data presets before a task needs them.
+"""`python -m executors.models`: fetches, lists and removes models and data sets before or after a task needs them.
 
-With --json, stdout carries the events of the protocol and ends with `finish`; without, lines for people. Exit codes as
-those of `python -m executors`.
+Run by `gpuflow models` and by the worker's housekeeping, which load no library of the executors themselves. With
+--json, stdout carries the events of the protocol and ends with `finish`; without, lines for people. Exit codes as those
+of `python -m executors`.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, TextIO
 
-from executors import cancellation
-from executors.base import ExecutorError, plain
+from executors import cancellation, models_here
+from executors.base import bad_input, plain
+from executors.cache import cache_root
+from executors.cache_trim import trim
 from executors.failures import classify
-from executors.offline import not_here, offline
+from executors.modeling import hub
 from gpuflow.errors import GPUFlowError
 from gpuflow.protocol import Emitter
 from gpuflow.spec.presets import list_presets, load_preset
@@ -37,7 +39,8 @@ class _Terminal(Emitter):
             self._stream.flush()
             self._open_line = True
         elif name == "result":
-            self._say(f"{data['value']['name']} is in {data['value']['path']}")
+            for row in data["value"].get("models", ()):
+                self._say(f"{row['name']:28} {row.get('path') or row.get('source', '')}")
 
     def _say(self, text: str) -> None:
         self._stream.write(("\n" if self._open_line else "") + text + "\n")
@@ -49,20 +52,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
     arguments = _parser().parse_args(argv)
     emitter = Emitter.claim_stdout() if arguments.json else _Terminal(sys.stdout)
-    if arguments.command == "list":
-        _list(emitter, arguments)
-        return 0
     try:
         cancellation.install()
-        result = _pull(arguments.name, arguments.cache_dir, emitter)
+        result = _COMMANDS[arguments.command](arguments, emitter)
     except cancellation.Cancelled:
         cancellation.ignore()
         emitter.finish("cancelled")
         return 143
     except Exception as error:  # noqa: BLE001  (every failure becomes one line)
+        cancellation.ignore()
         record = plain(classify(error))
         emitter.finish("failed", record)
-        print(f"{arguments.name}: {record['message']}", file=sys.stderr)
+        print(record["message"], file=sys.stderr)
         return 2 if isinstance(error, GPUFlowError) else 1
     cancellation.ignore()
     emitter.result(result)
@@ -73,59 +74,91 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m executors.models", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    pull = commands.add_parser("pull", help="fetch and convert a preset")
-    pull.add_argument("name", help="a model preset, or a data preset")
-    listing = commands.add_parser("list", help="list the presets that are prepared here")
-    for command in (pull, listing):
+    for name, what in (
+        ("pull", "fetch presets and models of the hub"),
+        ("rm", "remove them from the cache"),
+        ("describe", "say which files of the cache they are"),
+    ):
+        command = commands.add_parser(name, help=what)
+        command.add_argument("names", nargs="+", help="a preset of a model or of data, or organisation/name[@revision]")
+    commands.add_parser("list", help="list the presets and what is in the cache")
+    commands.add_parser("where", help="say where the entries of presets and of the hub belong")
+    commands.add_parser("trim", help="remove what was used longest ago")
+    for name, command in commands.choices.items():
         command.add_argument("--cache-dir", default=None, help="default: $GPUFLOW_CACHE_DIR or ~/.cache/gpuflow")
         command.add_argument("--json", action="store_true", help="events of the protocol on stdout")
+        if name in ("pull", "trim"):
+            command.add_argument("--max-bytes", type=int, required=name == "trim", help="most that the cache may take")
     return parser
 
 
-def _pull(name: str, cache_dir: str | None, emitter: Emitter) -> dict[str, Any]:
+def _pull(arguments: argparse.Namespace, emitter: Emitter) -> dict[str, Any]:
+    rows = []
+    for name in arguments.names:
+        row = _pull_one(name, arguments.cache_dir, emitter)
+        emitter.status("working", f"{name} is in {row['path']}")
+        rows.append(row)
+    if arguments.max_bytes is not None:
+        _trim(arguments, emitter)
+    return {"models": rows}
+
+
+def _pull_one(name: str, cache_dir: str | None, emitter: Emitter) -> dict[str, Any]:
     if name in list_presets("datasets"):
         from executors.data.presets import prepare as prepare_data
 
         path = prepare_data(name, load_preset("datasets", name), cache_dir, emitter)
         return {"name": name, "kind": "datasets", "path": str(path)}
+    parsed = hub.parse_name(name)
+    if parsed is not None:
+        source = {"identifier": parsed[0], "revision": parsed[1]}
+        return {"name": name, "kind": "hub", "path": hub.pull(source, cache_dir, emitter)}
     preset = load_preset("models", name)
-    source = preset["source"]
-    if source["type"] == "huggingface":
-        return {"name": name, "kind": "models", "path": _pull_from_hub(source, emitter)}
+    if preset["source"]["type"] == "huggingface":
+        return {"name": name, "kind": "models", "path": hub.pull(preset["source"], cache_dir, emitter)}
     from executors.modeling.presets import prepare as prepare_model
 
     return {"name": name, "kind": "models", "path": str(prepare_model(name, preset, cache_dir, emitter))}
 
 
-def _pull_from_hub(source: dict[str, Any], emitter: Emitter) -> str:
-    from executors.modeling.libraries import prepare_libraries
-
-    if offline():
-        raise ExecutorError("Offline", not_here(str(source["identifier"])))
-    prepare_libraries()
-    from huggingface_hub import snapshot_download
-
-    emitter.status("loading", f"fetching {source['identifier']} from the hub")
-    return str(snapshot_download(source["identifier"], revision=source.get("revision")))
+def _list(arguments: argparse.Namespace, _: Emitter) -> dict[str, Any]:
+    return {"models": models_here.rows(arguments.cache_dir)}
 
 
-def _list(emitter: Emitter, arguments: argparse.Namespace) -> None:
-    rows = [_row(name, arguments.cache_dir) for name in list_presets("models")]
-    if arguments.json:
-        emitter.result({"models": rows})
-        return
-    for row in rows:
-        print(f"{row['name']:28} {'ready' if row['path'] else row['source']:12} {row['description']}")
+def _describe(arguments: argparse.Namespace, _: Emitter) -> dict[str, Any]:
+    return {"entries": [models_here.describe(name, arguments.cache_dir) for name in arguments.names]}
 
 
-def _row(name: str, cache_dir: str | None) -> dict[str, Any]:
-    from executors.modeling.presets import prepared_folder
+def _where(arguments: argparse.Namespace, _: Emitter) -> dict[str, Any]:
+    return models_here.places(arguments.cache_dir)
 
-    preset = load_preset("models", name)
-    source = preset["source"]
-    path: Path | None = prepared_folder(name, preset, cache_dir) if source["type"] == "wheel" else None
-    ready = str(path) if path is not None and path.is_dir() else None
-    return {"name": name, "source": source["type"], "path": ready, "description": preset.get("description", "")}
+
+def _remove(arguments: argparse.Namespace, emitter: Emitter) -> dict[str, Any]:
+    removed = []
+    for name in arguments.names:
+        freed = models_here.remove(name, arguments.cache_dir)
+        removed.append({"name": name, "freed_bytes": freed})
+        emitter.status("working", f"removed {name} ({freed / 1e6:.1f} MB)")
+    return {"removed": removed}
+
+
+def _trim(arguments: argparse.Namespace, emitter: Emitter) -> dict[str, Any]:
+    if arguments.max_bytes < 0:
+        raise bad_input("--max-bytes is below 0")
+    removed = trim(
+        cache_root(arguments.cache_dir), arguments.max_bytes, tell=lambda text: emitter.status("working", text)
+    )
+    return {"removed": [{"name": entry.label, "freed_bytes": entry.size_bytes} for entry in removed]}
+
+
+_COMMANDS = {
+    "pull": _pull,
+    "list": _list,
+    "rm": _remove,
+    "describe": _describe,
+    "where": _where,
+    "trim": _trim,
+}
 
 
 if __name__ == "__main__":

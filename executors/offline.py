@@ -21,6 +21,6 @@ def not_here(what: str) -> str:
     """Return the message for something that is not on this machine and may not be fetched."""
     return (
         f"{what} is not in the cache of this machine, and nothing may be fetched: it is offline (GPUFLOW_OFFLINE, "
-        "HF_HUB_OFFLINE); fetch it with `gpuflow models pull` on a machine with a network and copy the cache here, or "
-        "switch offline off"
+        "HF_HUB_OFFLINE); fetch it with `gpuflow models pull` on a machine with a network and bring it here with "
+        "`gpuflow models export` and `import`, or switch offline off"
     )

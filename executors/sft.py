@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 from executors.base import Executor, bad_input, write_responses
 from executors.checkpoints import Checkpoint, folder_of, to_resume
 from executors.data.columns import training_rows
-from executors.data.sources import hub_rows, read_rows
+from executors.data.hub import hub_rows
+from executors.data.sources import as_rows, eval_entries, read_rows
 from executors.data.splits import split
 from executors.modeling.libraries import prepare_libraries
 from gpuflow.protocol import Emitter, Request, complete_checkpoints
@@ -60,10 +61,14 @@ def _read_data(request: Request, training: Mapping[str, Any], emitter: Emitter) 
     data: Mapping[str, Any] = request.spec.get("data") or {}
     rows = training_rows(read_rows(data, request.cache_dir, emitter, bare="text"), data)
     share = data.get("eval_split") or 0
+    if isinstance(share, Mapping):
+        return rows, training_rows(as_rows(eval_entries(data), bare="text"), data)
     if isinstance(share, str):
         if data.get("type") != "dataset":
-            raise bad_input(f"data.eval_split {share!r} names a split, which only hub data sets have; give a share")
-        return rows, training_rows(hub_rows(data, share), data)
+            raise bad_input(
+                f"data.eval_split {share!r} names a split, which only hub data sets have; give a share or a file"
+            )
+        return rows, training_rows(as_rows(hub_rows(data, share), bare="text"), data)
     seed = data.get("seed")
     return split(rows, share, int(training.get("seed", DEFAULT_SEED) if seed is None else seed))
 
@@ -77,7 +82,7 @@ def _trainer(
 
     from executors.modeling.loading import load_model, load_tokenizer, locate, merged
     from executors.modeling.precision import training_dtype
-    from executors.training.arguments import lora_config, sft_arguments
+    from executors.training.arguments import lora_config, saves_by_clock, sft_arguments
     from executors.training.checkpoints import Checkpoints
     from executors.training.progress import Progress
     from executors.training.shaping import shape
@@ -108,7 +113,7 @@ def _trainer(
         eval_dataset=sets[1],
         processing_class=tokenizer,
         peft_config=lora_config(request.spec.get("lora"), model.config.model_type) if is_lora else None,
-        callbacks=[progress, Checkpoints(emitter, arguments)],
+        callbacks=[progress, Checkpoints(emitter, arguments, by_clock=saves_by_clock(training))],
     )
     trainer.remove_callback(PrinterCallback)
     return trainer, progress, location

@@ -17,6 +17,8 @@ _HOME = {
     "submit": "gpuflow.client",
     "submit_pipeline": "gpuflow.client",
     "get": "gpuflow.client",
+    "explain": "gpuflow.explaining",
+    "load_reference": "gpuflow.client",
     "Task": "gpuflow.client",
     "PipelineRun": "gpuflow.client",
     "Template": "gpuflow.spec",
@@ -42,7 +44,7 @@ __all__ = ["__version__", *_HOME]  # noqa: PLE0604
 
 if TYPE_CHECKING:
     from gpuflow.celery_app import GPUFlow, app
-    from gpuflow.client import PipelineRun, Task, get, submit, submit_pipeline
+    from gpuflow.client import PipelineRun, Task, get, load_reference, submit, submit_pipeline
     from gpuflow.errors import (
         ArtifactError,
         AuthError,
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
         TaskFailed,
         UnknownTask,
     )
+    from gpuflow.explaining import explain
     from gpuflow.spec import Template
 
 

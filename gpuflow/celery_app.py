@@ -58,6 +58,7 @@ class GPUFlow(Celery):  # type: ignore[misc]
         self.add_defaults(self._defaults)
         self.user_options["worker"].update(worker_options())
         self.steps["worker"].add("gpuflow.worker.bootsteps:Machine")
+        self.steps["worker"].add("gpuflow.worker.bootsteps:Upkeep")
         self.steps["consumer"].add("gpuflow.worker.bootsteps:Presence")
         self.steps["consumer"].add("gpuflow.worker.bootsteps:Subscriptions")
 

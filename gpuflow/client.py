@@ -11,8 +11,15 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
+from gpuflow.artifacts.destination import data_store
+from gpuflow.artifacts.large_values import refer_large, refer_large_matrix
+from gpuflow.artifacts.references import References, is_reference
+from gpuflow.artifacts.store import Store
+from gpuflow.artifacts.upload_view import upload_bar
+from gpuflow.artifacts.uploads import refuse_uploads, with_uploads
 from gpuflow.broker.transport import RECORD_HEADER
 from gpuflow.celery_app import GPUFlow
 from gpuflow.celery_app import app as default_app
@@ -25,6 +32,7 @@ from gpuflow.pipelines.resolve import task_specs
 from gpuflow.routing.families import CONTROL_QUEUE, TASK_OF_TYPE
 from gpuflow.spec import Template, parse
 from gpuflow.submission import id_for_key
+from gpuflow.submission_checks import warn_at_submit
 
 log = get_logger("gpuflow.client")
 
@@ -36,11 +44,16 @@ def submit(
     *,
     idempotency_key: str | None = None,
     owner: str | None = None,
+    uploads: bool = True,
+    fail_fast: bool = False,
     app: GPUFlow | None = None,
 ) -> Task:
     """Submit one task and return its handle. `source`: a task spec, a template, a path, or a shipped name.
 
-    Raises InvalidTemplate (nothing is written then), BrokerUnavailable.
+    Files of `data.upload` are sent first, to the fleet's store; `uploads=False` refuses them, for a template that
+    somebody else has written (an HTTP service must not send its own files). A warning is logged when no live worker
+    can serve it; with `fail_fast` that is NoCapableWorker. Raises InvalidTemplate (nothing is written or sent then, nor
+    with NoCapableWorker), ArtifactError, BrokerUnavailable.
     """
     app = app or default_app
     if isinstance(source, Mapping) and "taskType" in source:
@@ -48,7 +61,10 @@ def submit(
     template = parse(source)
     if template.is_pipeline:
         raise InvalidTemplate("the template has stages; submit it with submit_pipeline()")
-    (spec,) = task_specs(template.stages[0], _no_upstream)
+    warn_at_submit(app, template, fail_fast=fail_fast)
+    task_specs(template.stages[0], _no_upstream, _no_load)
+    template = _with_data(template, app, uploads)
+    (spec,) = task_specs(template.stages[0], _no_upstream, _no_load)
     who = owner if owner is not None else template.owner
     task_id = _new_id(who, idempotency_key)
     _until_sent(
@@ -58,6 +74,26 @@ def submit(
         ),
     )
     return Task(task_id, app)
+
+
+def _with_data(template: Template, app: GPUFlow, uploads: bool) -> Template:
+    """Return the template with its local files and large inline data in the fleet's store. Sends nothing twice."""
+
+    def store() -> Store | None:
+        return data_store(app.settings, app.broker_address())
+
+    if not uploads:
+        refuse_uploads(template)
+    sent = with_uploads(template, store, upload_bar)
+    stages = tuple(
+        replace(
+            stage,
+            spec=refer_large(stage.spec, store, at_dispatch=False),
+            matrix=refer_large_matrix(stage.matrix, store),
+        )
+        for stage in sent.stages
+    )
+    return replace(sent, spec=refer_large(sent.spec, store, at_dispatch=False), stages=stages)
 
 
 def _new_id(owner: str, idempotency_key: str | None) -> str:
@@ -89,19 +125,28 @@ def _no_upstream(stage: str) -> Mapping[str, Any]:
     raise InvalidTemplate(f"a single task cannot refer to stage {stage!r}; submit a pipeline")
 
 
+def _no_load(value: Any) -> Any:
+    return value
+
+
 def submit_pipeline(
     source: Source,
     *,
     idempotency_key: str | None = None,
     owner: str | None = None,
+    uploads: bool = True,
+    fail_fast: bool = False,
     app: GPUFlow | None = None,
 ) -> PipelineRun:
     """Submit a pipeline (or a single task as a pipeline of one stage) and return its handle.
 
-    Raises InvalidTemplate (nothing is written then), BrokerUnavailable.
+    Files, `uploads` and `fail_fast` as in `submit`. Raises InvalidTemplate (nothing is written or sent then),
+    NoCapableWorker, ArtifactError, BrokerUnavailable.
     """
     app = app or default_app
     template = parse(source)
+    warn_at_submit(app, template, fail_fast=fail_fast)
+    template = _with_data(template, app, uploads)
     who = owner if owner is not None else template.owner
     pipeline_id = _new_id(who, idempotency_key)
     fields = new_pipeline_fields(name=template.name, owner=who, template=template.to_dict())
@@ -130,4 +175,23 @@ def get(record_id: str, *, app: GPUFlow | None = None) -> Task | PipelineRun:
     raise UnknownTask(f"no task or pipeline {record_id!r}; `gpuflow status` lists those of this fleet")
 
 
-__all__ = ["PipelineRun", "StageView", "Task", "get", "reachable", "submit", "submit_pipeline"]
+def load_reference(value: Any, *, app: GPUFlow | None = None) -> Any:
+    """Return what a reference `{"$artifact": ...}` stands for; of a result, a mapping with its fields loaded.
+
+    Results that come by Celery's own `AsyncResult.get()` hold references where they are large; any other value comes
+    back as it is. Raises ArtifactError.
+    """
+    references = References((app or default_app).settings)
+    return references.load(value) if is_reference(value) else references.fields(value)
+
+
+__all__ = [
+    "PipelineRun",
+    "StageView",
+    "Task",
+    "get",
+    "load_reference",
+    "reachable",
+    "submit",
+    "submit_pipeline",
+]

@@ -15,14 +15,10 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import OutOfMemoryError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from gpuflow.artifacts.references import References
 from gpuflow.celery_app import GPUFlow
 from gpuflow.celery_app import app as default_app
-from gpuflow.errors import (
-    BrokerUnavailable,
-    TaskCancelled,
-    TaskDead,
-    TaskFailed,
-)
+from gpuflow.errors import BrokerUnavailable, TaskCancelled, TaskDead, TaskFailed
 from gpuflow.ledger.eventlog import LoggedEvent
 from gpuflow.ledger.records import AttemptEntry, TaskRecord
 from gpuflow.ledger.states import TaskState
@@ -87,13 +83,14 @@ class Task:
 
     @property
     def result(self) -> Any:
-        """The committed result; None until the task has succeeded."""
-        return self.record().result
+        """The committed result, large fields loaded; None until the task has succeeded. Raises ArtifactError."""
+        return References(self._app.settings).fields(self.record().result)
 
     def get(self, timeout: float | None = None) -> Any:
         """Wait for the end and return the result; `timeout` in seconds.
 
-        Raises TaskFailed, TaskCancelled, TaskDead; TimeoutError when it has not ended in time (the task goes on).
+        Raises TaskFailed, TaskCancelled, TaskDead, ArtifactError (a large field cannot be loaded); TimeoutError when it
+        has not ended in time (the task goes on).
         """
         for _ in self._follow(timeout):
             pass
@@ -101,7 +98,7 @@ class Task:
         if not record.state.final:
             raise TimeoutError(f"task {self.id} is {record.state} after {timeout:g} s")
         raise_unless_succeeded(record)
-        return record.result
+        return References(self._app.settings).fields(record.result)
 
     def wait(self, timeout: float | None = None) -> TaskRecord:
         """Wait for the end, whatever it is, and return the record; after `timeout` seconds as it is then."""
@@ -171,12 +168,14 @@ class StageView:
 
     @property
     def result(self) -> dict[str, Any] | None:
-        """The stage's result; None until it has succeeded."""
+        """The stage's result, large fields loaded; None until it has succeeded. Raises ArtifactError."""
         if self.state != "SUCCEEDED":
             return None
         with reachable():
             tasks = self._run.app.ledger.find_many(self.record.tasks)
-        return stage_result([task.result or {} for task in tasks if task is not None])
+        references = References(self._run.app.settings)
+        results = [references.fields(task.result or {}) for task in tasks if task is not None]
+        return stage_result(results, references.load)
 
 
 class PipelineRun:

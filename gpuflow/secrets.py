@@ -9,6 +9,7 @@ user part of a URL, an Authorization header).
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import math
 import re
@@ -40,6 +41,11 @@ _FIELD: Final = re.compile(
 #: What stands for the password where the token is the user.
 _NO_PASSWORDS: Final = frozenset({"x-oauth-basic", "x"})
 _PLAIN_HEADERS: Final = frozenset({"content-type", "accept", "accept-language", "content-encoding", "user-agent"})
+_SECRET_HEADER: Final = re.compile(
+    r"^(?:proxy-)?authorization$|^cookie$|(?:^|[-_])(?:token|key|secret|password|credentials?|auth)$|api[-_]?key", re.I
+)
+#: With these schemes a user without a password may be a token; elsewhere it is a container, or `git`.
+_WEB: Final = ("http://", "https://")
 #: Parts of a spec that are the user's data: never searched for names and URLs.
 _DATA_FIELDS: Final = frozenset({"items", "prompts", "preferences", "messages", "rows", "echo"})
 
@@ -176,6 +182,45 @@ def secrets_in_spec(spec: Any) -> Iterator[str]:
             yield value
         if name != "notify" and "://" in value:
             yield from url_secrets(value)
+
+
+def written_secrets(spec: Any) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """Yield the path and the kind (`header`, `variable`, `field`, `url`) of what looks like a secret in plain text.
+
+    What is said by `${...}` is not; nor are paths, and values so short that they could not be hidden.
+    """
+    yield from _written(spec, (), "")
+
+
+def _written(value: Any, path: tuple[str | int, ...], parent: str) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    name = str(path[-1]) if path and isinstance(path[-1], str) else ""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if str(key) not in _DATA_FIELDS and str(key) != "columns":
+                yield from _written(item, (*path, str(key)), name)
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from _written(item, (*path, number), parent)
+    elif isinstance(value, str) and "${" not in value:
+        if len(value) >= LEAST_INFERRED and not _is_path(value) and (kind := _written_kind(parent, name)):
+            yield path, kind
+        elif "://" in value and any(_urls_with_secrets(value)):
+            yield path, "url"
+
+
+def _written_kind(parent: str, name: str) -> str:
+    if parent == "headers":
+        return "header" if _SECRET_HEADER.search(name) else ""
+    if parent == "env":
+        return "variable" if is_secret_variable(name) else ""
+    return "field" if _FIELD.search(_snake(name)) else ""
+
+
+def _urls_with_secrets(text: str) -> Iterator[bool]:
+    for found in _URL.finditer(text):
+        with contextlib.suppress(ValueError):
+            user, _, password = urlsplit(found[0]).netloc.rpartition("@")[0].partition(":")
+            yield bool(password) or (found[0].startswith(_WEB) and len(user) >= LEAST_INFERRED)
 
 
 def _places(value: Any, name: str = "", kind: str = "") -> Iterator[tuple[str, str, str]]:

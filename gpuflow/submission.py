@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from gpuflow.artifacts.destination import data_store
+from gpuflow.artifacts.large_values import refer_large
 from gpuflow.errors import InvalidTemplate
 from gpuflow.fleet.registry import Fleet
 from gpuflow.ledger.records import new_record_fields
@@ -50,14 +52,16 @@ def submission_header(
 ) -> Prepared:
     """Check the spec of a supervised task and describe its record. Takes our own entries out of `options`.
 
-    Raises InvalidTemplate when the spec is not valid or names another family's task type.
+    Large inline data goes to the fleet's store, and a reference takes its place. Raises InvalidTemplate when the spec
+    is not valid or names another family's task type, ArtifactError when the store fails.
     """
     from gpuflow.spec import canonical
 
     given = kwargs.get("spec") if "spec" in kwargs else (args[0] if args else None)
     if not isinstance(given, Mapping):
         raise InvalidTemplate(f"{name} takes one argument, `spec`: a mapping with taskType; got {type(given).__name__}")
-    spec = canonical(given)
+    spec = refer_large(canonical(given), lambda: data_store(app.settings, app.broker_address()))
+    _refuse_uploads(spec)
     task_type = spec["taskType"]
     if TASK_OF_TYPE.get(task_type) != name:
         raise InvalidTemplate(f"{name} does not run taskType {task_type!r}; send it as {TASK_OF_TYPE[task_type]!r}")
@@ -87,6 +91,16 @@ def submission_header(
         "fields": fields,
     }
     return Prepared(task_id=task_id, queue=queue_text, kwargs={"spec": spec}, summary=f"<{task_type}>", header=header)
+
+
+def _refuse_uploads(spec: Mapping[str, Any]) -> None:
+    """Raise InvalidTemplate for a spec whose files were not sent: only `submit` looks for files."""
+    data = spec.get("data")
+    places = (data, data.get("eval_split")) if isinstance(data, Mapping) else ()
+    if any(isinstance(place, Mapping) and place.get("upload") for place in places):
+        raise InvalidTemplate(
+            "spec.data.upload names a local file, which gpuflow.submit() sends; submit the task by it, or give data.url"
+        )
 
 
 def demand_header(app: GPUFlow, name: str, options: dict[str, Any]) -> dict[str, Any] | None:

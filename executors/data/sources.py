@@ -11,7 +11,7 @@ import json
 import random
 import tempfile
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
@@ -32,7 +32,11 @@ def read_rows(data: Mapping[str, Any], cache_dir: str | None, emitter: Emitter, 
 
     Raises ExecutorError: BadInput naming what is wrong and where; OSError and URLError for files that cannot be read.
     """
-    entries = read_entries(data, cache_dir, emitter)
+    return as_rows(read_entries(data, cache_dir, emitter), bare=bare)
+
+
+def as_rows(entries: Sequence[Any], *, bare: str) -> list[Row]:
+    """Return entries as mappings. Raises ExecutorError: BadInput for an entry that is none, and for no entries."""
     rows = [_as_row(entry, index, bare) for index, entry in enumerate(entries)]
     if not rows:
         raise bad_input("the data has no rows; check data.path, data.split and data.max_items")
@@ -53,6 +57,8 @@ def read_entries(data: Mapping[str, Any], cache_dir: str | None, emitter: Emitte
 
         entries = preset_rows(str(data.get("name")), cache_dir, emitter)
     elif kind == "dataset":
+        from executors.data.hub import hub_rows
+
         entries = hub_rows(data, data.get("split") or "train")
     else:
         raise bad_input(f"data.type {kind!r} cannot be read here; use list, prompts, jsonl, csv, parquet or dataset")
@@ -80,6 +86,14 @@ def _as_row(entry: Any, index: int, bare: str) -> Row:
     raise bad_input(f"data row {index} is {type(entry).__name__}; a row is text, a list of messages, or a mapping")
 
 
+def eval_entries(data: Mapping[str, Any]) -> list[Any]:
+    """Return the entries of the file that `data.eval_split` names, which is of the data's own type."""
+    kind = str(data.get("type") or "jsonl")
+    if kind not in _FILES:
+        raise bad_input(f"data.eval_split names a file, but the data is of type {kind!r}; give a share")
+    return _read_file(data["eval_split"], kind)
+
+
 def _read_file(data: Mapping[str, Any], kind: str) -> list[Any]:
     address = data.get("path") or data.get("url")
     if not address:
@@ -87,12 +101,12 @@ def _read_file(data: Mapping[str, Any], kind: str) -> list[Any]:
     parts = urlsplit(str(address))
     if parts.scheme in ("http", "https"):
         with tempfile.TemporaryDirectory(prefix="gpuflow-data-") as folder:
-            path = Path(folder) / f"data.{kind}"
+            path = Path(folder) / f"data{Path(unquote(parts.path)).suffix or f'.{kind}'}"
             _fetch(str(address), path)
             return _FILES[kind](path)
     path = Path(unquote(parts.path)) if parts.scheme == "file" else Path(str(address)).expanduser()
     if not path.is_file():
-        raise bad_input(f"{path} is no file on this machine; check data.path, or give data.url")
+        raise bad_input(f"{path} is no file on this machine; check data.path, or send it by data.upload")
     return _FILES[kind](path)
 
 
@@ -108,6 +122,9 @@ def _fetch(url: str, path: Path) -> None:
 
 
 def _jsonl(path: Path) -> list[Any]:
+    whole = _json_list(path) if path.suffix.lower() == ".json" else None
+    if whole is not None:
+        return whole
     rows = []
     with path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(_decoded(lines, path), start=1):
@@ -120,10 +137,22 @@ def _jsonl(path: Path) -> list[Any]:
     return rows
 
 
+def _json_list(path: Path) -> list[Any] | None:
+    """Return the rows of a .json file that is one list, None for one with an object a line."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise bad_input(f"{path.name} is not UTF-8: {error}; convert it") from error
+    except (ValueError, RecursionError):
+        return None  # more than one value: the reader of lines says which of them is wrong
+    return found if isinstance(found, list) else None
+
+
 def _csv(path: Path) -> list[Any]:
     csv.field_size_limit(_MAX_CELL)
     with path.open(encoding="utf-8-sig", newline="") as lines:
-        reader = csv.DictReader(_decoded(lines, path), restkey="", strict=True)
+        delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+        reader = csv.DictReader(_decoded(lines, path), restkey="", strict=True, delimiter=delimiter)
         try:
             rows = list(reader)
         except csv.Error as error:
@@ -153,15 +182,3 @@ def _parquet(path: Path) -> list[Any]:
 
 
 _FILES: Final[Mapping[str, Callable[[Path], list[Any]]]] = {"jsonl": _jsonl, "csv": _csv, "parquet": _parquet}
-
-
-def hub_rows(data: Mapping[str, Any], split: str) -> list[Any]:
-    """Return the rows of one split of a hub data set."""
-    import datasets
-
-    datasets.disable_progress_bars()
-    options = {key: data[key] for key in ("name", "revision") if data.get(key)}
-    try:
-        return list(datasets.load_dataset(str(data["url"]), split=split, **options))
-    except ValueError as error:
-        raise bad_input(f"data set {data['url']}: {error}") from error

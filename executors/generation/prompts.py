@@ -33,8 +33,18 @@ def read_prompts(entries: Sequence[Any], data: Mapping[str, Any]) -> list[Prompt
     if not entries:
         raise bad_input("the task has no prompts; give data.items, data.prompts or a data file with rows")
     columns = data.get("columns") or {}
+    if columns and not {"messages", "prompt", "text"} & set(columns):
+        raise bad_input(
+            f"data.columns has the roles {', '.join(columns)}; inference takes messages, prompt or text"
+            f" (the columns found are: {_found(entries)})"
+        )
     column = columns.get("messages") or columns.get("prompt") or columns.get("text") or data.get("column")
     return [_read(entry, index, column) for index, entry in enumerate(entries)]
+
+
+def _found(entries: Sequence[Any]) -> str:
+    names = dict.fromkeys(str(name) for entry in entries[:100] if isinstance(entry, Mapping) for name in entry)
+    return ", ".join(names) or "none"
 
 
 def _read(entry: Any, index: int, column: str | None) -> Prompt:

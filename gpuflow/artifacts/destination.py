@@ -1,16 +1,20 @@
-"""Where a task's results go besides the results folder: `output.destination`, and the upload of a closed attempt.
+"""The fleet's store, and where a task's results go: `output.destination`, and the upload of a closed attempt.
 
-Called by the supervisor between the end of the child and COMMIT, so that what is committed can be fetched. The names in
-the store are `<task id>/attempt-<n>/<file>`; the manifest comes last and says what is there.
+The fleet's store (GPUFLOW_STORE_URL) is for the data of clients, for large values, and the destination of tasks that
+name none. `destination_store` and `upload_attempt` are called by the supervisor, the latter between the end of the
+child and COMMIT, so that what is committed can be fetched. The names in the store are `<task id>/attempt-<n>/<file>`;
+the manifest comes last and says what is there.
 """
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
-from gpuflow.artifacts.store import Store, open_store
+from gpuflow.artifacts.store import Store, open_store, shown_url
 from gpuflow.errors import ArtifactError
 from gpuflow.settings import Settings
 
@@ -22,13 +26,20 @@ class UploadFailed(ArtifactError):
     """The results could not be stored at the task's destination; another attempt may reach it."""
 
 
+class FetchFailed(ArtifactError):
+    """Data of a task could not be fetched; another attempt may reach it."""
+
+
 def destination_store(spec: Mapping[str, Any], settings: Settings) -> Store | None:
     """Return the store of `output.destination`, None for none. Raises ArtifactError for one that cannot be used.
 
+    A task that names none has the store of GPUFLOW_STORE_URL; GPUFLOW_GATEWAY_URL alone does not make results travel.
     `local`: the folder `path`; `http`: a results service at `url`, or the gateway of the settings, with the bearer
     token of `headers.Authorization` or GPUFLOW_WORKER_TOKEN; `s3`: the `url` s3://bucket/prefix.
     """
     given = (spec.get("output") or {}).get("destination") or {}
+    if not given and settings.store_url:
+        return open_fleet_store(settings.store_url, settings)
     kind = given.get("type", "local")
     if kind == "local":
         place = given.get("path")
@@ -44,6 +55,50 @@ def destination_store(spec: Mapping[str, Any], settings: Settings) -> Store | No
     if not url.startswith("s3://"):
         raise ArtifactError("output.destination of type s3 needs `url`: s3://bucket/prefix")
     return open_store(url, settings=settings)
+
+
+def fleet_store_url(settings: Settings) -> str | None:
+    """Return the URL of the fleet's store: GPUFLOW_STORE_URL, else the results service of GPUFLOW_GATEWAY_URL."""
+    if settings.store_url:
+        return settings.store_url
+    return f"{settings.gateway_url}/api/v1/results" if settings.gateway_url else None
+
+
+def data_store(settings: Settings, broker_url: str) -> Store | None:
+    """Return where data of clients and large values go, None when there is no such place.
+
+    The fleet's store; without one and with a broker on this machine the results folder, which the workers here see.
+    Raises ArtifactError for a store that cannot be used.
+    """
+    url = fleet_store_url(settings)
+    if url is None:
+        return open_store(settings.results_dir.as_uri(), settings=settings) if is_here(broker_url) else None
+    return open_fleet_store(url, settings)
+
+
+def open_fleet_store(url: str, settings: Settings) -> Store:
+    """Return the fleet's store. Raises ArtifactError."""
+    if settings.offline and urlsplit(url).scheme != "file":
+        raise ArtifactError(f"{shown_url(url)} is not used: this machine is offline; let GPUFLOW_STORE_URL be a folder")
+    return open_store(url, settings=settings, token=store_token(url, settings))
+
+
+def store_token(url: str, settings: Settings) -> str | None:
+    """Return the token for a URL of the fleet's own store (http), None for any other."""
+    store = settings.store_url or ""
+    ours = store.startswith("http") and (url == store or url.startswith(f"{store}/"))
+    return settings.worker_token.get_secret_value() if ours and settings.worker_token else None
+
+
+def is_here(broker_url: str) -> bool:
+    """Say whether a broker runs on this machine: at a loopback address or a unix socket."""
+    parts = urlsplit(broker_url)
+    if parts.scheme not in ("redis", "rediss") or parts.hostname in (None, "localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(parts.hostname or "").is_loopback
+    except ValueError:
+        return False
 
 
 def stored_name(task_id: str, attempt: int, name: str) -> str:

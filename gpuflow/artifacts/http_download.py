@@ -5,18 +5,26 @@ Called through `store.fetch` and by the HTTP store. A server that tells a digest
 
 from __future__ import annotations
 
+import contextlib
+import re
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 from urllib.parse import unquote, urlsplit
 
 import httpx
 
 from gpuflow.artifacts.http_client import MAX_ATTEMPTS, checked, connect, http_errors, persistently, token_for
-from gpuflow.artifacts.partial import Meter, disk_errors, has_content, receive
+from gpuflow.artifacts.partial import disk_errors, has_content, left_over
+from gpuflow.artifacts.receiving import Meter, receive
 from gpuflow.artifacts.repr_digest import HEADER, WANT_HEADER, WANT_SHA256, parse_repr_digest
 from gpuflow.artifacts.store import Progress, StoredFile, Throttle, shown_url
 from gpuflow.settings import Settings
+
+_WHOLE: Final = 200
+_PARTIAL: Final = 206
+_CONTENT_RANGE: Final = re.compile(r"bytes (\d+)-\d+/(\d+|\*)")
 
 
 def fetch_http(
@@ -71,27 +79,40 @@ class _Download:
 
     def go_on(self) -> tuple[int, str]:
         """Bring what is missing; return size and digest. Raises HttpFailure, httpx.HTTPError, ArtifactError."""
-        with self._client.stream("GET", self._url, headers={WANT_HEADER: WANT_SHA256}) as answer:
-            checked(answer)
-            size = answer.headers.get("Content-Length")
-            etag = answer.headers.get("ETag", "")
-            sha256 = self._sha256 or parse_repr_digest(answer.headers.get(HEADER))
-            version = sha256 or etag or answer.headers.get("Last-Modified") or self._version
+        begin = left_over(self._target)
+        if begin:  # what is there is not sent again, unless it turns out to be of another version
+            with self._asked(begin) as answer:
+                if answer.status_code == _WHOLE or _starts_at(answer, begin):
+                    return self._take(answer, begin)
+        with self._asked(0) as answer:
+            return self._take(answer, 0)
 
-            def blocks(offset: int) -> Iterator[bytes]:
-                if offset == 0 and not answer.is_closed and not answer.is_stream_consumed:
-                    return self._paced(answer, 0)
-                answer.close()
-                return self._rest(offset, int(size) if size else None, etag)
+    def _asked(self, begin: int) -> contextlib.AbstractContextManager[httpx.Response]:
+        headers = {WANT_HEADER: WANT_SHA256, **({"Range": f"bytes={begin}-"} if begin else {})}
+        return self._client.stream("GET", self._url, headers=headers)
 
-            return receive(
-                self._target,
-                source_id=version if sha256 else f"{shown_url(self._url)} {version}",
-                size=int(size) if size else None,
-                sha256=sha256,
-                blocks=blocks,
-                meter=self._meter,
-            )
+    def _take(self, answer: httpx.Response, begin: int) -> tuple[int, str]:
+        checked(answer)
+        start, size = _span(answer, begin)
+        etag = answer.headers.get("ETag", "")
+        sha256 = self._sha256 or parse_repr_digest(answer.headers.get(HEADER))
+        version = sha256 or etag or answer.headers.get("Last-Modified") or self._version
+
+        def blocks(offset: int) -> Iterator[bytes]:
+            usable = not answer.is_closed and not answer.is_stream_consumed
+            if usable and (start == offset or (start == 0 and begin > 0)):
+                return self._from(answer, start, offset)
+            answer.close()
+            return self._rest(offset, size, etag)
+
+        return receive(
+            self._target,
+            source_id=version if sha256 else f"{shown_url(self._url)} {version}",
+            size=size,
+            sha256=sha256,
+            blocks=blocks,
+            meter=self._meter,
+        )
 
     def _rest(self, offset: int, size: int | None, etag: str) -> Iterator[bytes]:
         if size is not None and offset >= size:
@@ -106,10 +127,14 @@ class _Download:
             if answer.headers.get("ETag", "") != etag:
                 raise httpx.RemoteProtocolError("the file changed between two requests")
             at = offset if answer.headers.get("Content-Range", "").startswith(f"bytes {offset}-") else 0
-            for block in self._paced(answer, at):
-                if at + len(block) > offset:  # a server without ranges sends it all again
-                    yield block[max(0, offset - at) :]
-                at += len(block)
+            yield from self._from(answer, at, offset)
+
+    def _from(self, answer: httpx.Response, at: int, offset: int) -> Iterator[bytes]:
+        """Yield what an answer that begins at byte `at` has from `offset` on: a server may know no ranges."""
+        for block in self._paced(answer, at):
+            if at + len(block) > offset:
+                yield block[max(0, offset - at) :]
+            at += len(block)
 
     def _paced(self, answer: httpx.Response, at: int) -> Iterator[bytes]:
         for block in answer.iter_raw(self._throttle.block_bytes):
@@ -117,3 +142,17 @@ class _Download:
             at += len(block)
             self.position = max(self.position, at)
             yield block
+
+
+def _starts_at(answer: httpx.Response, begin: int) -> bool:
+    found = _CONTENT_RANGE.fullmatch(answer.headers.get("Content-Range", ""))
+    return answer.status_code == _PARTIAL and found is not None and int(found[1]) == begin
+
+
+def _span(answer: httpx.Response, begin: int) -> tuple[int, int | None]:
+    """Return where an answer begins in the file, and the size of the whole file where it is told."""
+    if begin and _starts_at(answer, begin):
+        size = answer.headers["Content-Range"].rpartition("/")[2]
+        return begin, int(size) if size.isdigit() else None
+    length = answer.headers.get("Content-Length")
+    return 0, int(length) if length else None

@@ -25,7 +25,8 @@ from gpuflow.artifacts.http_client import (
     token_for,
 )
 from gpuflow.artifacts.http_download import fetch_http
-from gpuflow.artifacts.partial import Meter, disk_errors
+from gpuflow.artifacts.partial import disk_errors
+from gpuflow.artifacts.receiving import Meter
 from gpuflow.artifacts.repr_digest import HEADER, repr_digest
 from gpuflow.artifacts.store import Progress, StoredFile, Throttle, check_name, check_prefix, shown_url
 from gpuflow.errors import ArtifactError

@@ -1,13 +1,12 @@
-"""Brings the inputs of a task to this machine: checkpoints and adapters become local folders.
+"""Brings the inputs of a task to this machine: checkpoints and adapters become local folders, data local files.
 
-Called by the supervisor before the child starts, so that an executor sees local paths alone. Archives are unpacked
-once into the cache, under their digest.
+Called by the supervisor before the child starts, so that an executor sees local paths and plain values alone, and needs
+neither network nor keys. Archives are unpacked once into the cache, under their digest; references are loaded.
 """
 
 from __future__ import annotations
 
 import copy
-import fcntl
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,16 +15,20 @@ from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
 from gpuflow.artifacts.archive import unpack
+from gpuflow.artifacts.data_files import local_data
+from gpuflow.artifacts.references import References
 from gpuflow.artifacts.store import fetch, file_url_path, shown_url
 from gpuflow.errors import ArtifactError
+from gpuflow.filelocks import holding
 from gpuflow.settings import Settings
+from gpuflow.spec.references import shield
 
 _REMOTE: Final = frozenset({"http", "https", "s3"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalInputs:
-    """A spec whose adapters are local folders, and the local folder of `checkpoint.load`."""
+    """A spec without references, whose adapters and data are local, and the local folder of `checkpoint.load`."""
 
     spec: dict[str, Any]
     checkpoint_path: str | None
@@ -33,7 +36,10 @@ class LocalInputs:
 
 def localize(spec: Mapping[str, Any], *, settings: Settings) -> LocalInputs:
     """Fetch and unpack what `spec` loads. Raises ArtifactError, OSError."""
-    local = copy.deepcopy(dict(spec))
+    # What is loaded is data: the child finds nothing to replace in it.
+    local: dict[str, Any] = References(settings).everywhere(copy.deepcopy(dict(spec)), shield)
+    if isinstance(local.get("data"), dict):
+        local["data"] = local_data(local["data"], settings)
     for adapter in (local.get("model") or {}).get("adapters") or []:
         address = adapter.pop("url", None) or adapter.get("path")
         if address:
@@ -71,8 +77,7 @@ def _fetched(url: str, name: str, settings: Settings) -> Path:
     """Return the folder of a remote archive; a fetch that broke off is gone on with, one process at a time."""
     place = settings.cache_dir / "fetched" / hashlib.sha256(url.encode()).hexdigest()
     place.mkdir(parents=True, exist_ok=True)
-    with (place / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with holding(place / ".lock"):
         fetched = place / name
         fetch(url, fetched, settings=settings)
         folder = _unpacked(fetched, settings.cache_dir)

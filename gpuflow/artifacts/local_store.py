@@ -12,11 +12,15 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Final
 
-from gpuflow.artifacts.partial import Meter, PartFile, disk_errors, has_content, read_blocks, receive
+from gpuflow.artifacts.partial import PartFile, disk_errors, has_content
+from gpuflow.artifacts.receiving import Meter, copy_blocks, receive_by
 from gpuflow.artifacts.store import RESERVED_PREFIX, Progress, StoredFile, Throttle, check_name, check_prefix
 from gpuflow.errors import ArtifactError
+
+#: Not there on Windows: O_NONBLOCK and O_CLOEXEC.
+_OPEN_FLAGS: Final = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 class LocalStore:
@@ -31,15 +35,18 @@ class LocalStore:
         target = self._path(name)
         meter = Meter(progress)
         with disk_errors(f"{name} cannot be stored in {self.root}"), _open(source) as stream:
-            size = os.fstat(stream.fileno()).st_size
+            before = os.fstat(stream.fileno())
+            size = before.st_size
             digest = _digest_if_equal(stream, target, size)
             if digest is None:
-                stream.seek(0)
                 with PartFile(target, "put", resume=False) as part:
-                    for block in read_blocks(stream, self._throttle):
-                        part.append(block)
-                        meter.reached(part.size)
-                    part.commit()
+                    try:
+                        copy_blocks(stream, part, self._throttle, meter)
+                        _check_unchanged(stream, before, part.size, source)
+                        part.commit()
+                    except BaseException:  # a put begins anew the next time
+                        part.discard()
+                        raise
                     size, digest = part.size, part.sha256
             meter.reached(size)
         return StoredFile(name=name, size=size, sha256=digest, url=self.url(name))
@@ -116,17 +123,12 @@ def fetch_path(
             size, digest = now.st_size, str(sha256).lower()
             meter.reached(size)
         else:
-
-            def blocks(offset: int) -> Iterator[bytes]:
-                stream.seek(offset)
-                return read_blocks(stream, throttle)
-
-            size, digest = receive(
+            size, digest = receive_by(
+                lambda part: copy_blocks(stream, part, throttle, meter),
                 target,
                 source_id=f"{source} {now.st_size} {now.st_mtime_ns}",
                 size=now.st_size,
                 sha256=sha256,
-                blocks=blocks,
                 meter=meter,
             )
     return StoredFile(name=source.name, size=size, sha256=digest, url=source.absolute().as_uri())
@@ -136,7 +138,7 @@ def fetch_path(
 def _open(source: Path) -> Iterator[BinaryIO]:
     """Open a plain file; a pipe or device would never end."""
     try:
-        descriptor = os.open(source, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(source, _OPEN_FLAGS)
     except (FileNotFoundError, NotADirectoryError):
         raise ArtifactError(
             f"{source} is not there; store it first, or give this machine the folder that holds it"
@@ -145,6 +147,13 @@ def _open(source: Path) -> Iterator[BinaryIO]:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise ArtifactError(f"{source} is no plain file; pack a folder into an archive first")
         yield stream
+
+
+def _check_unchanged(stream: BinaryIO, before: os.stat_result, copied: int, source: Path) -> None:
+    """Refuse what may be a mixture: the source was written to while it was copied. Raises ArtifactError."""
+    now = os.fstat(stream.fileno())
+    if (now.st_size, now.st_mtime_ns, copied) != (before.st_size, before.st_mtime_ns, before.st_size):
+        raise ArtifactError(f"{source} changed while it was stored; store it when nothing writes to it any more")
 
 
 def _digest_if_equal(stream: BinaryIO, other: Path, size: int) -> str | None:

@@ -1,20 +1,30 @@
-"""Seals the folder of an attempt: archives, responses.json, manifest.json. After that it is never written again."""
+"""Seals the folder of an attempt: archives, responses.json, large fields, manifest.json. Then it stays as it is."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from gpuflow.artifacts.archive import pack
+from gpuflow.artifacts.references import INLINE_BYTES, json_bytes, make_reference
 from gpuflow.errors import ArtifactError
 
 MANIFEST_SCHEMA: Final = 1
 _MODEL_FOLDERS: Final = ("final_model", "final_lora")
+#: Folder of an attempt that holds the large fields of its result.
+RESULT_FOLDER: Final = "result"
+_FIELD: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
+#: Room for the names of the fields and the references themselves, in bytes.
+_OWN_BYTES: Final = 64 << 10
+#: A smaller field stays: to refer to it would save nothing.
+_LEAST_FIELD_BYTES: Final = 4 << 10
 #: Folders of an attempt that are no results.
 _WORKING_FOLDERS: Final = frozenset({"checkpoints"})
 
@@ -38,7 +48,9 @@ def seal_results(
     """Complete the results in `folder` and describe them; `url_of` gives the URL by which others fetch a file of it.
 
     `declared` are the names that the child declared; those that `output.artifacts` asks for are added, and a missing
-    one is marked in the manifest. Raises ArtifactError for a responses.json that is not JSON, OSError from the disk.
+    one is marked in the manifest. responses.json has all of the result; in the value that is returned, the largest
+    fields are references to files of their own until it is below INLINE_BYTES. Raises ArtifactError for a
+    responses.json that is not JSON, OSError from the disk.
     """
     value = dict(result)
     value["result_dir"] = str(folder)
@@ -54,12 +66,45 @@ def seal_results(
         _check_json(responses)
     else:
         write_json(responses, value)
+    value = _slim(value, folder, url_of)
     wanted = [*declared, *((spec.get("output") or {}).get("artifacts") or [])]
     manifest: dict[str, Any] = {"schema": MANIFEST_SCHEMA, "artifacts": list(_entries(folder, wanted))}
     path = folder / "manifest.json"
     write_json(path, manifest)
     names = tuple(entry["name"] for entry in manifest["artifacts"] if "missing" not in entry)
     return SealedResults(result=value, digest=hashlib.sha256(path.read_bytes()).hexdigest(), names=names)
+
+
+def _slim(value: dict[str, Any], folder: Path, url_of: Callable[[str], str] | None) -> dict[str, Any]:
+    """Return the result with its largest fields as references, until its JSON is small enough."""
+    if len(json_bytes(value)) <= INLINE_BYTES:
+        return value
+    fields = {name: json_bytes(item) for name, item in value.items()}
+    left = sum(map(len, fields.values()))
+    slim = dict(value)
+    for number, (name, content) in enumerate(sorted(fields.items(), key=lambda field: -len(field[1]))):
+        if left <= INLINE_BYTES - _OWN_BYTES or len(content) <= _LEAST_FIELD_BYTES:
+            break
+        file = _field_file(folder, name if _FIELD.fullmatch(name) else f"field-{number}")
+        file.write_bytes(content)
+        url = file.as_uri() if url_of is None else url_of(file.relative_to(folder).as_posix())
+        slim[name] = make_reference(value[name], content, url)
+        left -= len(content)
+    return slim
+
+
+def _field_file(folder: Path, name: str) -> Path:
+    """Return the file of a field; nothing of the executor's is written over. Raises ArtifactError."""
+    place = folder / RESULT_FOLDER
+    if place.is_symlink() or (place.exists() and not place.is_dir()):
+        raise ArtifactError(f"the executor left {RESULT_FOLDER!r}, which is no folder; let it write to another name")
+    place.mkdir(exist_ok=True)
+    numbered = (f"{name}-{number}" for number in itertools.count(1))
+    return next(
+        path
+        for path in (place / f"{one}.json" for one in itertools.chain([name], numbered))
+        if not os.path.lexists(path)
+    )
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -1,8 +1,8 @@
-"""Receives one file block by block: hashed on the way, resumable, visible only when it is whole and right.
+"""An unfinished file: hashed as it grows, resumable, visible only when it is whole. And what the disk says.
 
-Called by the stores. The unfinished file stands beside its target as `.gpuflow-<target>-<source>.part`; both parts of
-the name are digests, so that what is left of another version of the source is never gone on with. It knows no
-protocol: a store gives it blocks.
+Called by the stores, mostly through `receiving`. The unfinished file stands beside its target as
+`.gpuflow-<target>-<source>.part`; both parts of the name are digests, so that what is left of another version of the
+source is never gone on with. It knows no protocol: it is given bytes.
 """
 
 from __future__ import annotations
@@ -14,38 +14,28 @@ import io
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Final, Self
+from typing import Any, BinaryIO, Final, Self
 
-from gpuflow.artifacts.store import RESERVED_PREFIX, Progress, Throttle
+from gpuflow.artifacts.store import RESERVED_PREFIX
 from gpuflow.artifacts.throttle import BLOCK_BYTES
 from gpuflow.errors import ArtifactError
+from gpuflow.filelocks import try_lock
 
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 #: Bytes after which the disk is set to work: measured, twice to four times the rate of one fsync at the end.
 _FLUSH_BYTES: Final = 32 << 20
 _NO_FOLLOW: Final = getattr(os, "O_NOFOLLOW", 0)
 _FORBIDDEN: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
-
-
-class Meter:
-    """Tells a progress callback of each byte once, however often a transfer begins again.
-
-    `offset` is how far the transfer has ever come.
-    """
-
-    def __init__(self, progress: Progress | None) -> None:
-        self._progress, self.offset = progress, 0
-
-    def reached(self, offset: int) -> None:
-        """Tell that the file is over up to `offset`."""
-        if offset > self.offset:
-            count, self.offset = offset - self.offset, offset
-            if self._progress is not None:
-                self._progress(count)
+#: Bytes that the kernel copies at a time, and how many of them the digest may lag behind: they stay in memory so long.
+_COPY_BYTES: Final = 8 << 20
+_MOST_BEHIND_BYTES: Final = 256 << 20
+#: A file system, or a sandbox, that does not let the kernel copy.
+_NO_COPY: Final = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF})
 
 
 class PartFile:
@@ -58,12 +48,13 @@ class PartFile:
     def __init__(self, target: Path, source_id: str, *, resume: bool = True) -> None:
         self.target = target
         self.size = 0
-        self._family = f"{RESERVED_PREFIX}{_short(target.name)}-"
+        self._family = _family(target)
         self._hash = hashlib.sha256()
         self._pool: ThreadPoolExecutor | None = None
-        self._pending: Future[None] | None = None
+        self._pending: deque[Future[None]] = deque()
         self._committed = False
         self._flushing_from = 0
+        self._flushed = -1
         target.parent.mkdir(parents=True, exist_ok=True)
         self.path, self._file = self._open(_short(source_id))
         try:
@@ -83,7 +74,7 @@ class PartFile:
         path = self.target.with_name(f"{self._family}{source}.part")
         while True:
             file = io.FileIO(os.open(path, os.O_RDWR | os.O_CREAT | _NO_FOLLOW, 0o666), "r+")
-            locked = _lock(file)
+            locked = try_lock(file.fileno())
             if locked and _is_at(file, path):
                 return path, file
             file.close()
@@ -94,50 +85,94 @@ class PartFile:
         for other in self.target.parent.glob(f"{self._family}*.part"):
             if other != self.path:
                 with contextlib.suppress(OSError), io.FileIO(other) as file:
-                    if _lock(file) and _is_at(file, other):
+                    if try_lock(file.fileno()) and _is_at(file, other):
                         other.unlink()
 
     def append(self, block: bytes) -> None:
         """Write a block at the end; a second thread hashes it meanwhile. Raises OSError."""
         self._settle()
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="gpuflow-sha256")
-        self._pending = self._pool.submit(self._hash.update, block)
+        self._later(self._hash.update, block)
         view = memoryview(block)
         while view:
             view = view[self._file.write(view) :]
         self.size += len(block)
         if self.size - self._flushing_from >= _FLUSH_BYTES:
-            self._start_flush()
+            _start_flush(self._file.fileno(), self._flushing_from, self.size)
+            self._flushing_from = self.size
 
-    def _start_flush(self) -> None:
-        """Ask Linux to begin writing what is new to the disk, so that little is left for the fsync at the end."""
-        if sys.platform == "linux":
-            new = self.size - self._flushing_from
-            os.posix_fadvise(self._file.fileno(), self._flushing_from, new, os.POSIX_FADV_DONTNEED)
-        self._flushing_from = self.size
+    def copy(self, source: BinaryIO, passed: Callable[[int], None]) -> None:
+        """Let the kernel copy what is left of a file that stands where this one ends, as far as it can.
 
-    def _settle(self) -> None:
-        if self._pending is not None:
-            self._pending.result()
-            self._pending = None
+        The caller appends the rest. `passed` is told the count of bytes each time. The digest is taken of what was
+        stored, by a second thread. Raises OSError.
+        """
+        if sys.platform != "linux":
+            return
+        while True:
+            try:
+                count = os.copy_file_range(source.fileno(), self._file.fileno(), _COPY_BYTES)
+            except OSError as error:
+                if error.errno in _NO_COPY:
+                    return
+                raise
+            if not count:
+                return
+            self._later(self._hash_stored, self.size, self.size + count)
+            self.size += count
+            passed(count)
+            self._settle(most_left=_MOST_BEHIND_BYTES // _COPY_BYTES)
+
+    def _hash_stored(self, start: int, end: int) -> None:
+        if sys.platform != "linux":
+            return
+        with memoryview(bytearray(min(BLOCK_BYTES, end - start))) as buffer:
+            at = start
+            while at < end:
+                count = os.preadv(self._file.fileno(), [buffer[: end - at]], at)
+                if not count:
+                    raise OSError(errno.EIO, "what was written is not there")
+                self._hash.update(buffer[:count])
+                at += count
+        if end - self._flushing_from >= _FLUSH_BYTES:
+            _start_flush(self._file.fileno(), self._flushing_from, end)
+            self._flushing_from = end
+
+    def _later(self, action: Callable[..., None], *arguments: Any) -> None:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="gpuflow-sha256")
+        self._pending.append(self._pool.submit(action, *arguments))
+
+    def _settle(self, *, most_left: int = 0) -> None:
+        """Wait until the digest is behind by so many pieces at most. Raises OSError."""
+        while len(self._pending) > most_left:
+            self._pending.popleft().result()
 
     @property
     def sha256(self) -> str:
-        """Return the SHA-256 of what is there, in hex."""
+        """Return the SHA-256 of what is there, in hex. Raises OSError."""
         self._settle()
         return self._hash.hexdigest()
 
+    def flush(self) -> None:
+        """Bring it to the disk; the digest is taken meanwhile. Raises OSError."""
+        if self._flushed != self.size:
+            os.fsync(self._file.fileno())
+            self._flushed = self.size
+
     def commit(self) -> None:
-        """Make it the target, by rename, when it is on the disk. Raises OSError."""
-        os.fsync(self._file.fileno())
+        """Make it the target, by rename, when it is on the disk and its digest is taken. Raises OSError."""
+        self.flush()
+        self._settle()
+        if sys.platform == "win32":  # there an open file cannot be renamed
+            self._file.close()
         self.path.replace(self.target)
         self._committed = True
         _sync_folder(self.target.parent)
 
     def discard(self) -> None:
-        """Remove what is there."""
-        self.path.unlink(missing_ok=True)
+        """Remove what is there, unless it is the target already."""
+        if not self._committed:
+            self.path.unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
         return self
@@ -147,7 +182,7 @@ class PartFile:
     ) -> None:
         try:
             if self._pool is not None:
-                self._pool.shutdown()
+                self._pool.shutdown(cancel_futures=True)
             full = isinstance(error, OSError) and error.errno in _FULL
             if not self._committed and (full or self.size == 0):
                 self.discard()
@@ -155,45 +190,13 @@ class PartFile:
             self._file.close()
 
 
-def receive(
-    target: Path,
-    *,
-    source_id: str,
-    size: int | None,
-    sha256: str | None,
-    blocks: Callable[[int], Iterable[bytes]],
-    meter: Meter,
-) -> tuple[int, str]:
-    """Bring a file to `target` and return its size in bytes and its SHA-256.
-
-    `blocks(offset)` yields the bytes of the source from `offset` on; `source_id` names this version of the source
-    (an ETag, or size and time). When an exception of `blocks` passes through, the next call goes on where it ended.
-    Raises ArtifactError when size or digest are not those asked for, OSError from the disk.
-    """
-    for resume in (True, False):
-        with PartFile(target, source_id, resume=resume) as part:
-            resumed = part.size > 0
-            if size is None or part.size <= size:
-                meter.reached(part.size)
-                for block in blocks(part.size):
-                    part.append(block)
-                    meter.reached(part.size)
-            fault = _difference(part, size, sha256)
-            if fault is None:
-                part.commit()
-                return part.size, part.sha256
-            part.discard()
-        if not resumed:
-            break
-    raise ArtifactError(f"{target.name} is not what was stored: {fault}; store it again")
-
-
-def _difference(part: PartFile, size: int | None, sha256: str | None) -> str | None:
-    if size is not None and part.size != size:
-        return f"it has {part.size} bytes instead of {size}"
-    if sha256 and part.sha256 != sha256.lower():
-        return f"its SHA-256 is {part.sha256} instead of {sha256.lower()}"
-    return None
+def left_over(target: Path) -> int:
+    """Return the bytes of the largest unfinished file of `target`, of whatever source; 0 for none. Raises OSError."""
+    sizes = [0]
+    for path in target.parent.glob(f"{_family(target)}*.part"):
+        with contextlib.suppress(FileNotFoundError):
+            sizes.append(path.lstat().st_size)
+    return max(sizes)
 
 
 def has_content(path: Path, sha256: str | None, size: int | None = None) -> bool:
@@ -209,18 +212,21 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def read_blocks(stream: BinaryIO, throttle: Throttle) -> Iterator[bytes]:
-    """Yield what a file holds from where it stands, as fast as the throttle lets it."""
-    while block := stream.read(throttle.block_bytes):
-        throttle.take(len(block))
-        yield block
+class DiskTrouble(ArtifactError, OSError):
+    """What a disk refused. It is an OSError too, with its errno, as another machine's disk may have room."""
+
+    def __init__(self, text: str, number: int | None) -> None:
+        super().__init__(text)
+        self.errno = number
 
 
 @contextlib.contextmanager
 def disk_errors(action: str) -> Iterator[None]:
-    """Turn an OSError of the block into an ArtifactError: `action` begins its sentence ("a.bin cannot be stored")."""
+    """Turn an OSError of the block into DiskTrouble: `action` begins its sentence ("a.bin cannot be stored")."""
     try:
         yield
+    except DiskTrouble:
+        raise
     except OSError as error:
         if error.errno in _FULL:
             mend = "free some space there, or choose another folder"
@@ -228,23 +234,22 @@ def disk_errors(action: str) -> Iterator[None]:
             mend = "give this user the right to it"
         else:
             mend = "check that the folder is there and its disk is sound"
-        raise ArtifactError(f"{action}: {error.strerror or type(error).__name__}; {mend}") from error
+        raise DiskTrouble(f"{action}: {error.strerror or type(error).__name__}; {mend}", error.errno) from error
+
+
+def _start_flush(descriptor: int, start: int, end: int) -> None:
+    """Ask Linux to begin writing a range to the disk, so that little is left for the fsync at the end."""
+    if sys.platform == "linux":
+        os.posix_fadvise(descriptor, start, end - start, os.POSIX_FADV_DONTNEED)
+
+
+def _family(target: Path) -> str:
+    """Return what the names of all unfinished files of `target` begin with."""
+    return f"{RESERVED_PREFIX}{_short(target.name)}-"
 
 
 def _short(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
-
-
-def _lock(file: io.FileIO) -> bool:
-    if sys.platform == "win32":  # there an open file cannot be renamed or removed by another process
-        return True
-    import fcntl
-
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _sync_folder(folder: Path) -> None:

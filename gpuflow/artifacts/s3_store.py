@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 from urllib.parse import quote, unquote, urlsplit
 
-from gpuflow.artifacts.partial import Meter, disk_errors, file_digest, has_content, receive
+from gpuflow.artifacts.partial import disk_errors, file_digest, has_content
+from gpuflow.artifacts.receiving import Meter, receive
 from gpuflow.artifacts.retrying import retrying
 from gpuflow.artifacts.s3_client import ANY_FAULT, PacedBody, connect, is_transient, s3_errors, tells_nothing
 from gpuflow.artifacts.store import Progress, StoredFile, Throttle, check_name, check_prefix, shown_url

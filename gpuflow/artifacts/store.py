@@ -142,10 +142,11 @@ def open_store(destination_url: str, *, settings: Settings, token: str | None = 
     """Return the store of a destination; nothing is connected to yet.
 
     file:///abs/path is a folder, http(s)://host/api/v1/results a results service (with `token` as its bearer token),
-    s3://bucket/prefix a bucket. Raises ArtifactError for any other URL, or when the library it needs is missing.
+    s3://bucket/prefix a bucket. Raises ArtifactError for any other URL, for any but a folder where the settings say
+    offline, or when the library it needs is missing.
     """
     throttle = shared_throttle(settings.worker_network_bandwidth_bytes_per_second)
-    scheme = urlsplit(destination_url).scheme
+    scheme = _scheme(destination_url, settings)
     if scheme == "file":
         from gpuflow.artifacts.local_store import LocalStore
 
@@ -172,7 +173,7 @@ def fetch(
 ) -> StoredFile:
     """Bring one file to `target` by its URL (file, http, https, s3), as `Store.get` does. Raises ArtifactError."""
     throttle = shared_throttle(settings.worker_network_bandwidth_bytes_per_second)
-    scheme = urlsplit(url).scheme
+    scheme = _scheme(url, settings)
     if scheme == "file":
         from gpuflow.artifacts.local_store import fetch_path
 
@@ -189,6 +190,16 @@ def fetch(
         place, _, name = url.rpartition("/")
         return S3Store(place, throttle=throttle).get(unquote(name), target, sha256=sha256, progress=progress)
     raise _unknown(url, scheme)
+
+
+def _scheme(url: str, settings: Settings) -> str:
+    """Return the scheme of a URL. Raises ArtifactError where it leads over the network and there is none to be used."""
+    scheme = urlsplit(url).scheme
+    if settings.offline and scheme != "file":
+        raise ArtifactError(
+            f"{shown_url(url)!r} is not opened: gpuflow is offline here (GPUFLOW_OFFLINE); use a folder, file:///..."
+        )
+    return scheme
 
 
 def _unknown(url: str, scheme: str) -> ArtifactError:

@@ -35,7 +35,7 @@ SECTIONS: Final[dict[str, dict[str, tuple[str, str, str]]]] = {
         "hardware": ("hardware", "hardware", "Show the GPUs, CPUs and memory of this machine."),
         "gateway": ("gateway", "gateway", "Serve the results of tasks over HTTP."),
         "presets": ("presets", "presets", "List what is shipped: pipelines, models, data sets, environments."),
-        "models": ("presets", "models", "List the model presets, or fetch one."),
+        "models": ("models", "models", "List, fetch, remove, export and import models."),
         "doctor": ("doctor", "doctor", "Check broker, GPUs, folders, environments and settings; say how to mend."),
     },
 }

@@ -49,6 +49,7 @@ def everything(settings: Settings) -> list[Check]:
         Check(name="settings", status="ok", detail="every value can be used"),
         *broker(settings),
         *machine(),
+        *locks(settings),
         folder("results folder", settings.results_dir, "RESULTS_DIR"),
         folder("state folder", settings.state_dir, "GPUFLOW_STATE_DIR"),
         folder("cache folder", settings.cache_dir, "GPUFLOW_CACHE_DIR"),
@@ -106,7 +107,7 @@ def server(url: str, settings: Settings) -> list[Check]:
         info: Any = client.info()
         found = [_version(shown, info), _persistence(info, _setting(client, "appendfsync"), settings)]
         found.append(_eviction(info, settings))
-        found.append(_workers(client, settings))
+        found.extend(_workers(client, settings))
     except (redis.RedisError, OSError) as error:
         mend = "check REDIS_URL, its password and the network, or start one with `gpuflow up`"
         return [Check(name="broker", status="fail", detail=f"{shown} cannot be used: {error}", mend=mend)]
@@ -169,17 +170,18 @@ def _eviction(info: Mapping[str, Any], settings: Settings) -> Check:
     )
 
 
-def _workers(client: Any, settings: Settings) -> Check:
+def _workers(client: Any, settings: Settings) -> list[Check]:
     from gpuflow.broker.keys import Keys
+    from gpuflow.cli.checks_locks import shared_by_all
     from gpuflow.fleet.registry import Fleet
 
     alive = [worker for worker in Fleet(client, Keys(settings.key_prefix)).workers() if str(worker.state) != "OFFLINE"]
     if alive:
-        return Check(
-            name="workers", status="ok", detail=f"{len(alive)}: {', '.join(worker.id for worker in alive[:5])}"
-        )
+        names = ", ".join(worker.id for worker in alive[:5])
+        found = Check(name="workers", status="ok", detail=f"{len(alive)}: {names}")
+        return [found, *shared_by_all((worker.id, worker.load) for worker in alive)]
     mend = "start one with `celery -A gpuflow worker`, or `gpuflow up`"
-    return Check(name="workers", status="warn", detail="no worker is there", mend=mend)
+    return [Check(name="workers", status="warn", detail="no worker is there", mend=mend)]
 
 
 def gpus() -> list[Check]:
@@ -197,6 +199,13 @@ def gpus() -> list[Check]:
         return [Check(name="gpus", status="fail", detail=detail, mend=mend), *problems]
     why = found.nvml or "CUDA_VISIBLE_DEVICES hides them"
     return [Check(name="gpus", status="ok", detail=f"none ({why}); tasks that need none run on the CPU"), *problems]
+
+
+def locks(settings: Settings) -> list[Check]:
+    """Check the directory in which the workers of this machine lock GPUs."""
+    from gpuflow.cli.checks_locks import lock_directory
+
+    return lock_directory(settings)
 
 
 def environments() -> list[Check]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from typing import Final
 
@@ -15,15 +16,18 @@ _BACKLOG: Final = 2048
 @click.command(short_help="Serve the HTTP API.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=8080, show_default=True, type=click.IntRange(0, 65_535), help="Port; 0: any free one.")
-@click.option("--max-file-bytes", type=click.IntRange(min=1), metavar="N", help="Largest file (default: 512 GiB).")
+@click.option(
+    "--max-file-bytes", type=click.IntRange(min=1), metavar="N", help="Largest file, over the setting (512 GiB)."
+)
 def gateway(host: str, port: int, max_file_bytes: int | None) -> int:
     """Serve the results of tasks over HTTP, until Ctrl-C.
 
-    The token is GPUFLOW_WORKER_TOKEN; without one, only programs of this machine are answered.
+    The token is GPUFLOW_WORKER_TOKEN; without one, only programs of this machine are answered. Ctrl-C and SIGTERM let
+    what comes in go on for GPUFLOW_GRACE_SEC; what is cut then can be gone on with.
     """
     from gpuflow.cli.output import line
     from gpuflow.cli.session import signals_interrupt
-    from gpuflow.errors import GPUFlowError
+    from gpuflow.logs import mask_handlers
     from gpuflow.settings import Settings
 
     try:
@@ -31,10 +35,11 @@ def gateway(host: str, port: int, max_file_bytes: int | None) -> int:
 
         from gpuflow.gateway.app import create_app
         from gpuflow.gateway.auth import is_loopback
-        from gpuflow.gateway.uploads import Limits
     except ModuleNotFoundError as error:
-        raise GPUFlowError(f"the gateway needs {error.name}; install it with: pip install 'gpuflow[gateway]'") from None
+        raise bad_input(f"the gateway needs {error.name}; install it with: pip install 'gpuflow[gateway]'") from None
     settings = Settings.load()
+    if max_file_bytes is not None:
+        settings = settings.model_copy(update={"gateway_max_file_bytes": max_file_bytes})
     family, address = _resolve(host, port)
     if not is_loopback(address[0]) and not (settings.worker_token and settings.worker_token.get_secret_value()):
         raise bad_input(
@@ -42,7 +47,7 @@ def gateway(host: str, port: int, max_file_bytes: int | None) -> int:
             "set GPUFLOW_WORKER_TOKEN, or listen on 127.0.0.1"
         )
     with _listen(family, address) as listener:
-        app = create_app(settings, limits=Limits() if max_file_bytes is None else Limits(max_file_bytes=max_file_bytes))
+        app = create_app(settings)
         config = uvicorn.Config(
             app,
             log_level="debug" if settings.log_level == "DEBUG" else "warning",
@@ -51,6 +56,8 @@ def gateway(host: str, port: int, max_file_bytes: int | None) -> int:
             proxy_headers=False,
             timeout_graceful_shutdown=max(1, round(settings.grace_seconds)),
         )
+        for name in ("uvicorn", "uvicorn.error"):
+            mask_handlers(logging.getLogger(name))
         with signals_interrupt():
             try:
                 line(f"gateway: http://{_shown(listener.getsockname())}")

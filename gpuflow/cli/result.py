@@ -43,12 +43,12 @@ def _of_task(handle: Task, as_json: bool) -> int:
     from gpuflow.cli import output
     from gpuflow.cli.summary import StageSummary, items_grid, print_grid, stage_lines
 
-    record = handle.record()
+    record, found = handle.record(), handle.result
     if as_json:
-        output.emit_json(record.result)
+        output.emit_json(found)
         return _told(handle)
-    if record.result is not None:
-        shown = record.result if isinstance(record.result, dict) else {"value": record.result}
+    if found is not None:
+        shown = found if isinstance(found, dict) else {"value": found}
         stage = StageSummary(name=record.name, state=str(record.state), task_type=record.task_type, result=shown)
         for text in stage_lines(stage):
             output.line(text)

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     type=click.Choice(["worker", "local", "auto"]),
     default="worker",
     show_default=True,
-    help="worker: the fleet; local: here, as `gpuflow run`; auto: the fleet if a worker is there, else here.",
+    help="worker: the fleet; local: here, as `gpuflow run`; auto: the fleet if a live worker can serve it, else here.",
 )
+@click.option("--fail-fast", is_flag=True, help="Refuse, with exit code 1, what no live worker can serve.")
 @click.option("--idempotency-key", metavar="K", help="The same key again gives the first id and runs nothing.")
 @json_option
 def submit(
@@ -33,13 +34,14 @@ def submit(
     labels: tuple[str, ...],
     wait: bool,
     target: str,
+    fail_fast: bool,
     idempotency_key: str | None,
     as_json: bool,
 ) -> int:
     """Hand a template to the fleet and print its id. FILE is a path, `-` for stdin, or a shipped name."""
     template = load_template(source, overrides, labels)
     show_warnings(template)
-    if target == "local" or (target == "auto" and not _fleet_there()):
+    if target == "local" or (target == "auto" and not _served(template)):
         from gpuflow.cli.run import run_local
         from gpuflow.client import submit_pipeline
 
@@ -49,6 +51,7 @@ def submit(
     from gpuflow.cli.session import connected
 
     with connected(stored=False) as app:
+        _warn(app, template, fail_fast=fail_fast)
         handle = _send(app, template, idempotency_key)
         return _told(app, handle, wait=wait, as_json=as_json)
 
@@ -81,16 +84,25 @@ def _told(app: GPUFlow, handle: Any, *, wait: bool, as_json: bool) -> int:
     return watch.verdict(handle)
 
 
-def _fleet_there() -> bool:
-    """Whether a fleet can be reached and a worker of it is there."""
+def _warn(app: GPUFlow, template: Template, *, fail_fast: bool) -> None:
+    """Tell on stderr what no live worker can serve; with `fail_fast` raise NoCapableWorker."""
+    from gpuflow.cli.output import note
+    from gpuflow.submission_checks import problems_at_submit
+
+    for problem in problems_at_submit(app, template, fail_fast=fail_fast):
+        note(f"warning: {problem}")
+
+
+def _served(template: Template) -> bool:
+    """Whether a fleet can be reached and live workers of it can serve the template."""
     from redis.exceptions import RedisError
 
     from gpuflow.cli.session import connected
     from gpuflow.errors import BrokerUnavailable
-    from gpuflow.fleet.registry import Fleet
+    from gpuflow.submission_checks import can_serve
 
     try:
         with connected(stored=False) as app:
-            return bool(Fleet(app.redis, app.keys).capabilities())
+            return can_serve(app, template)
     except (BrokerUnavailable, RedisError):
         return False

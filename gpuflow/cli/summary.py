@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from gpuflow.terminal import duration, one_line
 
 if TYPE_CHECKING:
+    from gpuflow.artifacts.references import References
     from gpuflow.client import PipelineRun
     from gpuflow.pipelines.records import PipelineRecord
 
@@ -59,16 +60,18 @@ class Grid:
 
 def collect(run: PipelineRun) -> list[StageSummary]:
     """Read how the stages of a pipeline are."""
+    from gpuflow.artifacts.references import References
     from gpuflow.client import reachable
     from gpuflow.pipelines.collect import stage_result
 
     record: PipelineRecord = run.record()
+    references = References(run.app.settings)
     found = []
     for stage in run.template().stages:
         kept = record.stage(stage.name)
         with reachable():
             tasks = [task for task in run.app.ledger.find_many(kept.tasks) if task is not None]
-        results = [dict(task.result or {}) for task in tasks]
+        results = [shown_result(task.result or {}, references) for task in tasks]
         done = str(kept.state) == "SUCCEEDED"
         begun = min((task.started_at for task in tasks if task.started_at), default=kept.started_at)
         found.append(
@@ -77,13 +80,25 @@ def collect(run: PipelineRun) -> list[StageSummary]:
                 state=str(kept.state),
                 task_type=stage.task_type,
                 seconds=kept.finished_at - begun if kept.finished_at and begun else None,
-                result=stage_result(results) if done and results else None,
+                result=stage_result(results, lambda value: value) if done and results else None,
                 error=str((kept.error or {}).get("message", "")),
                 folders=[_home(result) for result in results if result.get("result_dir")],
                 tasks=list(kept.tasks),
             )
         )
     return found
+
+
+def shown_result(result: Mapping[str, Any], references: References) -> dict[str, Any]:
+    """Return a result with its large fields loaded; as it is, with a note, when they cannot be."""
+    from gpuflow.cli.output import note
+    from gpuflow.errors import ArtifactError
+
+    try:
+        return dict(references.fields(result))
+    except ArtifactError as error:
+        note(f"gpuflow: a large field of the result is not shown: {error}")
+        return dict(result)
 
 
 def document(run: PipelineRun) -> dict[str, Any]:

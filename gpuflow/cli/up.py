@@ -22,26 +22,50 @@ _TEND_SECONDS: Final = 0.5
 @click.option("--no-beat", is_flag=True, help="Without beat (reconcile, cleanup, scaling).")
 @click.option("--no-flower", is_flag=True, help="Without Flower, where it is installed.")
 @click.option("--flower-port", type=click.IntRange(1, 65_535), help="Flower's port (default: 5555, or the next free).")
-def up(workers: int, max_jobs: int | None, no_beat: bool, no_flower: bool, flower_port: int | None) -> int:
-    """Start a broker (unless REDIS_URL is set), workers, beat and Flower; print the addresses; Ctrl-C stops all.
+@click.option("--no-gateway", is_flag=True, help="Without the gateway, where it is installed.")
+@click.option("--gateway-port", type=click.IntRange(1, 65_535), help="The gateway's port (default: 8080, or the next).")
+def up(
+    workers: int,
+    max_jobs: int | None,
+    no_beat: bool,
+    no_flower: bool,
+    flower_port: int | None,
+    no_gateway: bool,
+    gateway_port: int | None,
+) -> int:
+    """Start a broker (unless REDIS_URL is set), workers, beat, gateway and Flower; print the addresses.
+
+    Ctrl-C stops all.
 
     A part that ends is started again.
     """
     from gpuflow.cli.output import line, note
     from gpuflow.cli.session import signals_interrupt
-    from gpuflow.cluster import LocalCluster
-    from gpuflow.cluster.commands import FLOWER_PORT, flower_installed, free_port
+    from gpuflow.cluster import LocalCluster, commands
     from gpuflow.settings import Settings
 
     settings = Settings.load()
-    flower = (flower_port or free_port(FLOWER_PORT)) if flower_installed() and not no_flower else None
+    flower = gateway = None
+    if commands.flower_installed() and not no_flower:
+        flower = flower_port or commands.free_port(commands.FLOWER_PORT)
+    if not no_gateway:
+        if commands.gateway_installed():
+            gateway = gateway_port or commands.free_port(commands.GATEWAY_PORT)
+        else:
+            note("no gateway: it is not installed; pip install 'gpuflow[gateway]'")
     with signals_interrupt():
         try:
             with LocalCluster(
-                settings, workers=workers, max_jobs=max_jobs, beat=not no_beat, flower_port=flower, note=note
+                settings,
+                workers=workers,
+                max_jobs=max_jobs,
+                beat=not no_beat,
+                flower_port=flower,
+                gateway_port=gateway,
+                note=note,
             ) as cluster:
                 try:
-                    _tell(cluster, settings, flower)
+                    _tell(cluster, settings, flower, gateway)
                     cluster.wait_ready()
                     line("ready; Ctrl-C stops all")
                     while True:
@@ -56,7 +80,7 @@ def up(workers: int, max_jobs: int | None, no_beat: bool, no_flower: bool, flowe
             return DONE
 
 
-def _tell(cluster: LocalCluster, settings: Settings, flower: int | None) -> None:
+def _tell(cluster: LocalCluster, settings: Settings, flower: int | None, gateway: int | None) -> None:
     from gpuflow.cli.output import pairs
     from gpuflow.settings import mask_url
 
@@ -64,6 +88,7 @@ def _tell(cluster: LocalCluster, settings: Settings, flower: int | None) -> None
         {
             "broker": mask_url(cluster.url) + (" (found by your other gpuflow commands)" if cluster.embedded else ""),
             "workers": ", ".join(cluster.worker_ids),
+            "gateway": f"http://127.0.0.1:{gateway}" if gateway else "",
             "flower": f"http://127.0.0.1:{flower}" if flower else "",
             "results": str(settings.results_dir),
             "logs": str(cluster.logs),

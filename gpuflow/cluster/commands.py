@@ -19,6 +19,8 @@ from gpuflow.settings import Settings
 
 #: Flower's own default.
 FLOWER_PORT: Final = 5555
+#: That of `gpuflow gateway`.
+GATEWAY_PORT: Final = 8080
 _PORTS_TRIED: Final = 50
 _CONFIG_VARIABLE: Final = "GPUFLOW_CONFIG"
 
@@ -44,6 +46,11 @@ def flower_command(port: int) -> list[str]:
     return [*_celery("flower"), "--address=127.0.0.1", f"--port={port}"]
 
 
+def gateway_command(port: int) -> list[str]:
+    """Return the command line of the gateway on this machine's loopback."""
+    return [sys.executable, "-c", "from gpuflow.cli import main; main()", "gateway", "--port", str(port)]
+
+
 def free_port(first: int) -> int:
     """Return the first free port of this machine's loopback from `first` on. Raises GPUFlowError."""
     for port in range(first, min(first + _PORTS_TRIED, 65_536)):
@@ -60,6 +67,11 @@ def free_port(first: int) -> int:
 def flower_installed() -> bool:
     """Whether Flower is there."""
     return find_spec("flower") is not None
+
+
+def gateway_installed() -> bool:
+    """Whether all that the gateway needs is there."""
+    return all(find_spec(name) is not None for name in ("fastapi", "uvicorn", "python_multipart"))
 
 
 def _celery(command: str) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import time
 import uuid
 from collections.abc import Callable
@@ -47,6 +48,7 @@ class _Part:
     argv: list[str]
     stop_signals: tuple[tuple[int, float], ...]
     is_worker: bool = False
+    port: int | None = None
     process: ManagedProcess | None = None
     ended: int = 0
     start_at: float = 0.0
@@ -67,6 +69,7 @@ class LocalCluster:
         max_jobs: int | None = None,
         beat: bool = False,
         flower_port: int | None = None,
+        gateway_port: int | None = None,
         most_ends: int | None = None,
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
@@ -79,6 +82,7 @@ class LocalCluster:
         self._max_jobs = max_jobs
         self._beat = beat
         self._flower_port = flower_port
+        self._gateway_port = gateway_port
         self._most_ends = most_ends
         self._note = note
         self._parts: list[_Part] = []
@@ -146,19 +150,20 @@ class LocalCluster:
             ) from error
 
     def wait_ready(self, deadline_seconds: float = READY_SECONDS) -> None:
-        """Wait until every worker is registered and serves. Raises GPUFlowError with the end of the log otherwise."""
+        """Wait until every worker is registered and serves, and the gateway answers.
+
+        Raises GPUFlowError with the end of the log otherwise.
+        """
         give_up_at = time.monotonic() + deadline_seconds
-        waiting = [part for part in self._parts if part.is_worker]
+        waiting = [part for part in self._parts if part.is_worker or part.port]
         while waiting:
-            waiting = [part for part in waiting if not self._serves(part.name)]
+            waiting = [part for part in waiting if not (_answers(part.port) if part.port else self._serves(part.name))]
             for part in waiting:
                 process = part.process
                 if process is None or not process.alive:
                     raise _ended(part)
                 if time.monotonic() > give_up_at:
-                    raise GPUFlowError(
-                        f"the worker {part.name} has not registered within {deadline_seconds:g} s; see {process.log}"
-                    )
+                    raise GPUFlowError(f"{part.name} is not ready within {deadline_seconds:g} s; see {process.log}")
             if waiting and waiting[0].process is not None:
                 waiting[0].process.wait(_POLL_SECONDS)
 
@@ -215,12 +220,18 @@ class LocalCluster:
             parts.append(_Part(name=worker_id, argv=argv, stop_signals=cold, is_worker=True))
         if self._beat:
             parts.append(_Part(name="beat", argv=commands.beat_command(settings.log_level), stop_signals=quick))
+        if self._gateway_port is not None:
+            argv = commands.gateway_command(self._gateway_port)
+            ends = ((signal.SIGTERM, settings.grace_seconds + 5.0),)
+            parts.append(_Part(name="gateway", argv=argv, stop_signals=ends, port=self._gateway_port))
         if self._flower_port is not None:
             parts.append(_Part(name="flower", argv=commands.flower_command(self._flower_port), stop_signals=quick))
         return parts
 
     def _launch(self, part: _Part) -> None:
         environment = commands.process_environment(self._settings, self.url, os.environ, Path.cwd())
+        if part.is_worker and self._gateway_port is not None and self._settings.gateway_url is None:
+            environment["GPUFLOW_GATEWAY_URL"] = f"http://127.0.0.1:{self._gateway_port}"
         if part.name == "flower":
             # On loopback, for this user's own look at a local cluster.
             environment["FLOWER_UNAUTHENTICATED_API"] = "true"
@@ -263,6 +274,13 @@ class LocalCluster:
     def _fleet(self) -> Fleet:
         assert self._client is not None  # noqa: S101  (set by start, before any part runs)
         return Fleet(self._client, Keys(self._settings.key_prefix))
+
+
+def _answers(port: int) -> bool:
+    """Whether somebody listens on a port of this machine's loopback."""
+    with socket.socket() as probe:
+        probe.settimeout(1)
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def _ended(part: _Part) -> GPUFlowError:

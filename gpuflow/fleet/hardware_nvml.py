@@ -1,8 +1,8 @@
 """The one place that talks to the NVIDIA driver, through NVML (module pynvml of nvidia-ml-py).
 
-Called by `gpuflow.fleet.hardware` alone. NVML is initialised once per process and never shut down; every
-call is safe from any thread. Every value is read on its own: what one GPU cannot tell is None, a GPU that
-is lost becomes a problem, and the others are read all the same.
+Called by `gpuflow.fleet.hardware` and `gpuflow.fleet.gpu_usage` alone. NVML is initialised once per process and
+never shut down; every call is safe from any thread. Every value is read on its own: what one GPU cannot tell is
+None, a GPU that is lost becomes a problem, and the others are read all the same.
 """
 
 from __future__ import annotations
@@ -66,6 +66,29 @@ class GpuProcess:
 
     pid: int
     used_mib: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuUse:
+    """Who uses the memory of a GPU. `used_mib` is without what the driver keeps for itself, where it tells that apart.
+
+    `processes` is None where the driver does not list them; `uncorrected_errors` counts memory errors since the last
+    reset, None without ECC.
+    """
+
+    uuid: str
+    total_mib: int
+    used_mib: int
+    processes: tuple[GpuProcess, ...] | None
+    uncorrected_errors: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Uses:
+    """The use of the GPUs asked for, by UUID, and for each that could not be read the cause."""
+
+    uses: Mapping[str, GpuUse]
+    failed: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +173,42 @@ def read_processes(uuid: str) -> tuple[GpuProcess, ...]:
         found = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
     except pynvml.NVMLError as error:
         raise GPUFlowError(f"cannot list the processes on {uuid}: {_cause(error)}") from error
+    return _processes(found)
+
+
+def read_uses(uuids: Sequence[str]) -> Uses:
+    """Read who uses the memory of these devices. Never raises."""
+    uses: dict[str, GpuUse] = {}
+    failed: dict[str, str] = {}
+    for uuid in uuids:
+        try:
+            _session.open()
+            uses[uuid] = _read_use(pynvml.nvmlDeviceGetHandleByUUID(uuid), uuid)
+        except pynvml.NVMLError as error:
+            failed[uuid] = _cause(error)
+    return Uses(uses=uses, failed=failed)
+
+
+def _read_use(handle: Any, uuid: str) -> GpuUse:
+    memory = _or_none(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2))
+    memory = memory or pynvml.nvmlDeviceGetMemoryInfo(handle)  # before driver 510
+    found = _or_none(lambda: pynvml.nvmlDeviceGetComputeRunningProcesses(handle))
+    whole = _or_none(lambda: pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)) or handle
+    errors = _or_none(
+        lambda: pynvml.nvmlDeviceGetTotalEccErrors(
+            whole, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
+        )
+    )
+    return GpuUse(
+        uuid=uuid,
+        total_mib=int(memory.total) // _MIB,
+        used_mib=int(memory.used) // _MIB,
+        processes=None if found is None else _processes(found),
+        uncorrected_errors=errors,
+    )
+
+
+def _processes(found: Sequence[Any]) -> tuple[GpuProcess, ...]:
     return tuple(
         GpuProcess(pid=int(item.pid), used_mib=None if item.usedGpuMemory is None else item.usedGpuMemory // _MIB)
         for item in found
@@ -208,10 +267,10 @@ def _read_load(handle: Any, uuid: str) -> GpuLoad:
 
 
 def _or_none(call: Callable[[], _T]) -> _T | None:
-    """Return the value, or None where this device cannot tell it; a lost GPU still raises."""
+    """Return the value, or None where this device cannot tell it; a lost GPU, or one to be reset, still raises."""
     try:
         return call()
-    except pynvml.NVMLError_GpuIsLost:
+    except (pynvml.NVMLError_GpuIsLost, pynvml.NVMLError_ResetRequired):
         raise
     except pynvml.NVMLError:
         return None
@@ -245,6 +304,8 @@ def _cause(error: Any) -> str:
     """Return the cause with its mend, for the errors that an operator meets."""
     if isinstance(error, pynvml.NVMLError_GpuIsLost):
         return "the GPU is lost (it fell off the bus); reset it or reboot the machine"
+    if isinstance(error, pynvml.NVMLError_ResetRequired):
+        return "the GPU has to be reset (`nvidia-smi --gpu-reset`)"
     if isinstance(error, pynvml.NVMLError_LibRmVersionMismatch):
         return "driver and library have different versions (after an update); reboot the machine"
     if isinstance(error, pynvml.NVMLError_NoPermission):

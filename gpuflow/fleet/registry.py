@@ -49,6 +49,8 @@ class WorkerEntry:
     class_name: str = ""
     tasks: tuple[str, ...] = ()
     load: Mapping[str, Any] = field(default_factory=dict)
+    #: The cap on its transfers of artifacts; None: no cap.
+    bandwidth_bytes_per_second: int | None = None
     started_at: float = 0.0
     heartbeat_at: float = 0.0
     version: str = ""
@@ -70,6 +72,7 @@ class WorkerEntry:
             "class": self.class_name,
             "tasks": json.dumps(self.tasks),
             "load": json.dumps(self.load),
+            "bandwidth_bytes_per_second": str(self.bandwidth_bytes_per_second or ""),
             "started_at": str(self.started_at),
             "heartbeat_at": str(self.heartbeat_at),
             "version": self.version,
@@ -91,6 +94,7 @@ class WorkerEntry:
             class_name=raw.get("class", ""),
             tasks=tuple(json.loads(raw.get("tasks") or "[]")),
             load=json.loads(raw.get("load") or "{}"),
+            bandwidth_bytes_per_second=int(raw.get("bandwidth_bytes_per_second") or 0) or None,
             started_at=float(raw.get("started_at", "0")),
             heartbeat_at=float(raw.get("heartbeat_at", "0")),
             version=raw.get("version", ""),
@@ -111,6 +115,7 @@ class WorkerEntry:
             "queues": list(self.queues),
             "tasks": list(self.tasks),
             "load": dict(self.load),
+            "bandwidthBytesPerSecond": self.bandwidth_bytes_per_second,
             "startedAt": self.started_at,
             "heartbeatAt": self.heartbeat_at,
             "version": self.version,

@@ -9,21 +9,28 @@ from typing import Final
 
 from anyio import to_thread
 from fastapi import FastAPI
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gpuflow.gateway import problems
 from gpuflow.gateway.auth import Gatekeeper
 from gpuflow.gateway.files import ResultsFolder
 from gpuflow.gateway.results import results_router
 from gpuflow.gateway.uploads import Limits, Uploads
+from gpuflow.secrets import Redactor, known
 from gpuflow.settings import Settings
 
 _SWEEP_SECONDS: Final = 3600.0
 
 
 def create_app(settings: Settings, *, limits: Limits | None = None) -> FastAPI:
-    """Return the API over the results folder of `settings`, which is made where it is missing. Raises OSError."""
+    """Return the API over the results folder of `settings`, which is made where it is missing. Raises OSError.
+
+    From now on the token of the settings is hidden in what this process logs.
+    """
+    if settings.worker_token is not None:
+        known.add(Redactor([settings.worker_token.get_secret_value()]))
     folder = ResultsFolder(settings.results_dir)
-    uploads = Uploads(folder, limits or Limits())
+    uploads = Uploads(folder, limits or limits_of(settings))
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -39,6 +46,7 @@ def create_app(settings: Settings, *, limits: Limits | None = None) -> FastAPI:
         title="gpuflow", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
     )
     problems.install(app)
+    app.add_middleware(_Stopping)
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:
@@ -47,6 +55,34 @@ def create_app(settings: Settings, *, limits: Limits | None = None) -> FastAPI:
 
     app.include_router(results_router(folder, uploads, Gatekeeper(settings)))
     return app
+
+
+def limits_of(settings: Settings) -> Limits:
+    """Return what one gateway takes in, by the settings."""
+    return Limits(max_file_bytes=settings.gateway_max_file_bytes, max_uploads=settings.gateway_max_uploads)
+
+
+class _Stopping:
+    """Ends a request that the stop of the gateway cuts off by a problem instead of a traceback in the log."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def noting(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting)
+        except asyncio.CancelledError:
+            if scope["type"] != "http" or begun:
+                raise
+            detail = "the gateway stops; go on with it when it is there again"
+            await problems.answer(problems.Problem(503, "stopping", detail, {"Retry-After": "1"}))(scope, receive, send)
 
 
 async def _sweep(uploads: Uploads) -> None:

@@ -7,12 +7,13 @@ that the offset that a client was told stays true.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
+
+from gpuflow.filelocks import try_lock
 
 if TYPE_CHECKING:
     from hashlib import _Hash
@@ -51,7 +52,7 @@ class Part:
         while True:
             descriptor = os.open(path, _OPEN_FLAGS, 0o666)
             try:
-                if not _lock(descriptor):
+                if not try_lock(descriptor):
                     os.close(descriptor)
                     return None
                 # Between open and lock its last owner may have renamed or removed it.
@@ -126,14 +127,6 @@ class Part:
         while block := os.read(self._descriptor, _BLOCK_BYTES):
             self._hash.update(block)
             self.size += len(block)
-
-
-def _lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

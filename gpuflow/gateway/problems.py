@@ -55,34 +55,35 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(Problem)
     async def _ours(_: Request, error: Problem) -> JSONResponse:
-        return _answer(error)
+        return answer(error)
 
     @app.exception_handler(HTTPException)
     async def _of_the_router(_: Request, error: HTTPException) -> JSONResponse:
         kind = "no-such-route" if error.status_code == 404 else "refused"
         detail = "there is no such address; see the reference of the HTTP API" if error.status_code == 404 else None
-        return _answer(Problem(error.status_code, kind, detail or str(error.detail), error.headers))
+        return answer(Problem(error.status_code, kind, detail or str(error.detail), error.headers))
 
     @app.exception_handler(RequestValidationError)
     async def _bad_request(_: Request, error: RequestValidationError) -> JSONResponse:
         mistakes = "; ".join(f"{mistake['loc'][-1]}: {mistake['msg']}" for mistake in error.errors())
-        return _answer(Problem(400, "bad-request", mistakes))
+        return answer(Problem(400, "bad-request", mistakes))
 
     @app.exception_handler(OSError)
     async def _of_the_disk(_: Request, error: OSError) -> JSONResponse:
-        return _answer(of_the_disk(error, "the file"))
+        return answer(of_the_disk(error, "the file"))
 
     @app.exception_handler(ClientDisconnect)
     async def _gone(_: Request, __: ClientDisconnect) -> JSONResponse:
-        return _answer(Problem(400, "gone", "the client has gone"))
+        return answer(Problem(400, "gone", "the client has gone"))
 
     @app.exception_handler(Exception)
     async def _unforeseen(request: Request, error: Exception) -> JSONResponse:
         _log.error("gateway.error", path=request.url.path, error=f"{type(error).__name__}: {error}")
-        return _answer(Problem(500, "internal", "the gateway failed; see its log"))
+        return answer(Problem(500, "internal", "the gateway failed; see its log"))
 
 
-def _answer(problem: Problem) -> JSONResponse:
+def answer(problem: Problem) -> JSONResponse:
+    """Return the response that tells of a problem."""
     body = {
         "type": f"{TYPE_PREFIX}{problem.kind}",
         "title": HTTPStatus(problem.status).phrase,

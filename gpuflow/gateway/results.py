@@ -17,6 +17,7 @@ from gpuflow.artifacts.repr_digest import HEADER, WANT_HEADER, parse_repr_digest
 from gpuflow.gateway import downloads
 from gpuflow.gateway.auth import Gatekeeper
 from gpuflow.gateway.files import Entry, ResultsFolder
+from gpuflow.gateway.forms import Form, is_form
 from gpuflow.gateway.problems import Problem, of_the_disk
 from gpuflow.gateway.uploads import Ask, Uploads
 
@@ -47,11 +48,17 @@ def results_router(folder: ResultsFolder, uploads: Uploads, gatekeeper: Gatekeep
         return {"task_id": task_id, "files": [_described(entry) for entry in found]}
 
     @router.post("/{task_id}/files")
-    async def upload_without_name(task_id: str) -> Response:
-        """Say how a file is sent."""
-        raise Problem(
-            400, "no-name", f"name the file in the address: POST {PREFIX}/{task_id}/files/<name>, its bytes as the body"
-        )
+    async def upload_form(request: Request, task_id: str) -> Response:
+        """Take in the files of a form, each under its own name."""
+        if not is_form(request.headers):
+            raise Problem(
+                400,
+                "no-name",
+                f"name the file in the address: POST {PREFIX}/{task_id}/files/<name>, its bytes as the body; "
+                "or send a form: -F file=@<name>",
+            )
+        stored = await _take_form(request, uploads, task_id, None)
+        return JSONResponse({"task_id": task_id, "files": [_described(entry) for entry in stored]}, status_code=201)
 
     @router.api_route("/{task_id}/files/{name:path}", methods=["GET", "HEAD"])
     async def download(request: Request, task_id: str, name: str) -> Response:
@@ -68,6 +75,9 @@ def results_router(folder: ResultsFolder, uploads: Uploads, gatekeeper: Gatekeep
     @router.post("/{task_id}/files/{name:path}")
     async def upload(request: Request, task_id: str, name: str) -> Response:
         """Take in a file, or the next bytes of it; without bytes, say how many are here."""
+        if is_form(request.headers):
+            (stored,) = await _take_form(request, uploads, task_id, name)
+            return _received(stored, stored.size)
         ask = _ask(request, task_id, name)
         await to_thread.run_sync(uploads.check_room, ask)
         if ask.length and ask.offset is None and request.headers.get("content-length") == "0":
@@ -85,6 +95,29 @@ def results_router(folder: ResultsFolder, uploads: Uploads, gatekeeper: Gatekeep
         return Response(status_code=204)
 
     return router
+
+
+async def _take_form(request: Request, uploads: Uploads, task_id: str, name: str | None) -> list[Entry]:
+    """Take in the files of a form: each by its own name, or the only one by `name`. Raises Problem."""
+    for header in (HEADER, OFFSET, LENGTH):
+        if header in request.headers:
+            raise Problem(400, "bad-header", f"{header} is of a file alone; send its bytes as the body, without a form")
+    form, stored = Form(request.headers, request.stream()), list[Entry]()
+    while (given := await form.next_file()) is not None:
+        if name is not None and stored:
+            raise Problem(
+                400,
+                "bad-form",
+                f"the address names one file, and the form holds more; POST it to {PREFIX}/{task_id}/files",
+            )
+        ask = Ask(task_id=task_id, name=given if name is None else name, offset=None, length=None, sha256=None)
+        await to_thread.run_sync(uploads.check_room, ask)
+        entry, _ = await uploads.receive(ask, form.body())
+        if entry is not None:
+            stored.append(entry)
+    if not stored:
+        raise Problem(400, "bad-form", "the form holds no file; send -F file=@<name>")
+    return stored
 
 
 async def _path_is_text(request: Request) -> None:

@@ -32,9 +32,13 @@ _DIGESTS_KEPT: Final = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one upload may take: bytes, and seconds without a byte before it is ended (what came in is kept)."""
+    """What one upload may take: bytes, and seconds without a byte before it is ended (what came in is kept).
+
+    `max_uploads`: how many may come in at the same time; each holds up to 1 MiB of memory.
+    """
 
     max_file_bytes: int = 512 * 1024**3
+    max_uploads: int = 256
     silence_seconds: float = 30.0
     #: Parts that nobody went on with for so long are removed.
     part_seconds: float = 24 * 3600.0
@@ -57,6 +61,7 @@ class Uploads:
     def __init__(self, folder: ResultsFolder, limits: Limits) -> None:
         self._folder, self._limits = folder, limits
         self._known: OrderedDict[Path, PartDigest] = OrderedDict()
+        self._open_uploads = 0
         self._lock = threading.Lock()
 
     def offset(self, ask: Ask) -> int:
@@ -106,8 +111,23 @@ class Uploads:
         """Take in the body of one request.
 
         Returns the stored file, or None when bytes are still missing, and how many bytes are here. Raises Problem
-        400, 404, 408, 409, 413, 422, 507, and what `stream` raises.
+        400, 404, 408, 409, 413, 422, 429, 507, and what `stream` raises.
         """
+        if self._open_uploads >= self._limits.max_uploads:  # counted by the loop's one thread
+            raise Problem(
+                429,
+                "too-many-uploads",
+                f"{self._open_uploads} uploads are coming in, and this gateway takes no more at a time; come again, or "
+                "raise GPUFLOW_GATEWAY_MAX_UPLOADS where it runs",
+                {"Retry-After": "1"},
+            )
+        self._open_uploads += 1
+        try:
+            return await self._receive(ask, stream)
+        finally:
+            self._open_uploads -= 1
+
+    async def _receive(self, ask: Ask, stream: AsyncIterator[bytes]) -> tuple[Entry | None, int]:
         part = await to_thread.run_sync(self._open, ask)
         keep = False
         try:
@@ -220,5 +240,9 @@ class Uploads:
                 part.discard()
 
     def _too_large(self, ask: Ask) -> Problem:
-        limit = self._limits.max_file_bytes
-        return Problem(413, "too-large", f"{ask.name!r} is larger than the {limit} bytes that this gateway takes")
+        return Problem(
+            413,
+            "too-large",
+            f"{ask.name!r} is larger than the {self._limits.max_file_bytes} bytes that this gateway takes; raise "
+            "GPUFLOW_GATEWAY_MAX_FILE_BYTES where it runs",
+        )

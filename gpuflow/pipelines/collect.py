@@ -1,24 +1,25 @@
-"""Puts the results of a stage's tasks together, in order. Pure."""
+"""Puts the results of a stage's tasks together, in order."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
-def stage_result(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def stage_result(results: Sequence[Mapping[str, Any]], load: Callable[[Any], Any]) -> dict[str, Any]:
     """Return the result of a stage from those of its tasks, in the order of its shards or matrix.
 
     One task: its own result. Several: `results` holds each, `items` all their items in order (numbered anew), and
-    `usage` the sums.
+    `usage` the sums. `load` gives what a reference stands for and any other value as it is; raises what it raises.
     """
     if len(results) == 1:
         return dict(results[0])
     joined: dict[str, Any] = {"results": [dict(result) for result in results]}
-    if all(isinstance(result.get("items"), list) for result in results):
-        items = [item for result in results for item in result["items"]]
+    several = [load(result.get("items")) for result in results]
+    if all(isinstance(items, list) for items in several):
         joined["items"] = [
-            {**item, "index": index} if isinstance(item, Mapping) else item for index, item in enumerate(items)
+            {**item, "index": index} if isinstance(item, Mapping) else item
+            for index, item in enumerate(item for items in several for item in items)
         ]
     usages = [result["usage"] for result in results if isinstance(result.get("usage"), Mapping)]
     if usages:

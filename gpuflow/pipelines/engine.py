@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from celery import chord, group
 
+from gpuflow.artifacts.references import References
 from gpuflow.errors import GPUFlowError
 from gpuflow.ledger.ledger import Ledger
 from gpuflow.ledger.records import TaskRecord
@@ -117,7 +118,7 @@ class Engine:
 
     def _dispatch(self, record: PipelineRecord, spec_stage: Any, stage: StageRecord) -> bool:
         try:
-            count = len(task_specs(spec_stage, self._result_of(record)))
+            count = len(self._specs_of(record, spec_stage))
         except GPUFlowError as error:
             failure = {"type": type(error).__name__, "message": str(error), "retryable": False}
             failed = replace(stage, state=StageState.FAILED, error=failure, finished_at=time.time())
@@ -134,7 +135,7 @@ class Engine:
         """Publish the chord of a dispatched stage: header = its tasks, body = its join."""
         template = Template.from_dict(record.template)
         spec_stage = next(item for item in template.stages if item.name == stage.name)
-        specs = task_specs(spec_stage, self._result_of(record))
+        specs = self._specs_of(record, spec_stage)
         nudge = self.app.signature(SETTLE_TASK, args=(record.id,), immutable=True, options={"queue": CONTROL_QUEUE})
         header = [
             self.app.signature(
@@ -166,16 +167,19 @@ class Engine:
         with self.app.backend.nobody_waits():
             chord(header_group, body=body, app=self.app).apply_async()
 
-    def _result_of(self, record: PipelineRecord) -> Any:
+    def _specs_of(self, record: PipelineRecord, spec_stage: Any) -> list[dict[str, Any]]:
+        """Return the specs of a stage's tasks, from the results of the stages before it. Raises GPUFlowError."""
+        references = References(self.app.settings)
         cache: dict[str, Mapping[str, Any]] = {}
 
         def result_of(name: str) -> Mapping[str, Any]:
             if name not in cache:
                 tasks = self.ledger.find_many(record.stage(name).tasks)
-                cache[name] = stage_result([task.result or {} for task in tasks if task is not None])
+                results = [task.result or {} for task in tasks if task is not None]
+                cache[name] = stage_result(results, references.load)
             return cache[name]
 
-        return result_of
+        return task_specs(spec_stage, result_of, references.load)
 
     def _stop_leftovers(self, record: PipelineRecord) -> None:
         """Cancel what still waits or runs for a pipeline that has been cancelled."""

@@ -1,28 +1,94 @@
-"""Turns a stage into the specs of its tasks: references, matrix, shards. Pure."""
+"""Turns a stage into the specs of its tasks: references, matrix, shards.
+
+What an upstream stage gave may itself be a reference to a store (`artifacts.references`). A text that is one whole
+reference passes it on as it is; whoever leads through it, or puts it into a longer text, has it loaded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from gpuflow.spec import Stage, pick, shard
-from gpuflow.spec.references import Reference
+from gpuflow.spec import Reference, Stage, pick, shard
+from gpuflow.spec.artifact_reference import is_reference, read_reference
+from gpuflow.spec.references import find_references, walk_references
 
 StageResult = Callable[[str], Mapping[str, Any]]
+Load = Callable[[Any], Any]
 
 
-def task_specs(stage: Stage, result_of: StageResult) -> list[dict[str, Any]]:
+def task_specs(stage: Stage, result_of: StageResult, load: Load) -> list[dict[str, Any]]:
     """Return the canonical spec of each task of a stage, in order: matrix points first, then shards of each.
 
-    `result_of` gives the result of an upstream stage. Raises GPUFlowError (UnresolvedReference, InvalidTemplate) with
-    the path that has no value or does not fit.
+    `result_of` gives the result of an upstream stage, `load` what a reference to a store stands for. Raises
+    GPUFlowError (UnresolvedReference, InvalidTemplate, ArtifactError) with the path that has no value or does not fit.
     """
+    needed = _needed_values(stage)
 
     def lookup(reference: Reference) -> Any:
-        return pick(result_of(reference.stage), reference)
+        value = pick(_opened(result_of(reference.stage), reference.path, load), reference)
+        return load(value) if reference.text in needed else value
 
     found: list[dict[str, Any]] = []
     for spec in stage.tasks(lookup):
         parallel = spec.get("parallel") or {}
-        found += shard(spec, int(parallel.get("max_shards", 1))) if parallel.get("enabled") else [spec]
+        found += _shards(spec, int(parallel.get("max_shards", 1))) if parallel.get("enabled") else [spec]
     return found
+
+
+def _needed_values(stage: Stage) -> set[str]:
+    """Return the references whose value itself is needed here: inside longer texts, and in a graph template."""
+    needed = {
+        reference.text
+        for place in (stage.spec, stage.matrix or {})
+        for path, reference in walk_references(place)
+        if isinstance(reference, Reference) and _text_at(place, path) != reference.text
+    }
+    needed |= {reference.text for reference in find_references((stage.spec.get("data") or {}).get("template"))}
+    return needed | {
+        one.text
+        for values in (stage.matrix or {}).values()
+        if isinstance(values, str)
+        for one in find_references(values)
+    }
+
+
+def _text_at(value: Any, path: Sequence[str | int]) -> str:
+    for step in path:
+        value = value[step]
+    return str(value)
+
+
+def _opened(value: Any, path: Sequence[str | int], load: Load) -> Any:
+    """Return a value in which no reference is left on the way along `path`."""
+    if not path:
+        return value
+    value, step = load(value), path[0]
+    if isinstance(value, Mapping) and str(step) in value:
+        return {**value, str(step): _opened(value[str(step)], path[1:], load)}
+    if isinstance(value, list) and isinstance(step, int) and step < len(value):
+        inner = _opened(value[step], path[1:], load)
+        return value if inner is value[step] else [*value[:step], inner, *value[step + 1 :]]
+    return value
+
+
+def _shards(spec: Mapping[str, Any], max_shards: int) -> list[dict[str, Any]]:
+    """Split a spec as `spec.shard` does; inputs that are a reference are split into parts of it, unloaded."""
+    data = spec.get("data")
+    name = next((one for one in ("items", "prompts") if isinstance(data, dict) and is_reference(data.get(one))), "")
+    whole = read_reference(data[name]) if isinstance(data, dict) and name else None
+    if whole is None or not whole.count or not isinstance(data, dict) or data.get("shuffle"):
+        return shard(spec, max_shards)
+    first, last = whole.slice or (0, whole.count)
+    last = min(last, first + (data.get("max_items") or last))
+    size, larger = divmod(last - first, max_shards)
+    counts = [count for count in (size + (number < larger) for number in range(max_shards)) if count]
+    edges = itertools.accumulate(counts, initial=first)
+    rest = {key: value for key, value in data.items() if key != "max_items"}
+    return [
+        {**copy.deepcopy(dict(spec)), "data": {**rest, name: replace(whole, slice=part).to_dict()}}
+        for part in itertools.pairwise(edges)
+    ]

@@ -47,7 +47,10 @@ class HardwareFacts(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class GpuCapability:
-    """One GPU or MIG slice; `names` begins with the short one, `vram_gb` is the memory on the box in GB."""
+    """One GPU or MIG slice; `names` begins with the short one, `vram_gb` is the memory on the box in GB.
+
+    `room_mib` is what may be handed out of it now to those that share it; None: all of it.
+    """
 
     uuid: str
     index: int
@@ -56,6 +59,7 @@ class GpuCapability:
     total_mib: int
     mig_parent_uuid: str | None = None
     compute_capability: str | None = None
+    room_mib: int | None = None
 
     @property
     def name(self) -> str:
@@ -70,16 +74,26 @@ class GpuCapability:
 
 @dataclass(frozen=True, kw_only=True)
 class Capability:
-    """All that decides whether a task fits a worker; a label without a value has the value ""."""
+    """All that decides whether a task fits a worker; a label without a value has the value "".
+
+    `disk_free_mib` is what is free where it writes results; None: unknown, so that no ask for disk fits.
+    """
 
     gpus: tuple[GpuCapability, ...] = ()
     cpu_count: float = 1
     memory_mib: int = 0
     labels: tuple[tuple[str, str], ...] = ()
+    disk_free_mib: int | None = None
 
     @classmethod
-    def of(cls, hardware: HardwareFacts, labels: Mapping[str, str] | None = None, tags: Sequence[str] = ()) -> Self:
-        """Build it from a probe, the labels (`--label k=v`) and the tags (WORKER_TAGS), without values."""
+    def of(
+        cls,
+        hardware: HardwareFacts,
+        labels: Mapping[str, str] | None = None,
+        tags: Sequence[str] = (),
+        disk_free_mib: int | None = None,
+    ) -> Self:
+        """Build it from a probe, the labels (`--label k=v`), the tags (WORKER_TAGS), without values, and the disk."""
         gpus = []
         for gpu in hardware.gpus:
             kind = identify(gpu.name, gpu.total_mib)
@@ -99,15 +113,26 @@ class Capability:
             cpu_count=hardware.cpu_count,
             memory_mib=hardware.memory_total_mib,
             labels=tuple(sorted({**dict.fromkeys(tags, ""), **(labels or {})}.items())),
+            disk_free_mib=disk_free_mib,
         )
 
     def only(self, uuids: Collection[str]) -> Self:
         """Return the same worker with these of its GPUs alone, such as those that are free."""
         return replace(self, gpus=tuple(gpu for gpu in self.gpus if gpu.uuid in uuids))
 
+    def with_room(self, room_mib: Mapping[str, int]) -> Self:
+        """Return the same worker with these of its GPUs alone, and what may be handed out of each to sharers."""
+        gpus = tuple(replace(gpu, room_mib=room_mib[gpu.uuid]) for gpu in self.gpus if gpu.uuid in room_mib)
+        return replace(self, gpus=gpus)
+
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        return {"schema": CAPABILITY_SCHEMA, **asdict(self), "labels": dict(self.labels)}
+        """Return plain data for JSON; what is free now is not part of it, but for the disk."""
+        data = {"schema": CAPABILITY_SCHEMA, **asdict(self), "labels": dict(self.labels)}
+        for gpu in data["gpus"]:
+            del gpu["room_mib"]
+        if self.disk_free_mib is None:
+            del data["disk_free_mib"]
+        return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:

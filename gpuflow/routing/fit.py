@@ -1,34 +1,26 @@
 """Does a task fit a worker, and if not, why? Pure and total: every pair has an answer, nothing is raised.
 
 Used by the worker (with its free GPUs alone, to admit; with all of them, to subscribe), at submit and by
-`explain`.
+`explain`. How GPUs are chosen is in `gpuflow.routing.fit_gpus`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import groupby
-from typing import Literal
+from typing import Final
 
 from gpuflow.routing.capability import Capability, GpuCapability
-from gpuflow.routing.names import name_matches
+from gpuflow.routing.fit_gpus import choose, share_of
+from gpuflow.routing.reasons import Reason, ReasonKind, gap, reason
 from gpuflow.routing.requirement import Requirement
-from gpuflow.routing.units import show_gb, show_mib
+from gpuflow.routing.units import show_mib
 
-ReasonKind = Literal["gpu_name", "vram", "gpu_count", "cpu", "memory", "label"]
+__all__ = ["Fit", "Reason", "ReasonKind", "match", "nearness", "share_mib"]
 
-
-@dataclass(frozen=True, kw_only=True)
-class Reason:
-    """One requirement that fails: what is asked, what the worker has, and both as a clause for people."""
-
-    kind: ReasonKind
-    asked: str
-    has: str
-    message: str
+#: Nearness of a worker that fits.
+FITS: Final = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +37,12 @@ def match(requirement: Requirement, capability: Capability) -> Fit:
 
     GPUs of one task are of one kind, and a MIG slice serves single-GPU tasks alone (CUDA sees one slice a
     process). Memory is compared by the size on the box. Of several GPU mismatches only the first is told:
-    name, memory, count.
+    name, memory, compute capability, count, room for a share.
     """
     chosen: tuple[str, ...] = ()
     reasons: list[Reason] = []
     if requirement.gpu_count:
-        answer = _gpus(requirement, capability.gpus)
+        answer = choose(requirement, capability.gpus)
         if isinstance(answer, Reason):
             reasons.append(answer)
         else:
@@ -60,54 +52,44 @@ def match(requirement: Requirement, capability: Capability) -> Fit:
     return Fit(fits=not reasons, gpus=() if reasons else chosen, reasons=tuple(reasons))
 
 
-def _gpus(ask: Requirement, gpus: tuple[GpuCapability, ...]) -> tuple[str, ...] | Reason:
-    if not gpus:
-        return _reason("gpu_count", _count(ask.gpu_count), "none", "the worker has none")
-    named = [gpu for gpu in gpus if name_matches(ask.gpu_names, gpu.names)]
-    if not named:
-        has = ", ".join(f"{count}x {name}" for name, count in Counter(gpu.name for gpu in gpus).items())
-        return _reason("gpu_name", " or ".join(ask.gpu_names), has, f"the worker has {has}")
-    low, high = ask.vram_gb_min or 0, ask.vram_gb_max
-    sized = [gpu for gpu in named if low <= gpu.vram_gb and (high is None or gpu.vram_gb <= high)]
-    if not sized:
-        return _vram_reason(ask, named)
-    usable = [gpu for gpu in sized if ask.gpu_count == 1 or gpu.mig_parent_uuid is None]
-    usable.sort(key=lambda gpu: (gpu.vram_gb, gpu.kind, gpu.index, gpu.uuid))
-    groups = [list(group) for _, group in groupby(usable, key=lambda gpu: gpu.kind)]
-    for group in groups:
-        if len(group) >= ask.gpu_count:
-            return tuple(gpu.uuid for gpu in group[: ask.gpu_count_max or ask.gpu_count])
-    most = max((len(group) for group in groups), default=0)
-    kind = " of one kind" if len(groups) > 1 else ""
-    return _reason(
-        "gpu_count",
-        _count(ask.gpu_count),
-        str(most),
-        f"the worker has {most} such{kind}" if most else "the worker has MIG slices only",
-    )
+def nearness(fit: Fit) -> float:
+    """Return how far a worker is from fitting, to order workers by: 0 fits, then the fewest failing requirements,
+    and of these the smallest part of what is asked for that is missing.
+    """
+    if not fit.reasons:
+        return FITS
+    mean = sum(one.gap for one in fit.reasons) / len(fit.reasons)
+    return len(fit.reasons) + 0.999 * mean
 
 
-def _vram_reason(ask: Requirement, gpus: list[GpuCapability]) -> Reason:
-    largest = max(gpus, key=lambda gpu: gpu.vram_gb)
-    smallest = min(gpus, key=lambda gpu: gpu.vram_gb)
-    if ask.vram_gb_min is not None and largest.vram_gb < ask.vram_gb_min:
-        asked, nearest, which = f"{show_gb(ask.vram_gb_min)} per GPU", largest, "largest"
-    elif ask.vram_gb_max is not None and smallest.vram_gb > ask.vram_gb_max:
-        asked, nearest, which = f"at most {show_gb(ask.vram_gb_max)} per GPU", smallest, "smallest"
-    else:
-        asked = f"{show_gb(ask.vram_gb_min or 0)} to {show_gb(ask.vram_gb_max or 0)} per GPU"
-        nearest, which = largest, "largest"
-    has = show_gb(nearest.vram_gb)
-    return _reason("vram", asked, has, f"the worker's {which} has {has} ({nearest.name})")
+def share_mib(requirement: Requirement, gpu: GpuCapability) -> int | None:
+    """Return how much of a GPU's memory a share takes, in MiB as the driver counts; None when it takes all.
+
+    A GPU reports less than the size on its box, and shares are scaled alike: two of 12 GB fit a "24 GB" L4.
+    """
+    return share_of(requirement, gpu)
 
 
 def _host(ask: Requirement, capability: Capability) -> Iterator[Reason]:
     if ask.cpu is not None and ask.cpu > capability.cpu_count:
         has = f"{capability.cpu_count:g}"
-        yield _reason("cpu", f"{ask.cpu:g} CPUs", has, f"the worker has {has}")
+        missing = gap(ask.cpu, capability.cpu_count)
+        yield reason("cpu", f"{ask.cpu:g} CPUs", has, f"the worker has {has}", missing)
     if ask.memory_mib is not None and ask.memory_mib > capability.memory_mib:
         has = show_mib(capability.memory_mib)
-        yield _reason("memory", f"{show_mib(ask.memory_mib)} of memory", has, f"the worker has {has}")
+        missing = gap(ask.memory_mib, capability.memory_mib)
+        yield reason("memory", f"{show_mib(ask.memory_mib)} of memory", has, f"the worker has {has}", missing)
+    if ask.disk_gib is not None:
+        yield from _disk(ask.disk_gib * 1024, capability.disk_free_mib)
+
+
+def _disk(asked_mib: float, free_mib: int | None) -> Iterator[Reason]:
+    asked = f"{show_mib(round(asked_mib))} of free disk"
+    if free_mib is None:
+        yield reason("disk", asked, "unknown", "the worker does not tell how much it has")
+    elif asked_mib > free_mib:
+        has = show_mib(free_mib)
+        yield reason("disk", asked, has, f"the worker has {has} free", gap(asked_mib, free_mib))
 
 
 def _labels(ask: Requirement, capability: Capability) -> Iterator[Reason]:
@@ -116,14 +98,6 @@ def _labels(ask: Requirement, capability: Capability) -> Iterator[Reason]:
         value = labels.get(key)
         asked = f"label {key}={glob}" if glob else f"label {key}"
         if value is None:
-            yield _reason("label", asked, "no such label", "the worker has no such label")
+            yield reason("label", asked, "no such label", "the worker has no such label")
         elif glob and not fnmatchcase(value, glob):
-            yield _reason("label", asked, f"{key}={value}", f"the worker has {key}={value}")
-
-
-def _reason(kind: ReasonKind, asked: str, has: str, clause: str) -> Reason:
-    return Reason(kind=kind, asked=asked, has=has, message=f"asks for {asked}, {clause}")
-
-
-def _count(count: int) -> str:
-    return "1 GPU" if count == 1 else f"{count} GPUs"
+            yield reason("label", asked, f"{key}={value}", f"the worker has {key}={value}")

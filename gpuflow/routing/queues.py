@@ -4,10 +4,14 @@ A name is `cpu` or `gpu`, then, where asked for and in this order:
 
     -a100            the GPU's name; several are joined by `_`; in a glob, `*` is spelled `+` and `?` `~`
     -80g  -20480m    at least this memory on the box of each GPU, in GB or MiB
+    -shared8g        instead: this memory of a GPU that others may share
     -max80g          at most this memory
+    -share50         half of a GPU: a share in percent, or in thousandths (-share125m)
     -x4  -x1to4      count, or range of counts; one GPU is not written
+    -cc80            at least this compute capability (8.0)
     -8c  -500mc      CPUs, or thousandths of one
     -ram32g -ram500m memory of the machine, in GiB or MiB
+    -disk100g        free disk, in GiB or MiB
     .team=nlp        a label, sorted by name; `.fast` for a label that need only be there; `*` and `?` as
                      above, and every other character outside A-Z a-z 0-9 _ : @ - as %XX
 
@@ -39,18 +43,25 @@ def queue_name(requirement: Requirement) -> str:
     if ask.gpu_names:
         parts.append("_".join(ask.gpu_names).translate(_GLOB_SPELLING))
     if ask.vram_gb_min is not None:
-        parts.append(_gigabytes(ask.vram_gb_min))
+        parts.append(("shared" if ask.gpu_shared else "") + _gigabytes(ask.vram_gb_min))
     if ask.vram_gb_max is not None:
         parts.append("max" + _gigabytes(ask.vram_gb_max))
+    if ask.gpu_share is not None:
+        percent, rest = divmod(round(ask.gpu_share * 1000), 10)
+        parts.append(f"share{percent * 10 + rest}m" if rest else f"share{percent}")
     if ask.gpu_count_max is not None:
         parts.append(f"x{ask.gpu_count}to{ask.gpu_count_max}")
     elif ask.gpu_count > 1:
         parts.append(f"x{ask.gpu_count}")
+    if ask.compute_capability_min is not None:
+        parts.append("cc" + ask.compute_capability_min.replace(".", ""))
     if ask.cpu is not None:
         parts.append(f"{ask.cpu:.0f}c" if ask.cpu == int(ask.cpu) else f"{ask.cpu * 1000:.0f}mc")
     if ask.memory_mib is not None:
         exact = ask.memory_mib % 1024 == 0
         parts.append(f"ram{ask.memory_mib // 1024}g" if exact else f"ram{ask.memory_mib}m")
+    if ask.disk_gib is not None:
+        parts.append("disk" + _gigabytes(ask.disk_gib))
     name = "-".join(parts) + "".join(
         f".{_safe(key)}={_safe(value)}" if value else f".{_safe(key)}" for key, value in ask.labels
     )

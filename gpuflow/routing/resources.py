@@ -1,24 +1,25 @@
 """From the `resources` of a template, or of `@app.task(resources=...)`, to requirements.
 
 Used by the app at submit. The shorthand (`accelerators`) and the long form (`hardware.gpu`) may both be
-given only when they ask for the same. CPU, memory and labels hold for every alternative.
+given only when they ask for the same GPUs; a share and a compute capability in the long form hold for every
+alternative of the shorthand, as do CPU, memory, disk and labels.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
 from gpuflow.errors import GPUFlowError, InvalidTemplate
 from gpuflow.routing.accelerators import format_accelerators, parse_accelerators
+from gpuflow.routing.gpu_fields import GpuFields, read_gpu
 from gpuflow.routing.requirement import Requirement
-from gpuflow.routing.units import cpus, gpu_memory_gb, host_memory_mib
+from gpuflow.routing.units import cpus, disk_gib, host_memory_mib
 
-_KNOWN: Final = frozenset({"accelerators", "hardware", "labels", "replicas"})
-_KNOWN_HARDWARE: Final = frozenset({"cpu", "memory", "gpu"})
-_KNOWN_GPU: Final = frozenset({"type", "count", "memory", "shared", "fraction"})
+_KNOWN: Final = frozenset({"accelerators", "hardware", "labels", "replicas", "gpu"})
+_KNOWN_HARDWARE: Final = frozenset({"cpu", "memory", "disk", "gpu"})
+_NOTHING: Final[tuple[object, ...]] = (None, "", [], (), {})
 
 
 def requirement_from_resources(
@@ -32,74 +33,79 @@ def requirement_from_resources(
     """
     if isinstance(resources, str):
         resources = {"accelerators": resources}
-    given = dict(resources or {})
+    given = _one_place_for_gpu(dict(resources or {}))
     hardware = _mapping(given.get("hardware"), "hardware")
     if strict:
         _refuse_unknown(given, _KNOWN, "resources")
         _refuse_unknown(hardware, _KNOWN_HARDWARE, "resources.hardware")
-    long_form = _long_form(hardware.get("gpu"), strict)
-    alternatives: tuple[Requirement, ...] = ()
-    if given.get("accelerators") not in (None, "", [], ()):
-        alternatives = parse_accelerators(given["accelerators"])
-        if long_form is not None and alternatives != (long_form,):
-            raise InvalidTemplate(
-                f"resources: accelerators {given['accelerators']!r} and hardware.gpu "
-                f"({format_accelerators(long_form)}) ask for different GPUs; keep one of them"
-            )
+    long_form = None if hardware.get("gpu") is None else read_gpu(hardware["gpu"], strict=strict)
+    on_cpu = any(hardware.get(field) is not None for field in ("cpu", "memory", "disk"))
+    alternatives: tuple[Requirement, ...]
+    if given.get("accelerators") not in _NOTHING:
+        alternatives = _both(given["accelerators"], long_form)
     elif long_form is not None:
-        alternatives = (long_form,)
-    elif hardware.get("cpu") is not None or hardware.get("memory") is not None:
-        alternatives = (Requirement(),)
+        alternatives = (long_form.requirement(),)
     else:
-        alternatives = (Requirement(gpu_count=1 if gpu_available else 0),)
+        alternatives = (Requirement(gpu_count=1 if gpu_available and not on_cpu else 0),)
     common: dict[str, Any] = {
-        "cpu": _amount(hardware.get("cpu"), cpus, "hardware.cpu", '8, 0.5 or "500m"'),
-        "memory_mib": _amount(hardware.get("memory"), host_memory_mib, "hardware.memory", "32Gi or 32GB"),
+        "cpu": _amount(hardware.get("cpu"), cpus, "cpu", '8, 0.5 or "500m"'),
+        "memory_mib": _amount(hardware.get("memory"), host_memory_mib, "memory", "32Gi or 32GB"),
+        "disk_gib": _amount(hardware.get("disk"), disk_gib, "disk", "100Gi or 100GB"),
         "labels": _labels(given.get("labels")),
     }
     return tuple(_checked(lambda ask=ask: replace(ask, **common)) for ask in alternatives)
 
 
-def _long_form(gpu: object, strict: bool) -> Requirement | None:
-    """Read `hardware.gpu`: type, count, memory. A share of a GPU is routed to where the whole fits."""
+def format_resources(requirement: Requirement) -> dict[str, Any]:
+    """Write a requirement as `resources`, in the shorthand as far as that goes; reading it gives the same back."""
+    ask = requirement
+    gpu: dict[str, Any] = {}
+    if ask.gpu_shared:
+        gpu["shared"] = True
+    if ask.compute_capability_min is not None:
+        gpu["compute_capability"] = f"{ask.compute_capability_min}+"
+    hardware: dict[str, Any] = {
+        "cpu": ask.cpu,
+        "memory": None if ask.memory_mib is None else f"{ask.memory_mib}Mi",
+        "disk": None if ask.disk_gib is None else f"{round(ask.disk_gib * 1024)}Mi",
+        "gpu": gpu or None,
+    }
+    resources: dict[str, Any] = {
+        "accelerators": format_accelerators(ask),
+        "hardware": {field: value for field, value in hardware.items() if value is not None},
+        "labels": dict(ask.labels),
+    }
+    return {field: value for field, value in resources.items() if value}
+
+
+def _one_place_for_gpu(given: dict[str, Any]) -> dict[str, Any]:
+    """`resources.gpu`, as dstack spells it, is the shorthand when it is text and the long form when it has fields."""
+    gpu = given.pop("gpu", None)
     if gpu is None:
-        return None
-    if isinstance(gpu, bool) or not isinstance(gpu, Mapping):
-        raise InvalidTemplate(f"resources.hardware.gpu is {gpu!r}; write fields such as {{type: a100, count: 1}}")
-    if strict:
-        _refuse_unknown(gpu, _KNOWN_GPU, "resources.hardware.gpu")
-    count = 1 if gpu.get("count") is None else gpu["count"]
-    if isinstance(count, str) and re.fullmatch(r"\s*[0-9]{1,9}\s*", count):
-        count = int(count)
-    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-        raise InvalidTemplate(f"resources.hardware.gpu.count is {count!r}; give a count such as 1")
-    if count == 0:
-        return Requirement()
-    shared = bool(gpu.get("shared")) or gpu.get("fraction") is not None
-    if shared and count > 1:
-        raise InvalidTemplate(f"resources.hardware.gpu: a share is of one GPU, but count is {count}; give 1")
-    kinds = gpu.get("type")
-    types = list(kinds) if isinstance(kinds, list | tuple) else [kinds] if kinds else []
-    asks = [parse_accelerators(_typed(kind))[0] for kind in types]
-    found = {ask.vram_gb_min for ask in asks}
-    if len(found) > 1 or any(ask.gpu_count != 1 or ask.gpu_count_max for ask in asks):
-        raise InvalidTemplate(
-            f"resources.hardware.gpu.type is {kinds!r}; give names, and count and memory in their own fields"
-        )
-    of_type = found.pop() if found else None
-    memory = _amount(gpu.get("memory"), gpu_memory_gb, "hardware.gpu.memory", "40GB or 40Gi")
-    if memory is not None and of_type is not None and memory != of_type:
-        raise InvalidTemplate(
-            f"resources.hardware.gpu: type {kinds!r} and memory {gpu['memory']!r} contradict; keep one"
-        )
-    names = () if any(not ask.gpu_names for ask in asks) else tuple(n for ask in asks for n in ask.gpu_names)
-    return _checked(lambda: Requirement(gpu_count=count, gpu_names=names, vram_gb_min=memory or of_type))
+        return given
+    if not isinstance(gpu, Mapping):
+        if given.get("accelerators") not in (*_NOTHING, gpu):
+            raise InvalidTemplate(
+                f"resources: gpu {gpu!r} and accelerators {given['accelerators']!r} are the same field; keep one"
+            )
+        return {**given, "accelerators": gpu}
+    hardware = _mapping(given.get("hardware"), "hardware")
+    if hardware.get("gpu") not in (None, gpu):
+        raise InvalidTemplate("resources: gpu and hardware.gpu are the same field; keep one")
+    return {**given, "hardware": {**hardware, "gpu": gpu}}
 
 
-def _typed(kind: object) -> str:
-    if not isinstance(kind, str) or ":" in kind:
-        raise InvalidTemplate(f"resources.hardware.gpu.type is {kind!r}; give a name such as a100 or any")
-    return kind
+def _both(accelerators: object, long_form: GpuFields | None) -> tuple[Requirement, ...]:
+    """Return the alternatives of the shorthand, under the conditions of the long form."""
+    alternatives = parse_accelerators(accelerators)
+    if long_form is None:
+        return alternatives
+    if long_form.names_gpus and alternatives != (long_form.base(),):
+        raise InvalidTemplate(
+            f"resources: accelerators {accelerators!r} and hardware.gpu "
+            f"({format_accelerators(long_form.base())}) ask for different GPUs; keep one of them"
+        )
+    return tuple(_checked(lambda ask=ask: long_form.conditions(ask)) for ask in alternatives)
 
 
 def _amount(value: object, read: Any, field: str, example: str) -> Any:
@@ -107,7 +113,9 @@ def _amount(value: object, read: Any, field: str, example: str) -> Any:
         return None
     amount = None if isinstance(value, bool) else read(f"{value}".removesuffix("+"))
     if amount is None or amount <= 0:
-        raise InvalidTemplate(f"resources.{field} is {value!r}; give an amount with its unit, such as {example}")
+        raise InvalidTemplate(
+            f"resources.hardware.{field} is {value!r}; give an amount with its unit, such as {example}"
+        )
     return amount
 
 

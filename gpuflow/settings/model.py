@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import (
     BaseModel,
     BeforeValidator,
+    ByteSize,
     ConfigDict,
     Field,
     PrivateAttr,
@@ -96,6 +97,13 @@ class Settings(BaseModel):
     key_prefix: str = _setting("GPUFLOW_KEY_PREFIX", "", "letters, digits, '.', '_', '-' and ':'")
     worker_token: SecretStr | None = _setting("GPUFLOW_WORKER_TOKEN", None, "a worker token", secret=True)
     gateway_url: str | None = _setting("GPUFLOW_GATEWAY_URL", None, "a URL such as https://host:8080")
+    store_url: str | None = _setting(
+        "GPUFLOW_STORE_URL", None, "file:///shared/folder, https://host/api/v1/results or s3://bucket/prefix"
+    )
+    gateway_max_file_bytes: PositiveCount = _setting(
+        "GPUFLOW_GATEWAY_MAX_FILE_BYTES", 512 * 1024**3, "bytes, such as 549755813888"
+    )
+    gateway_max_uploads: PositiveCount = _setting("GPUFLOW_GATEWAY_MAX_UPLOADS", 256, "a count from 1 up")
     retention_days: Annotated[float, Field(gt=0, allow_inf_nan=False)] = _setting(
         "GPUFLOW_RETENTION_DAYS", 30, "days, such as 30"
     )
@@ -104,6 +112,9 @@ class Settings(BaseModel):
     )
     allow_volatile: bool = _setting("GPUFLOW_ALLOW_VOLATILE", False, "true or false")
     cache_dir: Path = _setting("GPUFLOW_CACHE_DIR", "~/.cache/gpuflow", "a folder")
+    model_cache_max_bytes: Annotated[ByteSize, Field(gt=0)] | None = _setting(
+        "GPUFLOW_MODEL_CACHE_MAX_BYTES", None, "a size such as 200GB, or bytes"
+    )
     state_dir: Path = _setting("GPUFLOW_STATE_DIR", "~/.local/state/gpuflow", "a folder")
     grace_seconds: Seconds = _setting("GPUFLOW_GRACE_SEC", 10, "seconds from SIGTERM to SIGKILL, such as 10")
     notice_seconds: Seconds = _setting("GPUFLOW_NOTICE_SEC", 30, "seconds a preempted task has to save its state")
@@ -113,11 +124,14 @@ class Settings(BaseModel):
     events_maxlen: PositiveCount = _setting("GPUFLOW_EVENTS_MAXLEN", 10_000, "a count of events a task keeps")
     secrets_dir: Path | None = _setting("GPUFLOW_SECRETS_DIR", None, "a folder that holds one file for each secret")
     offline: bool = _setting("GPUFLOW_OFFLINE", False, "true or false")
+    lock_dir: Path | None = _setting(
+        "GPUFLOW_LOCK_DIR", None, "a folder on a local disk that every worker of the machine shares"
+    )
     valkey_server: Path | None = _setting("GPUFLOW_VALKEY_SERVER", None, "the path of a valkey-server")
 
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
 
-    @field_validator("results_dir", "cache_dir", "state_dir", "secrets_dir", "valkey_server", mode="after")
+    @field_validator("results_dir", "cache_dir", "state_dir", "secrets_dir", "valkey_server", "lock_dir", mode="after")
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
         return None if value is None else value.expanduser().absolute()
@@ -139,6 +153,11 @@ class Settings(BaseModel):
         if not value.startswith(("http://", "https://")):
             raise ValueError("the URL must start with http:// or https://")
         return value.rstrip("/")
+
+    @field_validator("store_url")
+    @classmethod
+    def _store(cls, value: str | None) -> str | None:
+        return None if value is None else sources.store_url(value)
 
     @field_validator("task_topic", "worker_id", "key_prefix")
     @classmethod
@@ -235,7 +254,7 @@ def _shown(name: str, value: Any) -> str:
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
-_FOLDERS: Final = ("results_dir", "cache_dir", "state_dir", "secrets_dir", "valkey_server")
+_FOLDERS: Final = ("results_dir", "cache_dir", "state_dir", "secrets_dir", "valkey_server", "lock_dir")
 
 
 def _default_folders(env: Mapping[str, str], cwd: Path) -> Iterator[tuple[str, sources.RawValue]]:
@@ -274,10 +293,10 @@ def _explain(error: ValidationError, raw: Mapping[str, sources.RawValue]) -> Ite
             continue
         seen.add(name)
         item = raw[name]
-        if not _is_secret(name):
-            shown = repr(item.value)
-        elif name == "redis_url" and isinstance(item.value, str) and "://" in item.value:
+        if name.endswith("_url") and isinstance(item.value, str) and "://" in item.value:
             shown = repr(sources.mask_url(item.value))
+        elif not _is_secret(name):
+            shown = repr(item.value)
         else:
             shown = sources.MASK
         cause = mistake["msg"].removeprefix("Value error, ")

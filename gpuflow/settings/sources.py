@@ -59,6 +59,19 @@ def unix_socket_url(url: str) -> str:
     return f"unix://{parts.netloc}{parts.path}" + (f"?{query}" if query else "")
 
 
+def store_url(url: str) -> str:
+    """Return the URL of an artifact store without its last slash. Raises ValueError for one that names no store."""
+    parts = urlsplit(url)
+    if parts.query or parts.fragment or parts.username or parts.password:
+        raise ValueError("the URL has a user, a query or a fragment; tokens and keys have settings of their own")
+    if parts.scheme == "file":
+        if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
+            raise ValueError("a folder is named by its absolute path")
+    elif parts.scheme not in ("http", "https", "s3") or not parts.hostname:
+        raise ValueError("the URL must begin with file:///, http://, https:// or s3://")
+    return url.rstrip("/") if parts.path.strip("/") else url
+
+
 def config_file(env: Mapping[str, str], cwd: Path) -> Path | None:
     """Return the settings file in use, or None. Raises InvalidSettings when GPUFLOW_CONFIG names none."""
     named = env.get(CONFIG_FILE_VARIABLE, "").strip()

@@ -16,6 +16,7 @@ from gpuflow.spec.fields import check_section
 from gpuflow.spec.graph_template import render
 from gpuflow.spec.models_task import TaskSpec
 from gpuflow.spec.normalise import Renames, normalise
+from gpuflow.spec.plain_secrets import check_plain_secrets
 from gpuflow.spec.pydantic_report import report
 from gpuflow.spec.reading import read_mapping
 from gpuflow.spec.references import is_pending
@@ -66,6 +67,8 @@ def check_spec(
     _library_sections(spec, task_type, findings, foreign=foreign, at_dispatch=at_dispatch)
     if at_dispatch:
         _render_template(spec, findings)
+    else:
+        check_plain_secrets(spec, findings, foreign=foreign)
     return _validate(spec, findings, foreign=foreign, at_dispatch=at_dispatch)
 
 

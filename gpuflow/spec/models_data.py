@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticKnownError
 
+from gpuflow.spec.artifact_reference import is_reference, read_reference
 from gpuflow.spec.models_types import Flag, Name, Number, Strict, Whole
 from gpuflow.spec.report import one_of, show
 
@@ -21,6 +23,40 @@ SOURCES: Final = {
     "preset": ("name",),
     "graph_template": ("template",),
 }
+
+
+#: Types of data that are files.
+FILE_TYPES: Final = frozenset({"jsonl", "csv", "parquet"})
+
+
+def _rows_or_reference(value: Any) -> Any:
+    """Inline rows, or the reference that stands for them where they are large."""
+    if is_reference(value):
+        read_reference(value)
+    elif value is not None and not isinstance(value, list):
+        raise PydanticKnownError("list_type")
+    return value
+
+
+#: A list, or a reference to one (`artifact_reference`).
+Rows = Annotated[Any, BeforeValidator(_rows_or_reference)]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-fA-F]{64}$")]
+
+
+class EvalFile(Strict):
+    """A file of its own for the evaluation, of the same type and with the same columns as the data."""
+
+    path: Name | None = Field(None, description="A path on the worker")
+    url: Name | None = Field(None, description="The URL of a file")
+    upload: Name | None = Field(None, description="A local file that travels by the artifact store")
+    sha256: Digest | None = Field(None, description="SHA-256 of the file at `url`")
+
+    @model_validator(mode="after")
+    def _one_place(self) -> EvalFile:
+        given = [name for name in ("path", "url", "upload") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"needs one of path, url and upload, and has {' and '.join(given) or 'none'}")
+        return self
 
 
 class Column(Strict):
@@ -49,16 +85,17 @@ class Data(Strict):
         Literal["list", "prompts", "preferences", "dataset", "jsonl", "csv", "parquet", "preset", "graph_template"]
         | None
     ) = Field(None, description="Found from the other fields where it is left out")
-    items: list[Any] | None = Field(None, description="Texts, chat messages or records, in order")
-    prompts: list[Any] | None = Field(None, description="Prompts, in order")
-    messages: list[Any] | None = Field(None, description="One chat, or a list of chats")
-    preferences: list[Any] | None = Field(None, description="Records with prompt, chosen, rejected")
+    items: Rows = Field(None, description="Texts, chat messages or records, in order")
+    prompts: Rows = Field(None, description="Prompts, in order")
+    messages: Rows = Field(None, description="One chat, or a list of chats")
+    preferences: Rows = Field(None, description="Records with prompt, chosen, rejected")
     url: Name | None = Field(None, description="Data set id of the hub, or the URL of a file")
     path: Name | None = Field(None, description="A path on the worker")
     upload: Name | None = Field(None, description="A local file that travels by the artifact store")
+    sha256: Digest | None = Field(None, description="SHA-256 of the file at `url`; another content fails the task")
     name: Name | None = Field(None, description="Configuration of the data set, or name of a shipped preset")
     split: Name | None = Field(None, description="Split, as in train[:1%]")
-    eval_split: Any = Field(None, description="Split for evaluation: a name, or a share between 0 and 1")
+    eval_split: Any = Field(None, description="For evaluation: a share, a split's name, or {path, url or upload}")
     column: Name | None = Field(None, description="The column that holds the input")
     columns: dict[str, Name] | None = Field(
         None, description="Role -> column: prompt, completion, text, messages, chosen, rejected, ..."
@@ -73,26 +110,28 @@ class Data(Strict):
 
     @field_validator("items", "prompts", "preferences", "messages")
     @classmethod
-    def _not_empty(cls, value: list[Any] | None, info: ValidationInfo) -> list[Any] | None:
+    def _not_empty(cls, value: Any, info: ValidationInfo) -> Any:
         if value is not None and not value:
             raise ValueError("is an empty list; give at least one entry")
-        for index, item in enumerate(value or ()):
+        for index, item in enumerate(_inline(value)):
             if item is None or item == "":
                 raise ValueError(f"[{index}] is empty; give text or a record")
         return value
 
     @field_validator("prompts")
     @classmethod
-    def _prompts_are_text(cls, value: list[Any] | None) -> list[Any] | None:
-        for index, item in enumerate(value or ()):
-            if not isinstance(item, str | list):
+    def _prompts_are_text(cls, value: Any) -> Any:
+        for index, item in enumerate(_inline(value)):
+            if not isinstance(item, str | list) and not is_reference(item):
                 raise ValueError(f"[{index}] is {show(item)}; a prompt is text or a list of chat messages")
         return value
 
     @field_validator("preferences")
     @classmethod
-    def _pairs(cls, value: list[Any] | None) -> list[Any] | None:
-        for index, item in enumerate(value or ()):
+    def _pairs(cls, value: Any) -> Any:
+        for index, item in enumerate(_inline(value)):
+            if is_reference(item):
+                continue
             missing = [key for key in ("chosen", "rejected") if not isinstance(item, dict) or key not in item]
             if missing and not (isinstance(item, str) and "${" in item):
                 raise ValueError(f"[{index}] lacks {one_of(missing)}; a preference has prompt, chosen and rejected")
@@ -102,8 +141,12 @@ class Data(Strict):
     @classmethod
     def _share_or_name(cls, value: Any) -> Any:
         is_share = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
+        if isinstance(value, dict):
+            return EvalFile.model_validate(value).model_dump(exclude_unset=True)
         if value is not None and not is_share and not (isinstance(value, str) and value):
-            raise ValueError(f"is {show(value)}; give the name of a split, or a share such as 0.1")
+            raise ValueError(
+                f"is {show(value)}; give a share such as 0.1, a split's name, or a file as {{upload: ./eval.jsonl}}"
+            )
         return value
 
     @model_validator(mode="after")
@@ -118,7 +161,15 @@ class Data(Strict):
             raise ValueError(f"type {self.type} needs {one_of(wanted)}")
         if len(given) > 1:
             raise ValueError(f"has {' and '.join(given)}, which contradict each other; keep one of them")
+        if self.sha256 is not None and (self.url is None or self.type not in FILE_TYPES):
+            raise ValueError("has sha256, which is that of a file at url; give url, or leave it out")
+        if isinstance(self.eval_split, dict) and self.type not in FILE_TYPES:
+            raise ValueError(f"has a file as eval_split, but is of type {self.type}; give a share, or files for both")
         return self
+
+
+def _inline(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 class RewardModel(Strict):

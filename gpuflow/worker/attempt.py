@@ -78,8 +78,9 @@ class Attempt:
     `grace_seconds` is the time from SIGTERM to SIGKILL, `notice_seconds` that from the notice of a preemption to
     SIGTERM; `deadline_seconds` the time-out of the whole attempt (None: no limit), enforced for silent children too.
     `celery_meta` makes Celery's result entry from the last progress (None at the start), which the ledger writes if the
-    attempt is current; `on_tick` is called all the time that this supervisor lives. What the child says passes the
-    `redactor` first: events, log, result and error.
+    attempt is current; `on_tick` is called all the time that this supervisor lives, `on_checkpoint` (set it before the
+    run) when the child may have a new checkpoint. What the child says passes the `redactor` first: events, log, result
+    and error.
     """
 
     def __init__(
@@ -110,7 +111,9 @@ class Attempt:
         self._celery_meta = celery_meta
         self._reported = False
         self._on_tick = on_tick
-        self._redactor = redactor or Redactor()
+        self.redactor = redactor or Redactor()
+        self.on_checkpoint: Callable[[], None] | None = None
+        self._end_by: float | None = None
         self._child: Child | None = None
         self._stop: StopReason | None = None
         self._terminate_at: float | None = None
@@ -128,6 +131,11 @@ class Attempt:
         """Process id of the shim, once it runs."""
         return self._child.shim_pid if self._child else None
 
+    @property
+    def end_by(self) -> float | None:
+        """When all of the attempt is to be over since it was told to stop (monotonic seconds); None: no limit."""
+        return self._end_by
+
     def stop(self, reason: StopReason, *, at_once: bool = False) -> None:
         """Stop the child; the first reason counts, a later one can only make it sooner.
 
@@ -139,6 +147,9 @@ class Attempt:
             first = self._stop is None
             if first:
                 self._stop = reason
+            notice_seconds = self._notice_seconds if reason == "preempted" else 0.0
+            end_by = now + (0.0 if at_once else notice_seconds + self._grace_seconds)
+            self._end_by = end_by if self._end_by is None else min(self._end_by, end_by)
             if at_once or reason in ("lost", "superseded"):
                 if not first:
                     self._stop = reason if reason in ("lost", "superseded") else self._stop
@@ -158,11 +169,11 @@ class Attempt:
 
     def run(self) -> Outcome:
         """Start the child, follow it to its end, and say how it ended. Nothing of it is left then."""
-        known.add(self._redactor)
+        known.add(self.redactor)
         try:
             return self._run()
         finally:
-            known.remove(self._redactor)
+            known.remove(self.redactor)
 
     def _run(self) -> Outcome:
         started = time.monotonic()
@@ -193,7 +204,7 @@ class Attempt:
         flushed = asked = time.monotonic()
         for kind, line in child.read(FLUSH_SECONDS):
             if kind == "log":
-                hidden = self._redactor.line(line)
+                hidden = self.redactor.line(line)
                 log_file.write(hidden + b"\n")
                 text = hidden.decode("utf-8", "replace")
                 self._log_tail = f"{self._log_tail}{text}\n"[-LOG_TAIL:]
@@ -224,10 +235,10 @@ class Attempt:
 
     def _hidden(self, event: Event) -> Event:
         try:
-            return replace(event, data=self._redactor.data(event.data, shapes=event.name not in _CONTENT))
+            return replace(event, data=self.redactor.data(event.data, shapes=event.name not in _CONTENT))
         except RecursionError:
             note = f"an event {event.name!r} was left out: it is nested too deeply to be searched for secrets"
-            return Event(name="log", data={"message": self._redactor.text(note)}, at=event.at)
+            return Event(name="log", data={"message": self.redactor.text(note)}, at=event.at)
 
     def _handle(self, event: Event) -> None:
         if event.name == "finish":
@@ -240,6 +251,8 @@ class Attempt:
             self._artifacts.append(str(event.data["path"]))
         elif event.name == "progress":
             self._progress = dict(event.data)
+        if event.name in ("checkpoint", "artifact") and self.on_checkpoint is not None:
+            self.on_checkpoint()
         self._note(event)
 
     def _note(self, event: Event) -> None:

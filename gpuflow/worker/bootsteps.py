@@ -26,6 +26,7 @@ from gpuflow.routing.families import CONTROL_QUEUE
 from gpuflow.worker.admission import Admission
 from gpuflow.worker.demands import Demands
 from gpuflow.worker.event_batches import EventBatches
+from gpuflow.worker.housekeeping import Housekeeping
 from gpuflow.worker.main import CannotStart
 from gpuflow.worker.preflight import require_durable, require_own_id
 from gpuflow.worker.presence import PresenceThread
@@ -135,6 +136,7 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
                     {"uuid": gpu.uuid, "name": gpu.name, "totalMib": gpu.total_mib} for gpu in runtime.hardware.gpus
                 ],
                 "freeGpus": list(runtime.admission.free_gpus()),
+                "bandwidthBytesPerSecond": runtime.app.settings.worker_network_bandwidth_bytes_per_second,
                 "leases": len(runtime.leases.held()),
                 "running": sorted(runtime.running),
             }
@@ -149,6 +151,26 @@ def gpuflow_queues(state: Any) -> list[dict[str, Any]]:
     for name in runtime.admission.demands.names() if runtime is not None else ():
         queues.setdefault(name, Queue(name, Exchange(name), routing_key=name))
     return [dict(queue.as_dict(recurse=True)) for queue in queues.values()]
+
+
+class Upkeep(bootsteps.StartStopStep):  # type: ignore[misc]
+    """Keeps results and model cache of this machine in bounds while the worker runs."""
+
+    requires = (Machine,)
+
+    def __init__(self, worker: Any, **kwargs: Any) -> None:
+        super().__init__(worker, **kwargs)
+        self._thread: Housekeeping | None = None
+
+    def start(self, worker: Any) -> None:
+        """Start the thread."""
+        self._thread = Housekeeping(current())
+        self._thread.start()
+
+    def stop(self, worker: Any) -> None:
+        """Let the thread end; what it was removing is finished by the next worker."""
+        if self._thread is not None:
+            self._thread.stop()
 
 
 @control_command(args=[("task_id", str)])  # type: ignore[untyped-decorator]

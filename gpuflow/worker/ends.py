@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 from typing import Any, Final
 
-from gpuflow.artifacts.destination import UploadFailed
+from gpuflow.artifacts.checkpoint_store import CheckpointUnreachable
+from gpuflow.artifacts.destination import FetchFailed, UploadFailed
 from gpuflow.errors import TaskCancelled, TaskDead, TaskFailed
 from gpuflow.ledger.states import TaskState
 from gpuflow.secrets import known
@@ -30,5 +31,5 @@ def cause_of(error: Exception) -> dict[str, Any]:
     return {
         "type": "DiskFull" if full else type(error).__name__,
         "message": known.text(str(error)),
-        "retryable": isinstance(error, OSError | UploadFailed),
+        "retryable": isinstance(error, OSError | UploadFailed | FetchFailed | CheckpointUnreachable),
     }

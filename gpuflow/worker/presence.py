@@ -70,6 +70,7 @@ class PresenceThread(threading.Thread):
             class_name=runtime.admission.demands.name,
             tasks=tuple(sorted(runtime.running)),
             load=self._load(),
+            bandwidth_bytes_per_second=runtime.app.settings.worker_network_bandwidth_bytes_per_second,
             started_at=self._started_at,
             heartbeat_at=time.time(),
             version=__version__,

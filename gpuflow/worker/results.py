@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Final
 
@@ -46,6 +47,15 @@ class ResultsFolder:
         """Return the folder of an attempt's checkpoints."""
         return self.attempt_dir(number) / "checkpoints"
 
+    @property
+    def fetched_dir(self) -> Path:
+        """The folder of what was fetched from a store for this task."""
+        return self.root / "fetched"
+
+    def forget_fetched(self) -> None:
+        """Remove what was fetched; for a task that has ended. What cannot be removed is left to the retention."""
+        shutil.rmtree(self.fetched_dir, ignore_errors=True)
+
     def resume_from(self, number: int) -> Path | None:
         """Return the checkpoint that attempt `number` goes on from: the newest complete one of an earlier attempt.
 
@@ -76,6 +86,11 @@ class ResultsFolder:
                 fresh.unlink()
             fresh.symlink_to(Path(target.name) / entry.name)
             fresh.replace(link)
+
+
+def attempt_and_step(checkpoint: Path) -> tuple[int, int]:
+    """Return the attempt and the step of a checkpoint that `ResultsFolder.resume_from` has found."""
+    return int(checkpoint.parent.parent.name.rpartition("-")[2]), int(checkpoint.name.rpartition("-")[2])
 
 
 def _stays_inside(folder: Path, root: Path) -> bool:

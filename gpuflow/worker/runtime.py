@@ -41,6 +41,7 @@ class Runtime:
     connected: bool = False
     presence: PresenceThread | None = None
     stopper: Stopper | None = None
+    stopping: StopReason | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @cached_property
@@ -49,9 +50,12 @@ class Runtime:
         return Fleet(self.app.redis, self.app.keys)
 
     def begin(self, task_id: str, attempt: Attempt) -> None:
-        """Note a running attempt, so that it can be stopped by its task id."""
+        """Note a running attempt, so that it can be stopped by its task id; stop it if all are stopped already."""
         with self.lock:
             self.running[task_id] = attempt
+            stopping = self.stopping
+        if stopping is not None:
+            attempt.stop(stopping)
 
     def end(self, task_id: str) -> None:
         """Forget a running attempt."""
@@ -68,8 +72,9 @@ class Runtime:
         return True
 
     def stop_all(self, reason: StopReason, *, at_once: bool = False) -> None:
-        """Stop every running attempt."""
+        """Stop every running attempt, and those that are still being prepared; the worker comes to its end."""
         with self.lock:
+            self.stopping = reason
             attempts = list(self.running.values())
         for attempt in attempts:
             attempt.stop(reason, at_once=at_once)

@@ -6,7 +6,6 @@ counts and links, and it does so only after the record says so.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -17,8 +16,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from gpuflow.artifacts.destination import destination_store, stored_name, upload_attempt
-from gpuflow.artifacts.inputs import localize
+from gpuflow.artifacts.destination import stored_name, upload_attempt
 from gpuflow.artifacts.manifest import SealedResults, seal_results
 from gpuflow.artifacts.store import Store
 from gpuflow.errors import GPUFlowError
@@ -26,15 +24,15 @@ from gpuflow.ledger.ledger import Holder, StartVerdict
 from gpuflow.ledger.records import RECORD_SCHEMA, SCHEMA_HEADER, new_record_fields
 from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
-from gpuflow.protocol import Request
 from gpuflow.spec.units import duration_seconds
 from gpuflow.worker.attempt import Attempt, Outcome
+from gpuflow.worker.checkpoint_uploads import CheckpointUploads, begin_uploads, forget_checkpoints, goes_on
 from gpuflow.worker.ends import cause_of, exception_of
-from gpuflow.worker.environment import child_environment, given_variables, python_path
+from gpuflow.worker.preparation import prepare
 from gpuflow.worker.results import ResultsFolder
 from gpuflow.worker.retries import AVOID_SECONDS, Again, decide
 from gpuflow.worker.runtime import Runtime, current
-from gpuflow.worker.secret_sources import redactor_of, scrubbed, secrets_of
+from gpuflow.worker.secret_sources import scrubbed
 
 log = get_logger("gpuflow.supervisor")
 
@@ -71,6 +69,7 @@ class Delivery:
         self.ledger = runtime.app.ledger
         self.failures = 0
         self.store: Store | None = None
+        self.uploads: CheckpointUploads | None = None
 
     def run(self) -> dict[str, Any]:
         """START, the attempt, COMMIT."""
@@ -112,78 +111,52 @@ class Delivery:
         )
 
     def _attempt(self, holder: Holder) -> Outcome:
-        runtime, number = self.runtime, holder.attempt
+        runtime, number, settings = self.runtime, holder.attempt, self.runtime.app.settings
         allocation = runtime.admission.claim(self.tag)
-        gpus = allocation.gpus if allocation else ()
-        settings = runtime.app.settings
         try:
-            output_dir = self.folder.create_attempt(number)
-            resume_from = self.folder.resume_from(number)
-            secrets = secrets_of(self.spec, settings, runtime.worker_id)
-            self.store = destination_store(self.spec, settings)
-            inputs = localize(self.spec, settings=settings)
-        except (OSError, GPUFlowError) as error:
-            return Outcome(completed=False, error=cause_of(error))
-        checkpoint_dir = output_dir / "checkpoints"
-        child_request = Request(
-            task_id=self.id,
-            task_type=str(self.spec["taskType"]),
-            spec={name: value for name, value in inputs.spec.items() if name != "notify"},
-            output_dir=str(output_dir),
-            attempt=number,
-            gpus=gpus,
-            checkpoint_dir=str(checkpoint_dir),
-            checkpoint_path=inputs.checkpoint_path,
-            cache_dir=str(settings.cache_dir),
-            resume_from=str(resume_from) if resume_from else None,
-        )
-        environment = child_environment(
-            os.environ,
-            pass_env=settings.pass_env,
-            requested=self.spec.get("env"),
-            secrets=secrets,
-            offline=settings.offline,
-            given=given_variables(
+            prepared = prepare(
+                self.spec,
                 task_id=self.id,
                 attempt=number,
-                gpus=gpus,
-                output_dir=output_dir,
-                checkpoint_dir=checkpoint_dir,
-                resume_from=str(resume_from) if resume_from else None,
-                notice_seconds=settings.notice_seconds,
-                model=self.spec.get("model"),
-                results_dir=settings.results_dir,
-                python_path=python_path(),
-            ),
-        )
-        redactor = redactor_of(self.spec, secrets, environment, settings)
+                gpus=allocation.gpus if allocation else (),
+                folder=self.folder,
+                settings=settings,
+                worker_id=runtime.worker_id,
+            )
+        except (OSError, GPUFlowError) as error:
+            return Outcome(completed=False, error=cause_of(error))
+        self.store = prepared.store
         leases = runtime.leases
         attempt = Attempt(
-            child_request,
+            prepared.request,
             self.ledger,
             holder,
             argv=[sys.executable, "-P", "-m", "executors"],
-            environment=environment,
+            environment=prepared.environment,
             log_path=self.folder.log_path(number),
             grace_seconds=settings.grace_seconds,
             notice_seconds=settings.notice_seconds,
             deadline_seconds=duration_seconds(self.spec["timeout"]) if self.spec.get("timeout") else None,
             celery_meta=self._celery_meta(number),
             on_tick=lambda: leases.beat(self.tag),
-            redactor=redactor,
+            redactor=prepared.redactor,
         )
+        self.uploads = begin_uploads(self.store, attempt, wanted=lambda: leases.holds(self.tag))
         runtime.begin(self.id, attempt)
         leases.start(self.tag, lambda: attempt.stop("lost"))
         if not leases.holds(self.tag):
             attempt.stop("lost")
+        outcome = None
         try:
             outcome = attempt.run()
         finally:
             leases.beat(self.tag, over=True)
-            runtime.end(self.id)
             runtime.admission.child_gone(self.tag)
             self._wake()
-        return scrubbed(outcome, output_dir, redactor)
+            if self.uploads is not None:
+                self.uploads.finish(upload=outcome is not None and goes_on(outcome))
+            runtime.end(self.id)
+        return scrubbed(outcome, prepared.output_dir, prepared.redactor)
 
     def _wake(self) -> None:
         """Let the consumer look for the next task while this one is committed."""
@@ -219,11 +192,12 @@ class Delivery:
         if not committed:
             log.warning("late_result_refused", task=self.id, attempt=number)
             raise Ignore
+        log.info("task_succeeded", task=self.id, attempt=number, worker=self.runtime.worker_id)
         try:
             self.folder.publish(number)
         except OSError as error:
             log.warning("links_not_written", task=self.id, cause=str(error))
-        log.info("task_succeeded", task=self.id, attempt=number, worker=self.runtime.worker_id)
+        forget_checkpoints(self.uploads, self.store, self.folder, self.id, number)
         return sealed.result
 
     def _seal(self, number: int, outcome: Outcome) -> SealedResults:
@@ -311,6 +285,7 @@ class Delivery:
         ):
             log.warning("late_failure_refused", task=self.id, attempt=holder.attempt)
             raise Ignore
+        self.folder.forget_fetched()
         log.info("task_ended", task=self.id, attempt=holder.attempt, state=str(state), cause=error["message"])
         raise exception_of(state, dict(error))
 

@@ -1,23 +1,32 @@
-"""A real training (TRL and PEFT on a tiny model) loses its worker, or is drained away: it goes on, and ends once."""
+"""A real training (TRL and PEFT on a tiny model) loses its worker, or is drained away: it goes on, and ends once.
+
+With a shared results folder, and on machines that share no disk, by the task's store.
+"""
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gpuflow.artifacts.store import RESERVED_PREFIX
 from gpuflow.client import Task, submit
+from gpuflow.protocol import CHECKPOINT_MARKER
 from tests.chaos.accounting import check
 from tests.chaos.conftest import LEASE
 from tests.fixtures.tiny_model import PAIRS, make_tiny_model
 from tests.support.fleet import TestFleet, WorkerProcess
+from tests.support.gateway import TOKEN, Gateway
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.ml, pytest.mark.timeout(300)]
 
 STEPS = 150
+#: Steps of the trainings whose checkpoints are sent away while they run.
+LONG = 400
 
 
 def training(model: Path) -> dict[str, Any]:
@@ -65,10 +74,86 @@ def test_a_training_that_is_handed_back_repeats_no_step(fleet: TestFleet, tmp_pa
     assert busy.process.wait(timeout=60) == 0
     (record,) = check(fleet, [task.id], within=150)
     assert (record.attempt, record.preemptions, record.failures, record.worker) == (2, 1, 0, idle.name)
-    reached = [
+    assert record.result["steps"] == STEPS
+    reached = told(fleet, task)
+    assert reached == sorted(set(reached)), "a step was told twice"
+
+
+@pytest.fixture
+def gateway(tmp_path: Path) -> Iterator[Gateway]:
+    folder = tmp_path / "gateway"
+    folder.mkdir()
+    with Gateway(folder) as made:
+        yield made
+
+
+def begin_apart(fleet: TestFleet, model: Path, gateway: Gateway, **fields: Any) -> tuple[Task, WorkerProcess]:
+    """Start a training on a worker with folders of its own, and another worker; results go to the gateway."""
+    there = {"GPUFLOW_WORKER_TOKEN": TOKEN, "GPUFLOW_GATEWAY_URL": gateway.url}
+    away = {name: str(fleet.folder / "away" / name.lower()) for name in ("RESULTS_DIR", "GPUFLOW_CACHE_DIR")}
+    first = fleet.start_worker("w1", "--max-jobs", "1", env={**LEASE, **there, **away})
+    spec = training(model)
+    spec["training"] |= {"max_steps": LONG, **fields}
+    task = submit({**spec, "output": {"destination": {"type": "http"}}}, app=fleet.app)
+    eventually(lambda: task.record().worker == "w1", what="the first attempt")
+    fleet.start_worker("w2", "--max-jobs", "1", env={**LEASE, **there})
+    return task, first
+
+
+def stored_steps(gateway: Gateway, task: Task) -> list[int]:
+    """Return the steps of the complete checkpoints in the store."""
+    markers = gateway.root.glob(f"{task.id}/attempt-*/checkpoints/*/{CHECKPOINT_MARKER}")
+    return sorted(int(marker.parent.name.rpartition("-")[2]) for marker in markers)
+
+
+def stored_files(gateway: Gateway, task: Task) -> list[Path]:
+    """Return the files of checkpoints in the store, without those of uploads that were broken off."""
+    found = gateway.root.glob(f"{task.id}/*/checkpoints/**/*")
+    return [path for path in found if path.is_file() and not path.name.startswith(RESERVED_PREFIX)]
+
+
+def told(fleet: TestFleet, task: Task) -> list[float]:
+    """Return the steps whose loss was told, in order."""
+    return [
         event.data["current"]
         for event in fleet.app.event_log.read(task.id, count=10_000)
         if event.name == "progress" and "loss" in (event.data.get("metrics") or {})
     ]
-    assert record.result["steps"] == STEPS
+
+
+def test_a_training_survives_kill_9_on_machines_that_share_no_disk(
+    fleet: TestFleet, tmp_path: Path, gateway: Gateway
+) -> None:
+    task, first = begin_apart(fleet, make_tiny_model(tmp_path / "model"), gateway)
+    eventually(lambda: len(stored_steps(gateway, task)) >= 2, within=120, what="the second checkpoint in the store")
+    stored = stored_steps(gateway, task)[-1]
+
+    first.send(signal.SIGKILL)
+
+    (record,) = check(fleet, [task.id], within=150)
+    assert (record.attempt, record.losses, record.worker) == (2, 1, "w2")
+    assert record.result["steps"] == LONG
+    assert 20 <= stored <= record.result["resumed_from_step"] < LONG
+    eventually(lambda: not stored_files(gateway, task), what="no checkpoint in the store")
+    assert (gateway.root / task.id / "attempt-2" / "manifest.json").is_file()
+    assert not (fleet.results / task.id / "fetched").exists()
+
+
+def test_a_training_that_is_handed_back_to_another_machine_repeats_no_step(
+    fleet: TestFleet, tmp_path: Path, gateway: Gateway
+) -> None:
+    task, first = begin_apart(fleet, make_tiny_model(tmp_path / "model"), gateway, save_steps=100_000)
+    eventually(lambda: step(task) >= 10, within=120, what="step 10")
+
+    first.send(signal.SIGTERM)
+    eventually(lambda: fleet.registry.find("w1").state == "DRAINING", what="the drain")  # type: ignore[union-attr]
+    first.send(signal.SIGTERM)
+
+    assert first.process.wait(timeout=60) == 0
+    (record,) = check(fleet, [task.id], within=150)
+    assert (record.attempt, record.preemptions, record.failures, record.worker) == (2, 1, 0, "w2")
+    assert record.result["steps"] == LONG
+    reached = told(fleet, task)
     assert reached == sorted(set(reached)), "a step was told twice"
+    assert record.result["resumed_from_step"] >= 10
+    eventually(lambda: not stored_files(gateway, task), what="no checkpoint in the store")

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
@@ -310,6 +311,8 @@ def test_up_serves_restarts_and_stops(shell: Shell) -> None:
     process, out = shell.start("up", "--no-flower", "--workers", "2")
     shell.until(process, out, "ready")
     assert len(shell.json("workers")) == 2
+    gateway = next(line.split()[1] for line in out.read_text().splitlines() if line.startswith("gateway"))
+    assert httpx.get(f"{gateway}/healthz", timeout=30).json() == {"status": "ok"}
     path = shell.write(pipeline(stage("one", "a")))
     assert shell.json("submit", path, "--wait")["state"] == "SUCCEEDED"
     victim = shell.json("workers")[0]
@@ -327,6 +330,8 @@ def test_up_serves_restarts_and_stops(shell: Shell) -> None:
     assert process.wait(timeout=30) == 0
     assert running(pids) == []
     assert shell.json("workers") == []
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{gateway}/healthz", timeout=30)
 
 
 def test_a_run_survives_the_end_of_the_run_that_owns_the_broker(shell: Shell) -> None:

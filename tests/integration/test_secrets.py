@@ -20,7 +20,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from gpuflow.client import Task, submit
+from gpuflow.client import Task, submit, submit_pipeline
+from gpuflow.errors import InvalidTemplate
 from tests.support.fleet import TestFleet
 from tests.support.waiting import eventually
 
@@ -32,7 +33,7 @@ HIDDEN = {
     "proxy": "cnry-proxy-84",
     "hook": "cnry-hook-85",
 }
-#: In the spec, because the user has written them there, and nowhere else.
+#: In the spec, because the user has written them there, and nowhere else: gpuflow/v1 refuses them, see below.
 WRITTEN = {"env": "cnry-env-91written", "header": "cnry-header-92", "url": "cnry-url-93", "hookpath": "cnry-path-94"}
 ALL = {**HIDDEN, **WRITTEN}
 #: Fields of a record that hold the spec; the message that is sent again at a retry has it in base64.
@@ -98,7 +99,7 @@ def without_spec(key: str, field: str, value: str) -> bool:
 def spec(fleet: TestFleet, hook: str, **echo: Any) -> dict[str, Any]:
     said = " ".join(f"${{env:{name}}}" for name in ("MY_TOKEN", "FILE_SECRET", "HF_TOKEN", "HTTP_PROXY", "DB_PASSWORD"))
     shown = f"{said} ${{env:JOINED}} ${{env:SOURCE_URL}} Authorization: Bearer {WRITTEN['header']}"
-    return {
+    task = {
         **fleet.echo(
             stderr=shown,
             message=said,
@@ -129,6 +130,8 @@ def spec(fleet: TestFleet, hook: str, **echo: Any) -> dict[str, Any]:
             }
         ],
     }
+    # Another project's templates are taken as they are, plain secrets too.
+    return {"apiVersion": "flowmesh/v1", "kind": "InferenceTask", "metadata": {"name": "canaries"}, "spec": task}
 
 
 class Hook:
@@ -246,7 +249,8 @@ def test_no_canary_is_found_anywhere(fleet: TestFleet, tmp_path: Path, hook: Hoo
     result = done.get(timeout=60)
     for task in (failed, contradicts):
         assert task.wait(timeout=60).state == "FAILED"
-    killed = submit({**spec(fleet, hook.url, sleep_seconds=60), "retry": {"max_attempts": 1}}, app=fleet.app)
+    long = spec(fleet, hook.url, sleep_seconds=60)
+    killed = submit({**long, "spec": {**long["spec"], "retry": {"max_attempts": 1}}}, app=fleet.app)
     eventually(lambda: any(event.name == "log" for event in fleet.app.event_log.read(killed.id)))
     inspect = fleet.app.control.inspect(timeout=10, limit=1)
     told = [inspect.active(), inspect.query_task(killed.id), inspect.stats(), inspect.reserved(), inspect.conf()]
@@ -294,6 +298,69 @@ def test_no_canary_is_found_anywhere(fleet: TestFleet, tmp_path: Path, hook: Hoo
     assert sum(path.stat().st_size for path in files) > 10_000
     for path in files:
         assert leaks(path.read_bytes().decode("latin-1"), HIDDEN) == set(), path
+
+
+def test_secrets_in_plain_text_are_refused_and_nothing_of_them_is_written(fleet: TestFleet) -> None:
+    task = {
+        **fleet.echo(output=1),
+        "env": {"DB_PASSWORD": WRITTEN["env"], "SOURCE_URL": f"https://{WRITTEN['url']}@host.invalid/x"},
+        "notify": [{"on": ["failed"], "url": "https://host.invalid", "headers": {"X-Api-Key": WRITTEN["header"]}}],
+        "output": {
+            "destination": {
+                "type": "http",
+                "url": "https://host.invalid/api/v1/results",
+                "headers": {"Authorization": f"Bearer {HIDDEN['hub']}"},
+            }
+        },
+    }
+    pipeline = {"apiVersion": "gpuflow/v1", "spec": {"stages": [{"name": "one", "spec": task}]}}
+
+    for attempt in (
+        lambda: submit(task, app=fleet.app),
+        lambda: submit_pipeline(pipeline, app=fleet.app),
+    ):
+        with pytest.raises(InvalidTemplate) as refused:
+            attempt()
+        told = str(refused.value)
+        for place in ("env.DB_PASSWORD", "env.SOURCE_URL", "notify[0].headers.X-Api-Key", "headers.Authorization"):
+            assert f"{place}: " in told
+        assert "write secrets: [DB_PASSWORD] in its place" in told
+        assert len(refused.value.mistakes) == 4
+        assert leaks(told) == set()
+    assert leaks("\n".join(f"{key} {field} {value}" for key, field, value in dump(fleet.broker.client))) == set()
+
+
+def test_with_secrets_by_name_no_canary_is_in_redis_at_all(fleet: TestFleet, tmp_path: Path, hook: Hook) -> None:
+    """Env, secrets, headers, URLs: the whole dump, the specs and the messages too, during the run and after it."""
+    fleet.start_worker("w1", env={**worker_env(tmp_path), "DB_PASSWORD": WRITTEN["env"], "USER_PART": WRITTEN["url"]})
+    task = {
+        **fleet.echo(
+            stderr="${env:DB_PASSWORD} ${env:SOURCE_URL} ${env:MY_TOKEN}",
+            message="${env:SOURCE_URL}",
+            report_env=["DB_PASSWORD", "SOURCE_URL", "MY_TOKEN"],
+            sleep_seconds=1,
+        ),
+        "env": {"SOURCE_URL": "https://${env:USER_PART}@host.invalid/x"},
+        "secrets": ["DB_PASSWORD", "USER_PART", "MY_TOKEN", "HOOK_TOKEN"],
+        "notify": [{"on": ["finished"], "url": hook.url, "headers": {"Authorization": "Bearer ${env:HOOK_TOKEN}"}}],
+    }
+
+    sent = submit(task, app=fleet.app)
+    pipeline = {"apiVersion": "gpuflow/v1", "spec": {**task, "stages": [{"name": "one", "spec": {}}]}}
+    run = submit_pipeline(pipeline, app=fleet.app)
+    dumps = []
+    eventually(lambda: any(event.name == "log" for event in fleet.app.event_log.read(sent.id)), what="the child")
+    dumps.append(list(dump(fleet.broker.client)))
+    result = sent.get(timeout=60)
+    run.wait(timeout=60)
+    eventually(lambda: len(hook.seen) == 2, within=30, what="two notices")
+    dumps.append(list(dump(fleet.broker.client)))
+
+    assert set(result["environment"].values()) == {"***", "https://***@host.invalid/x"}
+    assert {headers["Authorization"] for headers, _ in hook.seen} == {f"Bearer {HIDDEN['hook']}"}
+    for found in dumps:
+        assert len(found) > 20
+        assert leaks("\n".join(f"{key} {field} {value}" for key, field, value in found)) == set()
 
 
 def test_a_missing_secret_fails_the_task_at_once_and_names_the_worker(fleet: TestFleet, tmp_path: Path) -> None:

@@ -22,12 +22,21 @@ _START_SECONDS = 30
 
 
 class Gateway:
-    """One process; `url` is its address, `root` its results folder. A context manager."""
+    """One process; `url` is its address, `root` its results folder. A context manager.
+
+    `code` runs in it first: to break something.
+    """
 
     def __init__(
-        self, folder: Path, *options: str, token: str | None = TOKEN, env: Mapping[str, str] | None = None
+        self,
+        folder: Path,
+        *options: str,
+        token: str | None = TOKEN,
+        env: Mapping[str, str] | None = None,
+        code: str = "",
+        root: Path | None = None,
     ) -> None:
-        self.root = folder / "results"
+        self.root = root or folder / "results"
         self.token = token
         self._log = folder / "gateway.log"
         environment = {name: value for name, value in os.environ.items() if name != "GPUFLOW_WORKER_TOKEN"}
@@ -36,7 +45,15 @@ class Gateway:
             environment["GPUFLOW_WORKER_TOKEN"] = token
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", "from gpuflow.cli import main; main()", "gateway", "--port", "0", *options],
+                [
+                    sys.executable,
+                    "-c",
+                    f"{code}\nfrom gpuflow.cli import main; main()",
+                    "gateway",
+                    "--port",
+                    "0",
+                    *options,
+                ],
                 cwd=folder,
                 env=with_our_packages(environment),
                 stdout=subprocess.PIPE,

@@ -25,6 +25,14 @@ from gpuflow.settings import Settings
 from tests.support.gateway import Gateway
 
 KINDS: Final = ("local", "http", "s3")
+AWS_ENVIRONMENT: Final = {
+    "AWS_ACCESS_KEY_ID": "test",
+    "AWS_SECRET_ACCESS_KEY": "canary-s3-secret",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_CONFIG_FILE": os.devnull,
+    "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
 TRANSFER: Final = Path(__file__).with_name("transfer.py")
 
 
@@ -122,15 +130,7 @@ def s3_endpoint() -> Iterator[str]:
 
 @pytest.fixture
 def s3_place(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    for name, value in {
-        "AWS_ENDPOINT_URL": s3_endpoint,
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "canary-s3-secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_CONFIG_FILE": os.devnull,
-        "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
-        "AWS_EC2_METADATA_DISABLED": "true",
-    }.items():
+    for name, value in {**AWS_ENVIRONMENT, "AWS_ENDPOINT_URL": s3_endpoint}.items():
         monkeypatch.setenv(name, value)
     bucket = f"bucket-{uuid.uuid4().hex[:12]}"
     client = boto3.client("s3")

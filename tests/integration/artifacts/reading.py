@@ -7,13 +7,13 @@ import subprocess
 from typing import Any
 
 
-def last_line(child: subprocess.Popen[str], *, first: bool = False) -> dict[str, Any]:
+def last_line(child: subprocess.Popen[str], *, first: bool = False, within: float = 100) -> dict[str, Any]:
     """Return the last JSON line that a process prints, or its first one, without waiting for its end."""
     assert child.stdout is not None
     if first:
         line = child.stdout.readline()
     else:
-        line = child.communicate(timeout=100)[0].strip().rpartition("\n")[2]
+        line = child.communicate(timeout=within)[0].strip().rpartition("\n")[2]
     told = json.loads(line)
     assert isinstance(told, dict)
     return told

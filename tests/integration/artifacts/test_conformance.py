@@ -5,11 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -304,39 +301,3 @@ def test_many_at_once_with_one_name_leave_one_whole_file(store: Store, source: P
     assert sha256(target) == sha256(source)
     assert [path.name for path in target.parent.iterdir()] == ["target.bin"]
     assert [file.name for file in store.list("task-1")] == ["task-1/a"]
-
-
-# -- memory and speed ----------------------------------------------------------------------------------------------
-
-
-def test_memory_is_constant(place: Place, store: Store, tmp_path: Path) -> None:
-    source, target = made(tmp_path / "large", 200 * MIB), tmp_path / "large-target"
-    store.put(made(tmp_path / "small", 20 * MIB), "task-1/small")
-    told: list[dict[str, Any]] = []
-
-    for action, path in (("put", source), ("get", target)):
-        with place.start(action, "task-1/large", path, warm_up="task-1/small") as child:
-            told.append(last_line(child))
-
-    assert [line["size"] for line in told] == [200 * MIB] * 2
-    assert [line for line in told if not 0 <= line["extra_bytes"] < 100 * MIB] == []
-    assert told[0]["sha256"] == told[1]["sha256"]
-
-
-def test_the_bandwidth_cap_holds_within_a_tenth(place: Place, tmp_path: Path, target: Path) -> None:
-    cap, size = 10_000_000, 15_000_000
-    source = made(tmp_path / "paced", size)
-    free, paced = place.open(), place.open(worker_network_bandwidth_bytes_per_second=cap)
-
-    def seconds(transfer: Callable[[], object]) -> float:
-        started = time.perf_counter()
-        transfer()
-        return time.perf_counter() - started
-
-    free.put(source, "task-1/warm")
-    for bare, capped in (
-        (lambda: free.put(source, "task-1/free"), lambda: paced.put(source, "task-1/paced")),
-        (lambda: free.get("task-1/free", target), lambda: paced.get("task-1/paced", target.with_name("paced"))),
-    ):
-        unpaced_seconds = seconds(bare)  # what the place itself takes: the cap cannot be reached without it
-        assert 0.9 * size / cap <= seconds(capped) <= 1.1 * size / cap + unpaced_seconds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import shutil
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -185,3 +186,34 @@ def test_other_compressors_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ArtifactError, match=r"no tar, tar\.gz or tar\.zst"):
         unpack(tmp_path / "x.tar.xz", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("limits", "content", "cause"),
+    [
+        (Limits(max_bytes=1000), member("a", size=600) + member("b", size=600), "unpacks to more than 1000 bytes"),
+        (Limits(max_members=2), b"".join(member(name) for name in "abc"), "more than 2 files"),
+        (Limits(free_ratio_bytes=1000, max_ratio=2), member("zeros", size=100_000), "too much for its size"),
+        (Limits(max_depth=3), member("a/b/c/d"), "deeper than 3 folders"),
+    ],
+    ids=["bytes", "members", "ratio", "depth"],
+)
+def test_each_limit_holds_by_itself(tmp_path: Path, limits: Limits, content: bytes, cause: str) -> None:
+    (tmp_path / "x").write_bytes(gzip.compress(content + END))
+
+    with pytest.raises(ArtifactError, match=cause):
+        unpack(tmp_path / "x", tmp_path / "out", limits=limits)
+
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_what_the_disk_has_not_free_is_refused_before_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "x").write_bytes(member("a", size=600) + END)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: shutil._ntuple_diskusage(1000, 500, 500))
+
+    with pytest.raises(ArtifactError, match="'a', which claims 600 bytes, more than the disk has free"):
+        unpack(tmp_path / "x", tmp_path / "out")
+
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from gpuflow.artifacts.partial import Meter, PartFile, disk_errors, has_content, receive
+from gpuflow.artifacts.partial import PartFile, disk_errors, has_content, left_over
+from gpuflow.artifacts.receiving import Meter, receive
+from gpuflow.artifacts.store import open_store
 from gpuflow.errors import ArtifactError
+from gpuflow.settings import Settings
 
 CONTENT = bytes(range(256)) * 40
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
@@ -171,3 +175,71 @@ def test_content_is_compared_by_digest(tmp_path: Path) -> None:
     assert not has_content(path, DIGEST, 1)
     assert not has_content(path, "0" * 64)
     assert not has_content(path, None)
+
+
+def test_what_is_left_over_is_the_largest_part_of_the_target(tmp_path: Path) -> None:
+    target = tmp_path / "a"
+    assert left_over(target) == left_over(tmp_path / "no-folder" / "a") == 0
+    with PartFile(target, "v1") as part:
+        part.append(b"123")
+    with PartFile(tmp_path / "neighbour", "v1") as part:
+        part.append(b"12345")
+
+    assert left_over(target) == 3
+
+
+def test_a_copy_by_the_kernel_has_the_digest_of_what_was_stored(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(CONTENT * 3_000)
+    counts: list[int] = []
+
+    with PartFile(tmp_path / "a", "v1") as part, source.open("rb", buffering=0) as stream:
+        part.append(CONTENT)
+        stream.seek(len(CONTENT))
+        part.copy(stream, counts.append)
+        part.append(b"and more")
+        part.commit()
+
+    assert (tmp_path / "a").read_bytes() == CONTENT * 3_000 + b"and more"
+    assert part.sha256 == hashlib.sha256(CONTENT * 3_000 + b"and more").hexdigest()
+    assert sum(counts) == len(CONTENT) * 2_999
+
+
+@pytest.mark.parametrize("code", [errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM])
+def test_where_the_kernel_does_not_copy_we_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def refuses(*_: object) -> int:
+        raise OSError(code, "no")
+
+    monkeypatch.setattr(os, "copy_file_range", refuses)
+    (tmp_path / "source").write_bytes(CONTENT)
+
+    stored = open_store((tmp_path / "store").as_uri(), settings=Settings()).put(tmp_path / "source", "a")
+
+    assert stored.sha256 == DIGEST
+    assert (tmp_path / "store" / "a").read_bytes() == CONTENT
+
+
+def test_a_source_that_changes_while_it_is_stored_is_found(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(bytes(20 << 20))
+    store = open_store((tmp_path / "store").as_uri(), settings=Settings())
+
+    def spoil(_: int) -> None:
+        with source.open("r+b") as file:
+            file.seek(19 << 20)
+            file.write(b"changed")
+        os.utime(source, ns=(1, 1))  # a clock tick may be longer than this test
+
+    with pytest.raises(ArtifactError, match="changed while it was stored"):
+        store.put(source, "a", progress=spoil)
+
+    assert names(tmp_path / "store") == []
+
+
+def test_trouble_of_the_disk_keeps_its_number_and_its_first_words() -> None:
+    with pytest.raises(ArtifactError) as caught, disk_errors("outer"), disk_errors("inner cannot be stored"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    assert isinstance(caught.value, OSError)
+    assert caught.value.errno == errno.ENOSPC
+    assert str(caught.value).startswith("inner cannot be stored: No space left on device; free some space")

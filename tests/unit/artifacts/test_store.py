@@ -92,3 +92,19 @@ def test_what_is_not_transient_is_not_tried_again() -> None:
         retrying(lambda error: False)(line)
 
     assert line.tries == 1
+
+
+@pytest.mark.parametrize("url", ["http://host/api/v1/results", "https://host/a", "s3://bucket/a", "gopher://host/a"])
+def test_offline_opens_nothing_but_folders(url: str, tmp_path: Path) -> None:
+    settings = Settings(offline=True)
+    for action in (
+        lambda: open_store(url, settings=settings),
+        lambda: fetch(url, tmp_path / "a", settings=settings),
+    ):
+        with pytest.raises(ArtifactError, match="offline here"):
+            action()
+    (tmp_path / "here").write_text("x")
+
+    stored = open_store((tmp_path / "shared").as_uri(), settings=settings).put(tmp_path / "here", "a")
+
+    assert fetch(stored.url, tmp_path / "back", settings=settings).sha256 == stored.sha256

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 import pytest
 
+from gpuflow.artifacts.local_store import LocalStore
 from gpuflow.artifacts.throttle import BLOCK_BYTES, Throttle, shared_throttle
 
 
@@ -64,3 +70,40 @@ def test_all_transfers_of_a_process_share_one_throttle() -> None:
 @pytest.mark.parametrize(("cap", "block"), [(1, 512), (1_000_000, 50_000), (10**9, BLOCK_BYTES)])
 def test_a_block_is_a_twentieth_of_a_second(cap: int, block: int) -> None:
     assert Throttle(cap).block_bytes == block
+
+
+class FairClock:
+    """Time for several threads. A sleep lasts from when it was asked for, whatever the others do meanwhile."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._lock = threading.Lock()
+        self._asked = threading.local()
+
+    def __call__(self) -> float:
+        with self._lock:
+            self._asked.at = self.now
+            return self.now
+
+    def sleep(self, seconds: float) -> None:
+        with self._lock:
+            self.now = max(self.now, self._asked.at + seconds)
+
+
+@pytest.mark.parametrize("transfers", [2, 5])
+def test_transfers_at_the_same_time_share_the_cap(tmp_path: Path, transfers: int) -> None:
+    cap, size = 1_000_000, 3_000_000
+    clock = FairClock()
+    throttle = Throttle(cap, clock=clock, sleep=clock.sleep)
+    store = LocalStore(tmp_path / "store", throttle=throttle)
+    for number in range(transfers):
+        (tmp_path / str(number)).write_bytes(os.urandom(size))
+
+    with ThreadPoolExecutor(transfers) as pool:
+        list(pool.map(lambda number: store.put(tmp_path / str(number), f"t/{number}"), range(transfers)))
+    put_seconds = clock.now
+    with ThreadPoolExecutor(transfers) as pool:
+        list(pool.map(lambda number: store.get(f"t/{number}", tmp_path / f"back-{number}"), range(transfers)))
+
+    assert transfers * size / put_seconds == pytest.approx(cap, rel=0.1)
+    assert transfers * size / (clock.now - put_seconds) == pytest.approx(cap, rel=0.1)

@@ -5,7 +5,16 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from gpuflow.cluster.commands import free_port, process_environment, share_gpus, worker_command
+import pytest
+
+from gpuflow.cluster.commands import (
+    free_port,
+    gateway_command,
+    gateway_installed,
+    process_environment,
+    share_gpus,
+    worker_command,
+)
 from gpuflow.settings import Settings
 
 
@@ -52,3 +61,10 @@ def test_a_taken_port_is_passed_over() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         assert free_port(port) > port
+
+
+def test_a_gateway_is_there_when_all_that_it_needs_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gateway_installed()
+    assert gateway_command(8081)[-3:] == ["gateway", "--port", "8081"]
+    monkeypatch.setattr("gpuflow.cluster.commands.find_spec", lambda name: None if name == "uvicorn" else object())
+    assert not gateway_installed()

@@ -123,3 +123,15 @@ def test_a_broken_marker_is_told(tmp_path, text):
 
     with pytest.raises(ExecutorError, match="cannot be read"):
         to_resume(str(folder))
+
+
+@pytest.mark.parametrize(("other", "left"), [("attempt-3", [1, 2]), ("attempt-1", [2]), ("attempt-x", [2])])
+def test_an_attempt_that_has_a_successor_removes_nothing_it_may_have_chosen(tmp_path, other, left):
+    folder = tmp_path / "attempt-2" / "checkpoints"
+    (tmp_path / other).mkdir()
+    for step in (1, 2):
+        mark_complete(write(folder, step), step=step, max_steps=9)
+
+    remove_old(folder, keep=1)
+
+    assert steps(folder) == [f"checkpoint-{step}" for step in left]

@@ -1,5 +1,7 @@
 """The shorthand for GPUs: what it accepts, what it refuses and where it points."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,8 +25,16 @@ def ask(**fields):
         ("2:80GB:A100", ask(gpu_names=("a100",), vram_gb_min=80, gpu_count=2)),
         ("nvidia-a100-80gb", ask(gpu_names=("a100",), vram_gb_min=80)),
         ("nvidia:A100:2", ask(gpu_names=("a100",), gpu_count=2)),
-        ("NVIDIA A100-SXM4-80GB", ask(gpu_names=("a100sxm4",), vram_gb_min=80)),
-        ("NVIDIA A100 80GB PCIe", ask(gpu_names=("a100pcie",), vram_gb_min=80)),
+        ("NVIDIA A100-SXM4-80GB", ask(gpu_names=("a100",), vram_gb_min=80)),
+        ("NVIDIA A100 80GB PCIe", ask(gpu_names=("a100",), vram_gb_min=80)),
+        ("NVIDIA H100 NVL", ask(gpu_names=("h100nvl",))),
+        ("NVIDIA H100 80GB HBM3", ask(gpu_names=("h100",), vram_gb_min=80)),
+        ("A100-SXM4-80GB", ask(gpu_names=("a100sxm4",), vram_gb_min=80)),
+        ("A100 PCIe", ask(gpu_names=("a100pcie",))),
+        ("L4:0.5", ask(gpu_names=("l4",), gpu_share=0.5)),
+        (".25", ask(gpu_share=0.25)),
+        (1.0, ask()),
+        (0.5, ask(gpu_share=0.5)),
         ("Tesla-T4", ask(gpu_names=("t4",))),
         ("RTX 4090", ask(gpu_names=("rtx4090",))),
         ("RTX4090:2", ask(gpu_names=("rtx4090",), gpu_count=2)),
@@ -74,6 +84,15 @@ def test_a_mapping_is_name_to_count():
     )
 
 
+def test_a_mapping_may_stand_in_a_list():
+    assert parse_accelerators([{"A100": 2}, {"H100": 1, "L4": 0.5}, 4]) == (
+        ask(gpu_names=("a100",), gpu_count=2),
+        ask(gpu_names=("h100",)),
+        ask(gpu_names=("l4",), gpu_share=0.5),
+        ask(gpu_count=4),
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "fragments"),
     [
@@ -87,15 +106,20 @@ def test_a_mapping_is_name_to_count():
         ("4090", ["RTX4090"]),
         ("9" * 9, ["RTX4090"]),
         ("9" * 5000, ["neither a name"]),
-        ("80GB..40GB", ["at most 40 GB", "at least 80 GB"]),
-        ("4..1", ["at most 1 GPUs is below at least 4"]),
+        ("A100:80GB..40GB", ["'80GB..40GB' at column 6", "at most 40 GB", "at least 80 GB"]),
+        ("4..1", ["'4..1' at column 1", "at most 1 GPUs is below at least 4"]),
+        ("A100:0.0", ["'0.0' at column 6", "write cpu"]),
+        ("A100:0.5:2", ["'2' at column 10", "second count"]),
+        ("A100:1.5", ["'1.5' at column 6"]),
         ("A100+", ["'A100+' at column 1", "A100*"]),
         ("amd", ["only NVIDIA"]),
         ("gpu:cpu", ["'cpu' at column 5"]),
         ("x4", ["is not the name of a GPU"]),
-        ("A100|4090", ["is not the name of a GPU"]),
-        ("A100|", ["is not the name of a GPU"]),
-        ("", ["empty"]),
+        ("A100|4090", ["'4090' at column 6 is not the name of a GPU"]),
+        ("A100|", ["an empty name at column 6 is not the name of a GPU"]),
+        ("", ["empty at column 1"]),
+        (float("nan"), ["nan"]),
+        (float("inf"), ["inf"]),
         ([], ["empty list"]),
         (["A100", "a100:1"], ["'a100:1' repeats 'A100'"]),
         (None, ["None"]),
@@ -115,9 +139,13 @@ def test_mistakes_point_at_the_token(text, fragments):
 
 @given(st.one_of(st.text(max_size=30), st.text(alphabet="aA1048gGBi+.:-_*?| ", max_size=24)))
 def test_any_text_is_read_or_refused(text):
+    refused = ""
     try:
         (requirement,) = parse_accelerators(text)
-    except InvalidTemplate:
+    except InvalidTemplate as error:
+        refused = str(error)
+    if refused:
+        assert re.search(r"at column \d+", refused)
         return
     assert parse_accelerators(format_accelerators(requirement)) == (requirement,)
 
@@ -134,10 +162,12 @@ def gpu_requirements(draw, minimum=1):
     low, high = draw(st.none() | GIGABYTES), draw(st.none() | GIGABYTES)
     if low is not None and high is not None:
         low, high = min(low, high), max(low, high)
+    share = draw(st.none() | st.integers(1, 999).map(lambda part: part / 1000)) if count == 1 else None
     try:
         return Requirement(
             gpu_count=count,
-            gpu_count_max=draw(st.none() | st.integers(count, 32)),
+            gpu_count_max=None if share else draw(st.none() | st.integers(count, 32)),
+            gpu_share=share,
             gpu_names=tuple(draw(st.lists(NAMES, max_size=3))),
             vram_gb_min=low,
             vram_gb_max=high,

@@ -51,6 +51,56 @@ from gpuflow.spec.presets import configs_root
         ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", 40192, "mig3g40gb", 40),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 4864, "mig1g5gb", 5),
         ("NVIDIA H100 80GB HBM3 MIG 1c.3g.40gb", 40448, "mig3g40gb", 40),
+        ("NVIDIA B200", 182642, "b200", 180),
+        ("NVIDIA B300 SXM6 AC", 275040, "b300", 270),
+        ("NVIDIA GB200", 189471, "gb200", 186),
+        ("NVIDIA GH200 144G HBM3e", 146831, "gh200", 144),
+        ("NVIDIA H200 NVL", 143771, "h200", 141),
+        ("NVIDIA H100 80GB HBM3e", 81559, "h100", 80),
+        ("NVIDIA H20", 97871, "h20", 96),
+        ("NVIDIA A100-SXM-64GB", 65247, "a100", 64),
+        ("NVIDIA A100-PG509-200", 40536, "a100", 40),
+        ("NVIDIA A800-SXM4-80GB", 81920, "a800", 80),
+        ("NVIDIA A16", 15356, "a16", 16),
+        ("NVIDIA A2", 15356, "a2", 16),
+        ("NVIDIA L40G", 24576, "l40g", 24),
+        ("NVIDIA T4G", 15360, "t4g", 16),
+        ("Tesla K80", 11441, "k80", 12),
+        ("Tesla M60", 8129, "m60", 8),
+        ("NVIDIA RTX A4000", 16376, "a4000", 16),
+        ("NVIDIA RTX A4000 Laptop GPU", 8192, "a4000", 8),
+        ("NVIDIA RTX A5000 Laptop GPU", 16384, "a5000", 16),
+        ("NVIDIA RTX A2000 12GB", 12282, "a2000", 12),
+        ("NVIDIA RTX A2000 8GB Laptop GPU", 8192, "a2000", 8),
+        ("NVIDIA RTX 5000 Ada Generation Laptop GPU", 16376, "rtx5000ada", 16),
+        ("NVIDIA RTX 4000 SFF Ada Generation", 20475, "rtx4000sffada", 20),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 97887, "rtxpro6000", 96),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 97887, "rtxpro6000", 96),
+        ("NVIDIA GeForce RTX 5090 Laptop GPU", 24463, "rtx5090", 24),
+        ("NVIDIA GeForce RTX 5080", 16303, "rtx5080", 16),
+        ("NVIDIA GeForce RTX 5070 Ti", 16303, "rtx5070ti", 16),
+        ("NVIDIA GeForce RTX 5070 Ti Laptop GPU", 12227, "rtx5070ti", 12),
+        ("NVIDIA GeForce RTX 5070", 12227, "rtx5070", 12),
+        ("NVIDIA GeForce RTX 5060 Ti", 16311, "rtx5060ti", 16),
+        ("NVIDIA GeForce RTX 4080 Laptop GPU", 12282, "rtx4080", 12),
+        ("NVIDIA GeForce RTX 4080 SUPER", 16376, "rtx4080super", 16),
+        ("NVIDIA GeForce RTX 4070 Laptop GPU", 8188, "rtx4070", 8),
+        ("NVIDIA GeForce RTX 4090 D", 24564, "rtx4090d", 24),
+        ("NVIDIA GeForce RTX 3090 Ti", 24564, "rtx3090ti", 24),
+        ("NVIDIA GeForce RTX 3090", 24576, "rtx3090", 24),
+        ("NVIDIA GeForce RTX 3080 Ti Laptop GPU", 16384, "rtx3080ti", 16),
+        ("NVIDIA GeForce RTX 3060 Laptop GPU", 6144, "rtx3060", 6),
+        ("NVIDIA GeForce RTX 3050 6GB Laptop GPU", 6144, "rtx3050", 6),
+        ("NVIDIA A100-SXM4-40GB MIG 7g.40gb", 40192, "mig7g40gb", 40),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb+me", 9728, "mig1g10gb", 10),
+        ("NVIDIA A100-SXM4-80GB MIG 7g.80gb", 80896, "mig7g80gb", 80),
+        ("NVIDIA A30 MIG 1g.6gb", 5952, "mig1g6gb", 6),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.20gb", 20096, "mig1g20gb", 20),
+        ("NVIDIA H100 NVL MIG 3g.47gb", 47488, "mig3g47gb", 47),
+        ("NVIDIA H200 MIG 1g.18gb", 16384, "mig1g18gb", 18),
+        ("NVIDIA H200 MIG 7g.141gb", 143155, "mig7g141gb", 141),
+        ("NVIDIA B200 MIG 2g.45gb", 45312, "mig2g45gb", 45),
+        ("GRID A100D-20C", 20480, "grida100d20c", 20),
         ("NVIDIA Z900 Hyper", 97000, "z900hyper", 96),
         ("NVIDIA Z900", 50 * 1024, "z900", 50),
         ("", 8192, "unknown", 8),
@@ -59,6 +109,29 @@ from gpuflow.spec.presets import configs_root
 def test_real_names(nvml_name, total_mib, short, vram_gb):
     kind = identify(nvml_name, total_mib)
     assert (kind.names[0], kind.vram_gb) == (short, vram_gb)
+
+
+@pytest.mark.parametrize(
+    ("total_mib", "vram_gb"),
+    [
+        (23034, 24),
+        (15360, 16),
+        (46068, 48),
+        (40536, 40),
+        (81559, 80),
+        (7680, 8),
+        (11264, 11),
+        (130_000, 128),
+        (59_000, 64),
+    ],
+)
+def test_a_gpu_that_is_not_listed_has_the_size_on_its_box(total_mib, vram_gb):
+    assert identify("NVIDIA X1 Neo", total_mib).vram_gb == vram_gb
+
+
+@pytest.mark.parametrize("reported", range(33_000, 41_042, 67))
+def test_an_a100_with_40_gb_never_has_80(reported):
+    assert identify("NVIDIA A100-SXM4-40GB", reported).vram_gb <= 40.1
 
 
 @pytest.mark.parametrize(
@@ -74,6 +147,11 @@ def test_real_names(nvml_name, total_mib, short, vram_gb):
         ("v100", "Tesla V100S-PCIE-32GB", True),
         ("rtx40*", "NVIDIA GeForce RTX 4090", True),
         ("rtx-a6000", "NVIDIA RTX A6000", True),
+        ("rtx4090", "NVIDIA GeForce RTX 4090 Laptop GPU", True),
+        ("rtx4090laptop", "NVIDIA GeForce RTX 4090 Laptop GPU", True),
+        ("rtx4090laptop", "NVIDIA GeForce RTX 4090", False),
+        ("rtx4070", "NVIDIA GeForce RTX 4070 Ti", False),
+        ("h100", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", False),
         ("any", "Tesla T4", True),
         ("a100*", "NVIDIA A100-SXM4-80GB MIG 3g.40gb", False),
         ("mig*", "NVIDIA A100-SXM4-80GB MIG 3g.40gb", True),

@@ -9,7 +9,7 @@ from strategies_of_routing import requirements
 
 from gpuflow.errors import GPUFlowError
 from gpuflow.routing.capability import Capability
-from gpuflow.routing.fit import match
+from gpuflow.routing.fit import match, nearness, share_mib
 from gpuflow.routing.resources import requirement_from_resources
 
 
@@ -47,12 +47,24 @@ CARDS = {
 }
 
 
-def machine(*cards, labels=None, tags=()):
+COMPUTE = {"t4": "7.5", "l4": "8.9", "4090": "8.9", "l40s": "8.9", "h100": "9.0", "h200": "9.0", "z900": None}
+
+
+def machine(*cards, labels=None, tags=(), disk_free_mib=100 * 1024):
     gpus = tuple(
-        Card(index, *CARDS[card], mig_parent_uuid="GPU-parent" if card == "mig" else None)
+        Card(
+            index,
+            *CARDS[card],
+            mig_parent_uuid="GPU-parent" if card == "mig" else None,
+            compute_capability=COMPUTE.get(card, "8.0"),
+        )
         for index, card in enumerate(cards)
     )
-    return Capability.of(Box(gpus=gpus), labels=labels, tags=tags)
+    return Capability.of(Box(gpus=gpus), labels=labels, tags=tags, disk_free_mib=disk_free_mib)
+
+
+def gpu(**fields):
+    return {"hardware": {"gpu": fields}}
 
 
 def fit(resources, capability):
@@ -83,6 +95,13 @@ def fit(resources, capability):
         ("1..4", ["t4", "t4", "t4"], [0, 1, 2]),
         ("1..2", ["t4", "t4", "t4"], [0, 1]),
         ("2", ["t4", "a100-40", "t4"], [0, 2]),  # one kind
+        (gpu(compute_capability="8.0"), ["t4", "a100-40"], [1]),
+        (gpu(compute_capability="8.9"), ["a100-40", "t4", "l4"], [2]),
+        (gpu(compute_capability="8.0", count=2), ["t4", "t4", "a100-40", "a100-40"], [2, 3]),
+        ("L4:0.5", ["t4", "l4"], [1]),
+        (gpu(shared=True, memory="20GB"), ["t4", "l4", "h100"], [1]),
+        (gpu(shared=True, memory="24GB"), ["l4"], [0]),  # all of it, which reports 22.5 GiB
+        ({"hardware": {"disk": "100Gi"}}, ["t4"], []),
     ],
 )
 def test_fits(resources, cards, gpus):
@@ -115,6 +134,36 @@ def test_fits(resources, cards, gpus):
         ("2", ["mig", "mig"], "gpu_count", "asks for 2 GPUs, the worker has MIG slices only"),
         ("A100", ["mig"], "gpu_name", "asks for a100, the worker has 1x mig3g40gb"),
         ({"hardware": {"cpu": 64}}, [], "cpu", "asks for 64 CPUs, the worker has 16"),
+        (
+            gpu(compute_capability="8.0"),
+            ["t4"],
+            "compute_capability",
+            "asks for compute capability 8.0 or more, the worker's best GPU has 7.5 (t4)",
+        ),
+        (
+            gpu(compute_capability="10.0"),
+            ["t4", "h100"],
+            "compute_capability",
+            "asks for compute capability 10.0 or more, the worker's best GPU has 9.0 (h100)",
+        ),
+        (
+            gpu(compute_capability="8.0"),
+            ["z900"],
+            "compute_capability",
+            "asks for compute capability 8.0 or more, the worker's GPUs do not tell theirs",
+        ),
+        (
+            gpu(shared=True, memory="40GB"),
+            ["l4"],
+            "share",
+            "asks for a share of 40 GB, the worker's largest has 24 GB (l4)",
+        ),
+        (
+            {"hardware": {"disk": "200Gi"}},
+            [],
+            "disk",
+            "asks for 200 GiB of free disk, the worker has 100 GiB free",
+        ),
         (
             {"hardware": {"memory": "128Gi"}},
             [],
@@ -165,6 +214,56 @@ def test_free_gpus_alone_decide_admission():
     assert fit("A100:1", worker.only({"GPU-1"})).gpus == ("GPU-1",)
 
 
+def test_a_worker_that_does_not_tell_its_disk_serves_no_ask_for_disk():
+    (reason,) = fit({"hardware": {"disk": "1Gi"}}, machine(disk_free_mib=None)).reasons
+    assert reason.message == "asks for 1 GiB of free disk, the worker does not tell how much it has"
+
+
+def test_a_share_takes_the_fullest_gpu_that_has_room():
+    worker = machine("l4", "l4", "l4")
+    half = requirement_from_resources("L4:0.5", gpu_available=True)[0]
+    assert share_mib(half, worker.gpus[0]) == 23034 // 2
+    room = {"GPU-0": 23034, "GPU-1": 11600, "GPU-2": 8000}
+    assert match(half, worker.with_room(room)).gpus == ("GPU-1",)
+    found = match(half, worker.with_room({"GPU-2": 8000}))
+    assert [(reason.kind, reason.message) for reason in found.reasons] == [
+        ("share", "asks for a share of 11.25 GB of a GPU, at most 7.812 GB of one can be shared now (l4)")
+    ]
+    assert fit("L4", worker.with_room({"GPU-2": 8000})).fits, "room is for those who share"
+
+
+@pytest.mark.parametrize(
+    ("resources", "card", "mib"),
+    [
+        (gpu(shared=True, memory="12GB"), "l4", 11517),  # two of them fit
+        (gpu(shared=True, memory="24GB"), "l4", 23034),
+        (gpu(shared=True, memory="8GB"), "a100-80", 8192),
+        (gpu(fraction=0.25), "a100-80", 20480),
+        ("L4", "l4", None),
+    ],
+)
+def test_how_much_a_share_takes(resources, card, mib):
+    ask = requirement_from_resources(resources, gpu_available=True)[0]
+    assert share_mib(ask, machine(card).gpus[0]) == mib
+
+
+def test_nearness_counts_misses_and_then_measures_them():
+    ask = {"accelerators": "A100-80GB:2", "hardware": {"cpu": 16}, "labels": {"team": "nlp"}}
+    nlp = {"team": "nlp"}
+    workers = [
+        machine("a100-80", "a100-80", labels=nlp),
+        machine("a100-80", labels=nlp),
+        machine("a100-80", "a100-80"),
+        machine("a100-40", "a100-40"),
+        machine("t4"),
+    ]
+    found = [nearness(fit(ask, worker)) for worker in workers]
+    assert found[0] == 0
+    assert found == sorted(found)
+    assert len(set(found)) == len(found)
+    assert [int(one) for one in found] == [0, 1, 1, 2, 2]
+
+
 WORKERS = [machine(), machine("t4"), machine("a100-80", "a100-80", "mig", "4090", labels={"a": "b"})]
 
 
@@ -172,7 +271,9 @@ WORKERS = [machine(), machine("t4"), machine("a100-80", "a100-80", "mig", "4090"
 def test_every_pair_has_an_answer(requirement):
     for worker in WORKERS:
         found = match(requirement, worker)
-        assert found.fits == (not found.reasons)
+        assert found.fits == (not found.reasons) == (nearness(found) == 0)
+        assert all(0 <= reason.gap <= 1 for reason in found.reasons)
+        assert nearness(found) < len(found.reasons) + 1
         if found.fits:
             assert requirement.gpu_count <= len(set(found.gpus)) <= max(1, len(worker.gpus))
 

@@ -31,8 +31,29 @@ def names(resources, gpu_available=True):
         ({"hardware": {"gpu": {"type": ["a100", "h100"]}}}, ["gpu-a100_h100"]),
         ({"hardware": {"gpu": {"count": 0}}}, ["cpu"]),
         ({"hardware": {"gpu": {}}}, ["gpu"]),
-        ({"hardware": {"gpu": {"shared": True, "memory": "8GB"}}}, ["gpu-8g"]),
-        ({"hardware": {"gpu": {"fraction": 0.5}}}, ["gpu"]),
+        ({"hardware": {"gpu": {"shared": True, "memory": "8GB"}}}, ["gpu-shared8g"]),
+        ({"hardware": {"gpu": {"fraction": 0.5}}}, ["gpu-share50"]),
+        ({"hardware": {"gpu": {"gpu_memory_fraction": 0.5}}}, ["gpu-share50"]),
+        ({"hardware": {"gpu": {"fraction": 0.5, "shared": True}}}, ["gpu-share50"]),
+        ({"hardware": {"gpu": {"fraction": 1}}}, ["gpu"]),
+        ({"hardware": {"gpu": {"fraction": 0.125, "memory": "24GB"}}}, ["gpu-24g-share125m"]),
+        ({"hardware": {"gpu": {"compute_capability": "8.0+"}}}, ["gpu-cc80"]),
+        ({"hardware": {"gpu": {"compute_capability": ">=8.9", "type": "L4"}}}, ["gpu-l4-cc89"]),
+        ({"hardware": {"gpu": {"compute_capability": 10.0, "count": 2}}}, ["gpu-x2-cc100"]),
+        ({"hardware": {"gpu": {"memory": "24GB..80GB", "count": "1..4"}}}, ["gpu-24g-max80g-x1to4"]),
+        ({"hardware": {"gpu": {"name": "A100", "memory": "80GB"}}}, ["gpu-a100-80g"]),
+        ({"hardware": {"disk": "100Gi"}}, ["cpu-disk100g"]),
+        ({"hardware": {"disk": "1TB", "gpu": {}}}, ["gpu-disk953675m"]),
+        ({"gpu": "A100:80GB:2"}, ["gpu-a100-80g-x2"]),
+        ({"gpu": {"name": "A100", "count": 2}}, ["gpu-a100-x2"]),
+        (
+            {
+                "accelerators": ["L4:1", "16GB", "cpu"],
+                "hardware": {"gpu": {"shared": False, "compute_capability": "8.0"}},
+            },
+            ["gpu-l4-cc80", "gpu-16g-cc80", "cpu"],
+        ),
+        ({"accelerators": "8GB", "hardware": {"gpu": {"shared": True}}}, ["gpu-shared8g"]),
         ({"labels": {"team": "nlp"}}, ["gpu.team=nlp"]),
         ({"labels": {"fast": None, "nvlink": True}}, ["gpu.fast.nvlink=true"]),
         ({"labels": ["fast"]}, ["gpu.fast"]),
@@ -84,6 +105,26 @@ def test_spellings_of_one_ask_land_in_one_queue():
         ({"hardware": {"gpu": {"count": "9" * 5000}}}, ["count"]),
         ({"hardware": {"gpu": {"count": 5000}}}, ["5000"]),
         ({"hardware": {"gpu": {"count": 2, "shared": True}}}, ["share"]),
+        ({"hardware": {"gpu": {"shared": True}}}, ["size", "memory"]),
+        ({"hardware": {"gpu": {"shared": "yes"}}}, ["shared", "true or false"]),
+        ({"hardware": {"gpu": {"shared": False, "fraction": 0.5}}}, ["shared is false", "0.5"]),
+        (
+            {"hardware": {"gpu": {"shared": True, "fraction": 0.5, "memory": "8GB"}}},
+            ["memory", "fraction (0.5)", "keep one"],
+        ),
+        ({"hardware": {"gpu": {"fraction": 0.5, "count": 2}}}, ["share", "2 GPUs"]),
+        ({"hardware": {"gpu": {"fraction": 1.5}}}, ["fraction", "1.5"]),
+        ({"hardware": {"gpu": {"fraction": "half"}}}, ["fraction", "half"]),
+        (
+            {"hardware": {"gpu": {"fraction": 0.5, "gpu_memory_fraction": 0.4}}},
+            ["gpu_memory_fraction 0.4", "fraction 0.5"],
+        ),
+        ({"accelerators": "L4:0.5", "hardware": {"gpu": {"fraction": 0.4}}}, ["0.4", "0.5", "keep one"]),
+        ({"hardware": {"gpu": {"compute_capability": "ampere"}}}, ["compute_capability", "ampere", "8.0"]),
+        ({"hardware": {"gpu": {"count": 0, "compute_capability": "8.0", "shared": True}, "cpu": "x"}}, ["cpu"]),
+        ({"hardware": {"disk": 100}}, ["hardware.disk", "100Gi"]),
+        ({"gpu": "A100", "accelerators": "H100"}, ["gpu 'A100'", "accelerators 'H100'", "keep one"]),
+        ({"gpu": {"count": 1}, "hardware": {"gpu": {"count": 2}}}, ["gpu", "hardware.gpu", "keep one"]),
         ({"hardware": {"gpu": "a100"}}, ["hardware.gpu", "a100"]),
         ({"hardware": {"memory": "lots"}}, ["hardware.memory", "32Gi"]),
         ({"hardware": {"cpu": "-1"}}, ["hardware.cpu"]),
@@ -104,6 +145,6 @@ def test_mistakes_name_the_field(resources, fragments):
 
 
 def test_unknown_fields_may_be_passed_over():
-    resources = {"hardware": {"disk": "1T", "gpu": {"type": "a100", "nvlink": True}}, "region": "eu"}
+    resources = {"hardware": {"nvme": "1T", "gpu": {"type": "a100", "nvlink": True}}, "region": "eu"}
     found = requirement_from_resources(resources, gpu_available=True, strict=False)
     assert found == (Requirement(gpu_count=1, gpu_names=("a100",)),)

@@ -32,6 +32,9 @@ DOCUMENTED = {
     "GPUFLOW_KEY_PREFIX": "",
     "GPUFLOW_WORKER_TOKEN": None,
     "GPUFLOW_GATEWAY_URL": None,
+    "GPUFLOW_GATEWAY_MAX_FILE_BYTES": 549_755_813_888,
+    "GPUFLOW_GATEWAY_MAX_UPLOADS": 256,
+    "GPUFLOW_STORE_URL": None,
     "GPUFLOW_RETENTION_DAYS": 30,
     "GPUFLOW_PASS_ENV": (),
     "GPUFLOW_ALLOW_VOLATILE": False,
@@ -41,7 +44,9 @@ DOCUMENTED = {
     "GPUFLOW_EVENTS_MAXLEN": 10_000,
     "GPUFLOW_VALKEY_SERVER": None,
     "GPUFLOW_SECRETS_DIR": None,
+    "GPUFLOW_LOCK_DIR": None,
     "GPUFLOW_OFFLINE": False,
+    "GPUFLOW_MODEL_CACHE_MAX_BYTES": None,
 }
 
 
@@ -116,6 +121,9 @@ def test_folders(load, tmp_path):
         ("LOG_LEVEL", "loud", ["DEBUG, INFO"]),
         ("REDIS_URL", "localhost:6379", ["redis://"]),
         ("GPUFLOW_GATEWAY_URL", "host", ["https://"]),
+        ("GPUFLOW_STORE_URL", "/shared", ["file:///"]),
+        ("GPUFLOW_STORE_URL", "ftp://host/x", ["s3://"]),
+        ("GPUFLOW_STORE_URL", "file://other/x", ["absolute path"]),
         ("TASK_TOPIC", "a,b", ["only letters"]),
         ("WORKER_ID", "a b", ["only letters"]),
         ("WORKER_ID", "x" * 200, ["at most 128"]),
@@ -222,3 +230,24 @@ def test_settings_are_frozen(load):
 )
 def test_masked_urls(url, masked):
     assert mask_url(url) == masked
+
+
+def test_a_password_in_a_wrong_url_is_not_told(load):
+    with pytest.raises(InvalidSettings, match="tokens and keys have settings") as caught:
+        load(GPUFLOW_STORE_URL="https://me:canary@host/x")
+
+    assert "canary" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("200GB", 200 * 10**9), ("200GiB", 200 * 2**30), ("1.5 TB", 15 * 10**11), ("4096", 4096)]
+)
+def test_a_size_is_given_with_its_unit_or_in_bytes(load, text, count):
+    assert load(GPUFLOW_MODEL_CACHE_MAX_BYTES=text).model_cache_max_bytes == count
+    assert load(toml=f'model_cache_max_bytes = "{text}"').model_cache_max_bytes == count
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "much", "5 parsecs"])
+def test_a_size_that_is_none_is_named(load, text):
+    with pytest.raises(InvalidSettings, match=r"GPUFLOW_MODEL_CACHE_MAX_BYTES.*give a size such as 200GB"):
+        load(GPUFLOW_MODEL_CACHE_MAX_BYTES=text)

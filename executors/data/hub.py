@@ -1,0 +1,83 @@
+"""Rows of data sets of the Hugging Face hub, and what their absence means: a token, a name, or the network.
+
+The library `datasets` hides the answer of the hub behind errors of its own; here it is found again, so that a refusal
+is not tried again and says what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from executors.base import ExecutorError, bad_input
+from executors.offline import not_here, offline
+
+_GATED: Final = frozenset({"GatedRepoError", "DisabledRepoError", "LocalTokenNotFoundError"})
+_MISSING: Final = frozenset({"RepositoryNotFoundError", "RevisionNotFoundError", "DatasetNotFoundError"})
+_UNREACHED: Final = frozenset({"OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectError", "TimeoutException"})
+_GIVE_ACCESS: Final = (
+    "name the token in the task (`secrets: [HF_TOKEN]`) and give it to the worker (HF_TOKEN in its environment, or a "
+    "file HF_TOKEN in its GPUFLOW_SECRETS_DIR)"
+)
+
+
+def hub_rows(data: Mapping[str, Any], split: str) -> list[Any]:
+    """Return the rows of one split of a hub data set.
+
+    Raises ExecutorError: BadInput for a split or configuration that it has not, NotAuthorized, NotFound, Offline, and
+    Network, which alone is worth another attempt.
+    """
+    import datasets
+
+    datasets.disable_progress_bars()
+    options = {key: data[key] for key in ("name", "revision") if data.get(key)}
+    try:
+        return list(datasets.load_dataset(str(data["url"]), split=split, **options))
+    except ValueError as error:
+        raise bad_input(f"data set {data['url']}: {error}") from error
+    except (OSError, RuntimeError) as error:
+        known = _known(error, str(data["url"]))
+        if known is None:
+            raise
+        raise known from error
+
+
+def _known(error: BaseException, name: str) -> ExecutorError | None:
+    """Return what the hub said, found in the causes of an error; None when it was not about the hub."""
+    links = list(_links(error))
+    names = {kind.__name__ for link in links for kind in type(link).__mro__}
+    statuses = {status for link in links if isinstance(status := _status(link), int)}
+    what = f"data set {name!r}"
+    if names & _UNREACHED and not statuses and offline():
+        return ExecutorError("Offline", not_here(what))
+    if names & _GATED or any("is a gated dataset" in str(link) for link in links):
+        mend = f"ask for access on its page with your account, then {_GIVE_ACCESS}"
+        return ExecutorError("NotAuthorized", f"{what} is gated on the hub; {mend}")
+    if names & _MISSING or 404 in statuses:
+        return ExecutorError(
+            "NotFound", f"the hub has no {what}, or hides it; check the name; if it is private, {_GIVE_ACCESS}"
+        )
+    if statuses & {401, 403}:
+        return ExecutorError(
+            "NotAuthorized", f"the hub refuses {what} (HTTP {max(statuses & {401, 403})}); {_GIVE_ACCESS}"
+        )
+    if names & _UNREACHED or any(status == 429 or status >= 500 for status in statuses):
+        told = f"answered HTTP {max(statuses)}" if statuses else "cannot be reached"
+        return ExecutorError("Network", f"{what} was not fetched: the hub {told}; try again later", retryable=True)
+    return None
+
+
+def _links(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and all that stands behind it, what was hidden with `from None` too."""
+    seen: set[int] = set()
+    waiting = [error]
+    while waiting:
+        link = waiting.pop()
+        if link is not None and id(link) not in seen:
+            seen.add(id(link))
+            yield link
+            waiting += [link.__context__, link.__cause__]
+
+
+def _status(error: BaseException) -> Any:
+    return getattr(getattr(error, "response", None), "status_code", None)

@@ -1,0 +1,135 @@
+"""`gpuflow.explain()`: why a task waits, or what would become of a template. Reads the fleet; writes nothing.
+
+The answer itself is made by `gpuflow.routing.explain`. Used by the command line, by the checks at submit, and from
+Python.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gpuflow.broker.priorities import DEFAULT_PRIORITY
+from gpuflow.celery_app import GPUFlow
+from gpuflow.celery_app import app as default_app
+from gpuflow.errors import UnknownTask
+from gpuflow.fleet.queue_views import queue_view
+from gpuflow.fleet.registry import Fleet
+from gpuflow.fleet.worker_views import worker_views
+from gpuflow.handles import reachable
+from gpuflow.ledger.records import TaskRecord
+from gpuflow.routing.explain import Explanation
+from gpuflow.routing.explain import explain as explain_task
+from gpuflow.routing.requirement import Requirement
+from gpuflow.routing.resources import requirement_from_resources
+from gpuflow.routing.views import QueueView, TaskView, WorkerView
+from gpuflow.spec import Template, parse
+from gpuflow.submission import choose_requirement
+
+Source = str | os.PathLike[str] | Mapping[str, Any] | Template
+
+
+def explain(source: Source, *, app: GPUFlow | None = None) -> list[Explanation]:
+    """Explain every task of a run that was submitted (`source` is its id), or of a template that was not.
+
+    `print("\\n".join(explanation.to_lines()))` shows one to people, `to_dict()` gives it to programs. Raises
+    UnknownTask, InvalidTemplate, BrokerUnavailable.
+    """
+    app = app or default_app
+    with reachable():
+        if isinstance(source, str) and not Path(source).exists():
+            records = find_records(app, source)
+            if records:
+                return explain_records(app, records)
+        return explain_template(app, _template(source))
+
+
+def find_records(app: GPUFlow, record_id: str) -> list[TaskRecord]:
+    """Return the tasks of a pipeline or task; empty when there is no such id."""
+    pipeline = app.pipelines.find(record_id)
+    if pipeline is None:
+        task = app.ledger.find(record_id)
+        return [] if task is None else [task]
+    ids = [task for stage in pipeline.stages.values() for task in stage.tasks]
+    return [record for record in app.ledger.find_many(ids) if record is not None]
+
+
+def explain_records(app: GPUFlow, records: Sequence[TaskRecord]) -> list[Explanation]:
+    """Explain tasks that were submitted."""
+    now = server_time(app)
+    workers = worker_views(Fleet(app.redis, app.keys), app.ledger, now)
+    found = []
+    for record in records:
+        waits = str(record.state) in ("PENDING", "QUEUED")
+        queue = queue_view(app.redis, app.keys, app.ledger, record.queue, record.id if waits else "", now)
+        ask = Requirement.from_dict(record.requirement or {})
+        found.append(explain_task(ask, _task_view(app, record, now), queue, workers))
+    return found
+
+
+def explain_template(app: GPUFlow, template: Template) -> list[Explanation]:
+    """Explain what would become of the tasks of a template."""
+    now = server_time(app)
+    workers = worker_views(Fleet(app.redis, app.keys), app.ledger, now)
+    found = []
+    for stage in template.stages:
+        ask = choose_requirement(app, stage.spec.get("resources") or {}, light=stage.task_type == "echo")
+        queue = queue_view(app.redis, app.keys, app.ledger, ask.queue_name(), "", now)
+        task = TaskView(name=stage.name, executor=stage.task_type, priority=_priority(stage.spec))
+        found.append(explain_task(ask, task, queue, workers))
+    return found
+
+
+def explain_here(template: Template, worker: WorkerView) -> list[Explanation]:
+    """Explain a template on one machine, without a fleet."""
+    found = []
+    for stage in template.stages:
+        wants_gpu = bool(worker.capability.gpus) and stage.task_type != "echo"
+        ask = requirement_from_resources(stage.spec.get("resources") or {}, gpu_available=wants_gpu)[0]
+        task = TaskView(name=stage.name, executor=stage.task_type)
+        found.append(explain_task(ask, task, QueueView(name=ask.queue_name()), [worker]))
+    return found
+
+
+def server_time(app: GPUFlow) -> float:
+    """Return the time of the broker, in Unix seconds."""
+    client: Any = app.redis
+    seconds, micros = client.time()
+    return float(seconds) + float(micros) / 1e6
+
+
+def _template(source: Source) -> Template:
+    if isinstance(source, str) and _looks_like_id(source) and not Path(source).exists():
+        raise UnknownTask(f"no task or pipeline {source!r}; `gpuflow status` lists those of this fleet")
+    if isinstance(source, Mapping) and "taskType" in source:
+        source = {"apiVersion": "gpuflow/v1", "kind": "Task", "spec": source}
+    return parse(source)
+
+
+def _looks_like_id(text: str) -> bool:
+    return len(text) == 36 and text.count("-") == 4
+
+
+def _task_view(app: GPUFlow, record: TaskRecord, now: float) -> TaskView:
+    client: Any = app.redis
+    avoids, until = client.hmget(app.keys.task(record.id), "avoid_worker", "avoid_until")
+    return TaskView(
+        id=record.id,
+        name=record.name,
+        state=str(record.state),
+        executor=record.task_type,
+        attempt=record.attempt,
+        priority=_priority(record.spec),
+        wait_seconds=None if record.not_before is None else record.not_before - now,
+        avoids=avoids or None,
+        avoid_seconds=float(until) - now if until else None,
+        worker=record.worker,
+        running_seconds=None if record.started_at is None else max(0.0, now - record.started_at),
+    )
+
+
+def _priority(spec: Mapping[str, Any]) -> int:
+    priority = spec.get("priority")
+    return priority if isinstance(priority, int) else DEFAULT_PRIORITY

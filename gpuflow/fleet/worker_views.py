@@ -1,0 +1,111 @@
+"""From the registry to what `routing.explain` wants to know of each worker. Read-only.
+
+What a worker does not tell is None there. Read from the entry's `load`, beside what everybody shows of it:
+
+| field | JSON | what |
+|---|---|---|
+| `families` | list of text, or null | the demand queues of its -Q; null: it has none and serves all |
+| `executors` | list of text, or null | those of --executors; null: all |
+| `freeGpus` | list of UUIDs | GPUs that no task of gpuflow holds, on the whole machine |
+| `freeJobs` | number, or null | how many more tasks it could start; null: no limit |
+| `foreignMib` | UUID -> MiB | GPUs that are held back because of processes outside gpuflow, and what these use |
+| `roomMib` | UUID -> MiB | what is left of each GPU for tasks that share it |
+| `reservation` | {task, gpus: [UUID], since} or null | the waiting task that GPUs are kept for; `since` may be left out |
+| `diskFreeMib` | number | free where results are written |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from gpuflow.fleet.registry import Fleet, WorkerEntry
+from gpuflow.ledger.ledger import Ledger
+from gpuflow.ledger.records import TaskRecord
+from gpuflow.routing.capability import CAPABILITY_SCHEMA, Capability
+from gpuflow.routing.queues import is_demand_queue
+from gpuflow.routing.views import Reservation, RunningTask, WorkerView
+
+
+def worker_views(fleet: Fleet, ledger: Ledger | None, now: float) -> list[WorkerView]:
+    """Return a view of every worker, those that have gone too; `now` is Unix seconds on the server's clock.
+
+    With a ledger, the tasks that they run have names and times.
+    """
+    entries = fleet.workers()
+    reserved = [found["task"] for entry in entries if (found := _mapping(entry.load.get("reservation"))).get("task")]
+    ids = sorted({*(task for entry in entries for task in entry.tasks), *map(str, reserved)})
+    records: dict[str, TaskRecord] = {}
+    if ledger is not None and ids:
+        records = {record.id: record for record in ledger.find_many(ids) if record is not None}
+    return [view_of(entry, records, now) for entry in entries]
+
+
+def view_of(entry: WorkerEntry, records: Mapping[str, TaskRecord], now: float) -> WorkerView:
+    """Return the view of one worker."""
+    load = entry.load
+    return WorkerView(
+        id=entry.id,
+        capability=capability_of(entry),
+        state=str(entry.state),
+        enabled=entry.enabled,
+        silent_seconds=max(0.0, now - entry.heartbeat_at) if entry.heartbeat_at else None,
+        families=_families(entry),
+        executors=_texts(load.get("executors")),
+        free_gpus=_texts(load.get("freeGpus")),
+        free_jobs=load["freeJobs"] if isinstance(load.get("freeJobs"), int) else None,
+        tasks=tuple(_running(task, records.get(task), now) for task in entry.tasks),
+        reservation=_reservation(_mapping(load.get("reservation")), records, now),
+        foreign_mib=_amounts(load.get("foreignMib")),
+        room_mib=_amounts(load["roomMib"]) if load.get("roomMib") is not None else None,
+    )
+
+
+def capability_of(entry: WorkerEntry) -> Capability:
+    """Return what a worker can do, with the disk as of its last heartbeat; of a newer worker, what is understood."""
+    capability = Capability.from_dict({**entry.capability, "schema": CAPABILITY_SCHEMA})
+    free = entry.load.get("diskFreeMib")
+    return replace(capability, disk_free_mib=int(free)) if isinstance(free, int | float) else capability
+
+
+def _families(entry: WorkerEntry) -> tuple[str, ...] | None:
+    if "families" in entry.load:
+        return _texts(entry.load["families"])
+    # A worker without -Q serves the plain queue too; with -Q it serves the families that it named.
+    if any(not is_demand_queue(name) and not name.startswith("gpuflow.") for name in entry.queues):
+        return None
+    return tuple(name for name in entry.queues if is_demand_queue(name))
+
+
+def _running(task_id: str, record: TaskRecord | None, now: float) -> RunningTask:
+    if record is None:
+        return RunningTask(id=task_id)
+    seconds = None if record.started_at is None else max(0.0, now - record.started_at)
+    return RunningTask(id=task_id, name=record.name, seconds=seconds)
+
+
+def _reservation(found: Mapping[str, Any], records: Mapping[str, TaskRecord], now: float) -> Reservation | None:
+    if not found.get("task"):
+        return None
+    task = str(found["task"])
+    record = records.get(task)
+    since = found.get("since") or (record.created_at if record is not None else None)
+    return Reservation(
+        task=task,
+        name=record.name if record is not None else "",
+        gpus=_texts(found.get("gpus")) or (),
+        seconds=max(0.0, now - since) if isinstance(since, int | float) else None,
+    )
+
+
+def _texts(value: object) -> tuple[str, ...] | None:
+    return tuple(str(one) for one in value) if isinstance(value, Sequence) and not isinstance(value, str) else None
+
+
+def _amounts(value: object) -> dict[str, int]:
+    return {str(uuid): int(mib) for uuid, mib in _mapping(value).items()}
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}

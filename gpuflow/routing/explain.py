@@ -1,0 +1,193 @@
+"""Why does a task wait? From what is known of the task, its queue and the workers to an answer for people and programs.
+
+Pure: the same views give the same answer. `gpuflow.explaining` gathers the views; the command line prints
+`to_lines()`, the API and `--json` give `to_dict()`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from gpuflow.routing.describe import ago, describe
+from gpuflow.routing.requirement import Requirement
+from gpuflow.routing.resources import format_resources
+from gpuflow.routing.situation import PASSING, Situation, judge
+from gpuflow.routing.views import QueueView, TaskView, WorkerView
+
+#: Schema number of `to_dict()`. Fields are added, never renamed, within one number.
+EXPLANATION_SCHEMA: Final = 1
+#: Workers of one heading that are listed for people; the others are counted.
+MAX_LISTED: Final = 12
+
+Outcome = Literal["starts", "waits", "cannot", "runs", "ended"]
+
+_IN_WORDS: Final = {
+    "busy": "busy",
+    "reserved": "reserved for a bigger task",
+    "avoided": "left out after a failure",
+    "connecting": "connecting",
+    "foreign": "held by a process outside gpuflow",
+    "restricted": "kept away by -Q",
+    "no_executor": "without the executor",
+    "draining": "draining",
+    "disabled": "disabled",
+    "offline": "gone",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """The answer for one task. `workers` begin with who can take it and end with the farthest miss."""
+
+    task: TaskView
+    queue: QueueView
+    requirement: Requirement
+    outcome: Outcome
+    verdict: str
+    workers: tuple[Situation, ...]
+
+    @property
+    def capable(self) -> tuple[Situation, ...]:
+        """The workers whose machine has what is asked for."""
+        return tuple(worker for worker in self.workers if worker.fits)
+
+    @property
+    def others(self) -> tuple[Situation, ...]:
+        """The workers that fail a requirement, the nearest miss first."""
+        return tuple(worker for worker in self.workers if not worker.fits)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON; documented in docs/reference/explain.md."""
+        return {
+            "schema": EXPLANATION_SCHEMA,
+            "id": self.task.id or None,
+            "name": self.task.name,
+            "state": self.task.state,
+            "priority": self.task.priority,
+            "outcome": self.outcome,
+            "verdict": self.verdict,
+            "queue": self.queue.name,
+            "depth": self.queue.depth,
+            "place": self.queue.place,
+            "oldestSeconds": self.queue.oldest_seconds,
+            "requirement": self.requirement.to_dict(),
+            "resources": format_resources(self.requirement),
+            "workers": [worker.to_dict() for worker in self.workers],
+        }
+
+    def to_lines(self) -> list[str]:
+        """Return the answer for people."""
+        named = f"{self.task.name} ({self.task.id})" if self.task.id else self.task.name
+        lines = [
+            f"{named}: {self.verdict}",
+            f"  asks for: {describe(self.requirement)}",
+            f"  queue:    {self._queue()}",
+        ]
+        capable, others = self.capable, self.others
+        if capable:
+            lines.append("  workers that have what it asks for:")
+            lines.extend(_listed(capable, ""))
+        if others:
+            lines.append("  workers that cannot run it, the nearest miss first:")
+            lines.extend(_listed(others, "the task "))
+        return [" ".join(line.splitlines()) for line in lines]
+
+    def _queue(self) -> str:
+        queue = self.queue
+        if queue.depth is None:
+            return queue.name
+        waiting = "nothing waits in it" if not queue.depth else "1 task waits in it" if queue.depth == 1 else ""
+        told = [queue.name, waiting or f"{queue.depth} tasks wait in it"]
+        if queue.place is not None:
+            told.append("this one is next" if queue.place == 1 else f"this one is number {queue.place}")
+        if queue.oldest_seconds is not None and queue.depth:
+            told.append(f"the oldest has waited for {ago(queue.oldest_seconds)}")
+        return ", ".join(told)
+
+
+def explain(requirement: Requirement, task: TaskView, queue: QueueView, workers: Sequence[WorkerView]) -> Explanation:
+    """Explain where a task stands. Workers that are gone are told only where they could have run it."""
+    judged = [judge(requirement, queue.name, task, worker) for worker in workers]
+    gone = {worker.id for worker in workers if worker.state == "OFFLINE"}
+    told = [one for one in judged if one.fits or one.worker not in gone]
+    told.sort(key=lambda one: (*one.order, one.worker))
+    outcome, verdict = _verdict(requirement, task, queue, told)
+    return Explanation(
+        task=task, queue=queue, requirement=requirement, outcome=outcome, verdict=verdict, workers=tuple(told)
+    )
+
+
+def _verdict(ask: Requirement, task: TaskView, queue: QueueView, workers: Sequence[Situation]) -> tuple[Outcome, str]:
+    state = task.state
+    if state in ("SUCCEEDED", "FAILED", "CANCELLED", "DEAD"):
+        return "ended", f"has ended: {state}"
+    if state in ("STARTING", "RUNNING"):
+        since = "" if task.running_seconds is None else f", started {ago(task.running_seconds)} ago"
+        return "runs", f"runs on {task.worker or 'a worker'} (attempt {task.attempt}){since}"
+    if state == "MERGED":
+        return "waits", "waits for the result of an equal call, which it was merged with"
+    if (task.wait_seconds or 0) > 0:
+        return "waits", f"waits: attempt {task.attempt + 1} begins in {ago(task.wait_seconds or 0)} at the earliest"
+    capable = [one for one in workers if one.fits]
+    free = [one.worker for one in capable if one.kind == "free"]
+    if free:
+        return _free_verdict(queue, free)
+    passing = [one for one in capable if one.kind in PASSING]
+    if passing:
+        return "waits", ("waits: " if state else "would wait: ") + _who(capable)
+    return "cannot", "cannot start: " + (_kept(queue, task, capable) if capable else _nobody(workers))
+
+
+def _free_verdict(queue: QueueView, free: Sequence[str]) -> tuple[Outcome, str]:
+    who = f"{free[0]} is free" if len(free) == 1 else f"{len(free)} workers are free, such as {free[0]}"
+    if queue.place is not None and queue.place > 1:
+        return "waits", f"waits its turn: number {queue.place} in its queue; {who}"
+    return "starts", f"can start now: {who}"
+
+
+def _who(capable: Sequence[Situation]) -> str:
+    """Return who could run it and why nobody does now."""
+    if len(capable) == 1:
+        return f"the only capable worker {capable[0].worker} {capable[0].text}"
+    counts = Counter(one.kind for one in capable)
+    if len(counts) == 1:
+        all_of = "both" if len(capable) == 2 else f"all {len(capable)}"
+        return f"{all_of} capable workers are {_IN_WORDS[capable[0].kind]}; {capable[0].worker} {capable[0].text}"
+    parts = ", ".join(f"{count} {_IN_WORDS[kind]}" for kind, count in counts.items())
+    return f"{len(capable)} workers can run it, none of them now: {parts}"
+
+
+def _kept(queue: QueueView, task: TaskView, capable: Sequence[Situation]) -> str:
+    """Return why the capable workers will not take it, and the mend if there is one for all."""
+    mends = {
+        "restricted": f"start one without -Q, or with -Q {queue.name}",
+        "no_executor": f"start one without --executors, or with {task.executor} among them",
+        "draining": "start another one",
+        "offline": "start it again",
+    }
+    kinds = {one.kind for one in capable}
+    mend = mends.get(kinds.pop(), "") if len(kinds) == 1 else "start another one"
+    return f"{_who(capable)}; {mend}" if mend else _who(capable)
+
+
+def _nobody(workers: Sequence[Situation]) -> str:
+    if not workers:
+        return "no worker is there; start one with `celery -A gpuflow worker`"
+    nearest = workers[0]
+    who = (
+        f"the only worker, {nearest.worker}, cannot run it"
+        if len(workers) == 1
+        else (f"none of {len(workers)} workers can run it; the nearest is {nearest.worker}")
+    )
+    return f"{who}: the task {nearest.text}"
+
+
+def _listed(workers: Sequence[Situation], subject: str) -> Iterator[str]:
+    width = max(len(one.worker) for one in workers[:MAX_LISTED])
+    for one in workers[:MAX_LISTED]:
+        yield f"    {one.worker.ljust(width)}  {subject}{one.text}"
+    if len(workers) > MAX_LISTED:
+        yield f"    and {len(workers) - MAX_LISTED} more"

@@ -1,0 +1,166 @@
+"""How one worker stands to one task: free, busy with what, kept away by what, or which requirement fails. Pure.
+
+Used by `gpuflow.routing.explain` and by the checks at submit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from gpuflow.routing.capability import Capability, GpuCapability
+from gpuflow.routing.describe import ago
+from gpuflow.routing.fit import match, nearness
+from gpuflow.routing.queues import family_matches
+from gpuflow.routing.reasons import Reason
+from gpuflow.routing.requirement import Requirement
+from gpuflow.routing.units import show_gb
+from gpuflow.routing.views import RunningTask, TaskView, WorkerView
+
+#: In the order in which they are told. Those after `foreign` do not pass by waiting.
+Kind = Literal[
+    "free", "busy", "reserved", "avoided", "connecting", "foreign",
+    "restricted", "no_executor", "draining", "disabled", "offline", "unfit",
+]  # fmt: skip
+ORDER: Final[tuple[Kind, ...]] = Kind.__args__  # type: ignore[attr-defined]
+#: What ends by itself.
+PASSING: Final = frozenset({"free", "busy", "reserved", "avoided", "connecting", "foreign"})
+#: Running tasks that are named; the others are counted.
+_MAX_NAMED: Final = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """`text` goes on after the worker's name: "is busy with train (7aa1)"; `reasons` are there only if it is unfit."""
+
+    worker: str
+    kind: Kind
+    text: str
+    reasons: tuple[Reason, ...] = ()
+    nearness: float = 0.0
+    tasks: tuple[RunningTask, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether the machine has what the task asks for, however it is occupied."""
+        return self.kind != "unfit"
+
+    @property
+    def order(self) -> tuple[float, ...]:
+        """Sort key: who can take it, then who could, then the others, the nearest first."""
+        return (ORDER.index(self.kind), self.nearness)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return {
+            "id": self.worker,
+            "fits": self.fits,
+            "situation": self.kind,
+            "text": self.text,
+            "reasons": [reason.message for reason in self.reasons] or ([] if self.kind == "free" else [self.text]),
+            "failing": [reason.to_dict() for reason in self.reasons],
+            "tasks": [{"id": task.id, "name": task.name, "runningSeconds": task.seconds} for task in self.tasks],
+        }
+
+
+def judge(ask: Requirement, queue: str, task: TaskView, worker: WorkerView) -> Situation:
+    """Return how a worker stands to a task of `queue`."""
+    fit = match(ask, worker.capability)
+    if not fit.fits:
+        more = len(fit.reasons) - 1
+        others = f"; {more} more {'requirement fails' if more == 1 else 'requirements fail'}" if more else ""
+        return Situation(
+            worker=worker.id,
+            kind="unfit",
+            text=f"{fit.reasons[0].message}{others}",
+            reasons=fit.reasons,
+            nearness=nearness(fit),
+        )
+    kind, text = _kept_away(queue, task, worker) or _occupied(ask, task, worker) or ("free", "is free")
+    return Situation(worker=worker.id, kind=kind, text=text, tasks=worker.tasks)
+
+
+def _kept_away(queue: str, task: TaskView, worker: WorkerView) -> tuple[Kind, str] | None:
+    """Return what keeps a worker from the task whatever else it does."""
+    if worker.state == "OFFLINE":
+        heard = "" if worker.silent_seconds is None else f": it was last heard of {ago(worker.silent_seconds)} ago"
+        return "offline", f"is gone{heard}"
+    if worker.state == "DRAINING":
+        return "draining", "is draining: it ends what it runs and takes nothing new"
+    if not worker.enabled:
+        return "disabled", "is disabled: it takes nothing until it is enabled again"
+    if worker.executors is not None and task.executor and task.executor not in worker.executors:
+        return (
+            "no_executor",
+            f"has no executor {task.executor}: it was started with --executors {','.join(worker.executors)}",
+        )
+    if worker.families is not None and not any(family_matches(queue, family) for family in worker.families):
+        served = ",".join(worker.families)
+        return "restricted", f"does not serve {queue}: " + (
+            f"its -Q is {served}" if served else "its -Q has no such queue"
+        )
+    if task.avoids == worker.id and (task.avoid_seconds or 0) > 0:
+        return "avoided", f"is left out for {ago(task.avoid_seconds or 0)} more: the last attempt failed there"
+    if worker.state == "CONNECTING":
+        return "connecting", "is connecting to the broker"
+    return None
+
+
+def _occupied(ask: Requirement, task: TaskView, worker: WorkerView) -> tuple[Kind, str] | None:
+    """Return what occupies a worker that would take the task."""
+    everything = worker.capability
+    if ask.shares and worker.room_mib is not None:
+        roomy = match(ask, everything.with_room(worker.room_mib)).fits and worker.free_jobs != 0
+        return None if roomy else ("busy", _busy_text(worker))
+    clean = _without(everything, worker.foreign_mib)
+    if not match(ask, clean).fits:
+        return "foreign", _foreign_text(worker, everything)
+    held = worker.reservation
+    if held is not None and held.task != task.id:
+        kept = held.gpus or tuple(gpu.uuid for gpu in everything.gpus)
+        if (ask.gpu_count or not held.gpus) and not match(ask, _without(clean, kept)).fits:
+            which = [f"needs {len(held.gpus)} GPUs"] if len(held.gpus) > 1 else []
+            which += [] if held.seconds is None else [f"has waited for {ago(held.seconds)}"]
+            clause = f", which {' and '.join(which)}" if which else ""
+            return "reserved", f"is reserved for {_named(held.name, held.task)}{clause}"
+    return ("busy", _busy_text(worker)) if _busy(ask, worker, clean) else None
+
+
+def _busy(ask: Requirement, worker: WorkerView, clean: Capability) -> bool:
+    if worker.free_jobs is not None and worker.free_jobs <= 0:
+        return True
+    if ask.gpu_count and not ask.shares and worker.free_gpus is not None:
+        taken = {gpu.uuid for gpu in clean.gpus} - set(worker.free_gpus)
+        return not match(ask, _without(clean, taken)).fits
+    if ask.gpu_count == 0 and worker.free_jobs is not None:
+        return False
+    return worker.state == "BUSY"
+
+
+def _busy_text(worker: WorkerView) -> str:
+    tasks = sorted(worker.tasks, key=lambda task: -(task.seconds or 0))
+    if not tasks:
+        return "is busy"
+    named = [
+        _named(task.name, task.id) + ("" if task.seconds is None else f", started {ago(task.seconds)} ago")
+        for task in tasks[:_MAX_NAMED]
+    ]
+    more = f" and {len(tasks) - _MAX_NAMED} more" if len(tasks) > _MAX_NAMED else ""
+    return f"is busy with {'; '.join(named)}{more}"
+
+
+def _foreign_text(worker: WorkerView, everything: Capability) -> str:
+    held = [(gpu, worker.foreign_mib[gpu.uuid]) for gpu in everything.gpus if gpu.uuid in worker.foreign_mib]
+    where = ", ".join(f"{show_gb(mib / 1024)} of GPU {gpu.index} ({gpu.name})" for gpu, mib in held[:_MAX_NAMED])
+    more = f" and of {len(held) - _MAX_NAMED} more" if len(held) > _MAX_NAMED else ""
+    return f"is held by a process outside gpuflow, which uses {where}{more}"
+
+
+def _without(capability: Capability, uuids: Collection[str]) -> Capability:
+    kept: list[GpuCapability] = [gpu for gpu in capability.gpus if gpu.uuid not in uuids]
+    return capability.only({gpu.uuid for gpu in kept})
+
+
+def _named(name: str, task_id: str) -> str:
+    return f"{name} ({task_id})" if name and name != task_id else task_id

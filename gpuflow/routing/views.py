@@ -1,0 +1,86 @@
+"""What `explain` is told of workers, queues and tasks. Plain values; None means that it is not known.
+
+Built by `gpuflow.explaining` from the registry and the records. Times are spans in seconds up to now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gpuflow.routing.capability import Capability
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningTask:
+    """A task that a worker runs."""
+
+    id: str
+    name: str = ""
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reservation:
+    """GPUs of a machine that are kept for a task which waits for more of them; no `gpus` means all."""
+
+    task: str
+    name: str = ""
+    gpus: tuple[str, ...] = ()
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerView:
+    """A worker. `state` is that of the registry.
+
+    `families` are the demand queues of its -Q (None: it has none, it serves all), `executors` those of its
+    --executors (None: all), `free_gpus` the UUIDs that no task of gpuflow holds, `free_jobs` how many more
+    tasks it could start, `foreign_mib` what processes outside gpuflow hold, by the UUID of each GPU that is
+    held back for it, `room_mib` what is left of each GPU for tasks that share it.
+    """
+
+    id: str
+    capability: Capability
+    state: str = "IDLE"
+    enabled: bool = True
+    silent_seconds: float | None = None
+    families: tuple[str, ...] | None = None
+    executors: tuple[str, ...] | None = None
+    free_gpus: tuple[str, ...] | None = None
+    free_jobs: int | None = None
+    tasks: tuple[RunningTask, ...] = ()
+    reservation: Reservation | None = None
+    foreign_mib: Mapping[str, int] = field(default_factory=dict)
+    room_mib: Mapping[str, int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueueView:
+    """A queue: how many messages wait in it, which of them the task's is (1 is next), how old the oldest is."""
+
+    name: str
+    depth: int | None = None
+    place: int | None = None
+    oldest_seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskView:
+    """A task; without a state it has not been submitted.
+
+    `wait_seconds` is how long it must wait before its next attempt, `avoids` the worker on which it failed
+    and which it is kept from for `avoid_seconds`, `worker` where it runs, since `running_seconds`.
+    """
+
+    name: str
+    id: str = ""
+    state: str | None = None
+    executor: str = ""
+    attempt: int = 0
+    priority: int = 5
+    wait_seconds: float | None = None
+    avoids: str | None = None
+    avoid_seconds: float | None = None
+    worker: str | None = None
+    running_seconds: float | None = None

@@ -1,0 +1,40 @@
+"""Refuses secrets that a template holds as plain text: its record and its message would show them to all of Redis.
+
+Called by `checking`, while a template is read; not at dispatch, when references have their values. What looks like a
+secret is decided by `gpuflow.secrets`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from gpuflow.secrets import written_secrets
+from gpuflow.spec.report import Findings, Path
+
+_WHAT: Final = {
+    "header": "is a header that looks like a secret",
+    "variable": "is a variable that looks like a secret",
+    "field": "looks like a secret",
+    "url": "holds a user or a password",
+}
+_NAMED: Final = "name it in `secrets` and give its value to the workers"
+#: What a worker reads itself, before there is a child that could put a value in.
+_READ_BY_WORKER: Final = (("output", "destination"), ("checkpoint", "load"), ("model", "adapters"))
+
+
+def check_plain_secrets(spec: Mapping[str, Any], findings: Findings, *, foreign: bool) -> None:
+    """Note a mistake for each secret in plain text; a warning in a template of flowmesh/v1 or mloc/v1 (`foreign`)."""
+    note = findings.warn if foreign else findings.add
+    for path, kind in written_secrets(spec):
+        note(path, f"{_WHAT[kind]}, and plain text stays readable in Redis; {_mend(path, kind)}")
+
+
+def _mend(path: Path, kind: str) -> str:
+    if path[:2] == ("output", "destination"):
+        return "leave it out: a worker sends its own GPUFLOW_WORKER_TOKEN to its gateway"
+    if path[:2] in _READ_BY_WORKER:
+        return "use an address that needs none, such as a signed one"
+    if kind == "variable":
+        return f"write secrets: [{path[-1]}] in its place, and give its value to the workers"
+    return f"{_NAMED}, and write ${{env:NAME}} here"

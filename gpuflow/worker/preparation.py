@@ -1,0 +1,144 @@
+"""What an attempt needs before its child starts: folders, secrets, store, inputs, the checkpoint to go on from.
+
+Called by the supervisor on the pool thread that runs the attempt. Nothing here is told to the ledger or holds a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from gpuflow.artifacts.checkpoint_store import (
+    CheckpointGone,
+    CheckpointUnreachable,
+    StoredCheckpoint,
+    fetch_checkpoint,
+    newest_stored,
+)
+from gpuflow.artifacts.destination import destination_store
+from gpuflow.artifacts.inputs import localize
+from gpuflow.artifacts.store import Store
+from gpuflow.errors import ArtifactError
+from gpuflow.logs import get_logger
+from gpuflow.protocol import Request
+from gpuflow.secrets import Redactor
+from gpuflow.settings import Settings
+from gpuflow.worker.environment import child_environment, given_variables, python_path
+from gpuflow.worker.results import ResultsFolder, attempt_and_step
+from gpuflow.worker.secret_sources import redactor_of, secrets_of
+
+log = get_logger("gpuflow.preparation")
+
+#: Times that the newest checkpoint of the store is chosen again, because the one chosen was removed meanwhile.
+_CHOICES: Final = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """Everything that a child is started with; `store` is where its results go, None for nowhere else."""
+
+    request: Request
+    environment: dict[str, str]
+    redactor: Redactor
+    store: Store | None
+    output_dir: Path
+    checkpoint_dir: Path
+
+
+def prepare(
+    spec: Mapping[str, Any],
+    *,
+    task_id: str,
+    attempt: int,
+    gpus: Sequence[str],
+    folder: ResultsFolder,
+    settings: Settings,
+    worker_id: str,
+) -> Prepared:
+    """Create the attempt's folder and bring to this machine what its child reads.
+
+    Raises OSError and GPUFlowError: MissingSecret, ArtifactError, CheckpointUnreachable.
+    """
+    output_dir = folder.create_attempt(attempt)
+    secrets = secrets_of(spec, settings, worker_id)
+    store = destination_store(spec, settings)
+    chosen = _resume_from(folder, store, task_id, attempt)
+    resume_from = str(chosen) if chosen else None
+    inputs = localize(spec, settings=settings)
+    checkpoint_dir = folder.checkpoint_dir(attempt)
+    request = Request(
+        task_id=task_id,
+        task_type=str(spec["taskType"]),
+        spec={name: value for name, value in inputs.spec.items() if name != "notify"},
+        output_dir=str(output_dir),
+        attempt=attempt,
+        gpus=tuple(gpus),
+        checkpoint_dir=str(checkpoint_dir),
+        checkpoint_path=inputs.checkpoint_path,
+        cache_dir=str(settings.cache_dir),
+        resume_from=resume_from,
+    )
+    environment = child_environment(
+        os.environ,
+        pass_env=settings.pass_env,
+        requested=spec.get("env"),
+        secrets=secrets,
+        offline=settings.offline,
+        given=given_variables(
+            task_id=task_id,
+            attempt=attempt,
+            gpus=gpus,
+            output_dir=output_dir,
+            checkpoint_dir=checkpoint_dir,
+            resume_from=resume_from,
+            notice_seconds=settings.notice_seconds,
+            model=spec.get("model"),
+            results_dir=settings.results_dir,
+            python_path=python_path(),
+        ),
+    )
+    return Prepared(
+        request=request,
+        environment=environment,
+        redactor=redactor_of(spec, secrets, environment, settings),
+        store=store,
+        output_dir=output_dir,
+        checkpoint_dir=checkpoint_dir,
+    )
+
+
+def _resume_from(folder: ResultsFolder, store: Store | None, task_id: str, attempt: int) -> Path | None:
+    """Return the newest complete checkpoint of earlier attempts, of this machine or of the store; None for none.
+
+    The latest attempt counts, then the step; between equals the one that is here. Raises OSError, and
+    CheckpointUnreachable rather than to begin anew, or from an older one, in silence.
+    """
+    here = folder.resume_from(attempt)
+    if store is None or attempt == 1:
+        return here
+    for _ in range(_CHOICES):
+        try:
+            found = newest_stored(store, task_id, below=attempt)
+            if found is None or (here is not None and attempt_and_step(here) >= (found.attempt, found.step)):
+                return here
+            return _fetched(folder, store, found)
+        except CheckpointGone as error:
+            log.info("checkpoint_gone", task=task_id, attempt=attempt, cause=str(error))
+        except ArtifactError as error:
+            raise CheckpointUnreachable(f"the checkpoint to go on from cannot be fetched: {error}") from error
+    raise CheckpointUnreachable(f"the store's checkpoints of {task_id} are removed faster than they can be fetched")
+
+
+def _fetched(folder: ResultsFolder, store: Store, found: StoredCheckpoint) -> Path:
+    target = folder.fetched_dir / f"{found.attempt}-{found.name}"
+    folder.fetched_dir.mkdir(parents=True, exist_ok=True)
+    path = fetch_checkpoint(store, found, target)
+    log.info("checkpoint_fetched", task=found.task_id, of_attempt=found.attempt, name=found.name, step=found.step)
+    for other in folder.fetched_dir.iterdir():
+        if other != path:
+            shutil.rmtree(other, ignore_errors=True)
+    return path

@@ -1,0 +1,146 @@
+"""A task goes on from its last checkpoint on a machine that shares no disk with the one before."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuflow.artifacts.store import RESERVED_PREFIX
+from gpuflow.client import Task, submit
+from gpuflow.protocol import CHECKPOINT_MARKER
+from tests.support.fleet import TestFleet, WorkerProcess
+from tests.support.gateway import TOKEN, Gateway
+from tests.support.waiting import eventually
+
+STEPS = 40
+LEASE = {"GPUFLOW_LEASE_SEC": "3"}
+
+
+class Shore:
+    """Where results go: its folder, the destination that a task names, and what a worker needs for it."""
+
+    def __init__(self, root: Path, destination: dict[str, Any], env: dict[str, str] | None = None) -> None:
+        self.root, self.destination, self.env = root, destination, env or {}
+
+    def steps(self, task: Task) -> list[int]:
+        markers = self.root.glob(f"{task.id}/attempt-*/checkpoints/*/{CHECKPOINT_MARKER}")
+        return sorted(int(marker.parent.name.rpartition("-")[2]) for marker in markers)
+
+    def files(self, task: Task) -> list[Path]:
+        """Return the stored files; an upload that was broken off leaves one of the store's own, which nobody reads."""
+        found = self.root.glob(f"{task.id}/*/checkpoints/**/*")
+        return [path for path in found if path.is_file() and not path.name.startswith(RESERVED_PREFIX)]
+
+
+@pytest.fixture(params=["http", "shared"])
+def shore(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Shore]:
+    folder = tmp_path / "shore"
+    folder.mkdir()
+    if request.param == "shared":
+        yield Shore(folder, {"type": "local", "path": str(folder)})
+        return
+    with Gateway(folder) as gateway:
+        env = {"GPUFLOW_WORKER_TOKEN": TOKEN, "GPUFLOW_GATEWAY_URL": gateway.url}
+        yield Shore(gateway.root, {"type": "http"}, env)
+
+
+def start(fleet: TestFleet, name: str, shore: Shore) -> WorkerProcess:
+    """Start a worker with folders of its own."""
+    own = {"RESULTS_DIR": str(fleet.folder / name / "results"), "GPUFLOW_CACHE_DIR": str(fleet.folder / name / "cache")}
+    return fleet.start_worker(name, "--max-jobs", "1", env={**LEASE, **own, **shore.env})
+
+
+def begin(fleet: TestFleet, shore: Shore, **echo: Any) -> tuple[Task, WorkerProcess, WorkerProcess]:
+    """Start a task on a worker `one`, and then a worker `two`; return once two checkpoints are in the store."""
+    one = start(fleet, "one", shore)
+    spec = {**fleet.echo(steps=STEPS, sleep_seconds=12, **echo), "output": {"destination": shore.destination}}
+    task = submit(spec, app=fleet.app)
+    eventually(lambda: task.record().worker == "one", what="the first attempt")
+    two = start(fleet, "two", shore)
+    return task, one, two
+
+
+def told(fleet: TestFleet, task: Task) -> list[float]:
+    events = fleet.app.event_log.read(task.id, count=10_000)
+    return [event.data["current"] for event in events if event.name == "progress"]
+
+
+def test_kill_9_after_the_second_checkpoint(fleet: TestFleet, shore: Shore) -> None:
+    task, one, _ = begin(fleet, shore, checkpoint_steps=2)
+    eventually(lambda: len(shore.steps(task)) == 2 and shore.steps(task)[0] >= 2, what="two checkpoints in the store")
+    stored = shore.steps(task)[-1]
+
+    one.send(signal.SIGKILL)
+
+    record = task.wait(timeout=60)
+    assert (record.state, record.attempt, record.losses, record.worker) == ("SUCCEEDED", 2, 1, "two")
+    assert stored <= record.result["resumed_from_step"] < STEPS
+    assert [entry.outcome for entry in fleet.app.ledger.attempts(task.id)] == ["lost", "succeeded"]
+    assert not (fleet.folder / "two" / "results" / task.id / "fetched").exists()
+    eventually(lambda: not shore.files(task), what="no checkpoint in the store")
+    assert list(shore.root.glob(f"{task.id}/attempt-2/manifest.json"))
+
+
+def test_what_is_handed_back_repeats_no_step(fleet: TestFleet, shore: Shore) -> None:
+    task, one, _ = begin(fleet, shore, checkpoint_steps=1000)
+    eventually(lambda: len(told(fleet, task)) >= 3, what="some steps")
+
+    one.send(signal.SIGTERM)
+    eventually(lambda: fleet.registry.find("one").state == "DRAINING", what="the drain")  # type: ignore[union-attr]
+    one.send(signal.SIGTERM)
+
+    assert one.process.wait(timeout=60) == 0
+    record = task.wait(timeout=60)
+    assert (record.state, record.attempt, record.preemptions, record.worker) == ("SUCCEEDED", 2, 1, "two")
+    assert told(fleet, task) == list(range(1, STEPS + 1)), "a step was told twice, or not at all"
+    eventually(lambda: not shore.files(task), what="no checkpoint in the store")
+
+
+def test_a_failed_task_that_is_retried_elsewhere_goes_on(fleet: TestFleet, tmp_path: Path) -> None:
+    shore = Shore(tmp_path / "shore", {"type": "local", "path": str(tmp_path / "shore")})
+    one = start(fleet, "one", shore)
+    spec = fleet.echo(steps=4, checkpoint_steps=4, fail={"attempts": 1, "retryable": True})
+    spec |= {"output": {"destination": shore.destination}, "retry": {"max_attempts": 1}}
+    task = submit(spec, app=fleet.app)
+    assert task.wait(timeout=60).state == "DEAD"
+    assert one.stop() == 0
+    start(fleet, "two", shore)
+
+    assert task.retry()
+
+    record = task.wait(timeout=60)
+    assert (record.state, record.attempt, record.worker) == ("SUCCEEDED", 2, "two")
+    assert record.result["resumed_from_step"] == 4
+
+
+def test_a_failure_without_backoff_comes_back_to_the_same_worker(fleet: TestFleet) -> None:
+    fleet.start_worker("one", env=LEASE)
+    spec = {**fleet.echo(fail={"attempts": 2, "retryable": True}), "retry": {"backoff_seconds": 0}}
+
+    tasks = [submit(spec, app=fleet.app) for _ in range(5)]
+
+    for task in tasks:
+        record = task.wait(timeout=60)
+        assert (record.state, record.attempt, record.failures, record.losses) == ("SUCCEEDED", 3, 2, 0)
+
+
+def test_a_checkpoint_that_cannot_be_fetched_is_no_silent_fresh_start(fleet: TestFleet, tmp_path: Path) -> None:
+    shore = Shore(tmp_path / "shore", {"type": "local", "path": str(tmp_path / "shore")})
+    one = start(fleet, "one", shore)
+    spec = {**fleet.echo(steps=STEPS, sleep_seconds=60, checkpoint_steps=1), "retry": {"max_attempts": 1}}
+    task = submit({**spec, "output": {"destination": shore.destination}}, app=fleet.app)
+    eventually(lambda: shore.steps(task), what="a checkpoint in the store")
+    one.send(signal.SIGKILL)
+    one.process.wait(timeout=10)
+
+    for step in shore.root.glob(f"{task.id}/attempt-1/checkpoints/*/step.txt"):
+        step.unlink()
+    start(fleet, "two", shore)
+
+    record = task.wait(timeout=60)
+    assert (record.state, record.error["type"], record.attempt) == ("DEAD", "CheckpointUnreachable", 2)
+    assert "step.txt" in record.error["message"]

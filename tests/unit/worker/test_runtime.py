@@ -1,0 +1,21 @@
+"""A worker that stops all it runs also stops what it was just about to run."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import Mock
+
+from gpuflow.worker.runtime import Runtime
+
+
+def test_an_attempt_that_begins_after_the_handing_back_is_handed_back_too() -> None:
+    parts: Any = dict.fromkeys(("app", "worker_id", "hardware", "labels", "leases", "admission"))
+    runtime, early, late = Runtime(**parts), Mock(), Mock()
+    runtime.begin("early", early)
+    early.stop.assert_not_called()
+
+    runtime.stop_all("preempted")
+    runtime.begin("late", late)
+
+    early.stop.assert_called_once_with("preempted", at_once=False)
+    late.stop.assert_called_once_with("preempted")
