@@ -10,7 +10,7 @@ What a worker does not tell is None there. Read from the entry's `load`, beside 
 | `freeJobs` | number, or null | how many more tasks it could start; null: no limit |
 | `foreignMib` | UUID -> MiB | GPUs that are held back because of processes outside gpuflow, and what these use |
 | `roomMib` | UUID -> MiB | what is left of each GPU for tasks that share it |
-| `reservation` | {task, gpus: [UUID], since} or null | the waiting task that GPUs are kept for; `since` may be left out |
+| `reservation` | {task, gpus: [UUID], since} or null | the waiting task that GPUs are kept for; `since` may lack |
 | `diskFreeMib` | number | free where results are written |
 """
 

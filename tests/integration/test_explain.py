@@ -1,4 +1,4 @@
-"""Why a task waits, asked of a real fleet: workers on simulated machines, one broker; from Python and the command line."""
+"""Why a task waits, asked of a real fleet on simulated machines and one broker; from Python and the command line."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def test_no_gpu_is_ever_held_twice(tmp_path: Path, start: Start, seed: int) -> N
         taken += sum(line.get("taken", 0) for line in lines)
         refused += sum(line.get("refused", 0) for line in lines)
     assert conflicts(held) == []
-    assert taken > ROUNDS, "most of the time somebody gets what it wants"
+    assert taken > ROUNDS / 5, "somebody gets what it wants"
     assert refused > ROUNDS / 10, "they do get in each other's way"
     print(f"{len(held)} holds, {refused} refusals, {len(killed_at)} processes killed")
     driver.check_takeable(locks)
