@@ -32,6 +32,7 @@ def start_worker(
         **os.environ,
         "REDIS_URL": url,
         "RESULTS_DIR": str(folder / "results"),
+        "GPUFLOW_LOCK_DIR": str(folder / "locks"),
         "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
         "GPUFLOW_STATE_DIR": str(folder / "state"),
         **(env or {}),

@@ -236,6 +236,13 @@ def worker_options() -> list[CeleryOption]:
             help="A label of this worker (repeatable).",
             help_group="gpuflow",
         ),
+        CeleryOption(
+            ("--cost",),
+            type=float,
+            default=0.0,
+            help="What an hour of this machine costs; of machines that fit, the cheapest is woken first.",
+            help_group="gpuflow",
+        ),
         CeleryOption(("--ephemeral",), is_flag=True, help="Run one job, then exit.", help_group="gpuflow"),
         CeleryOption(
             ("--name",),

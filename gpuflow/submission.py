@@ -16,6 +16,7 @@ from gpuflow.artifacts.large_values import refer_large
 from gpuflow.errors import InvalidTemplate
 from gpuflow.fleet.registry import Fleet
 from gpuflow.ledger.records import new_record_fields
+from gpuflow.routing.affinity import hints
 from gpuflow.routing.families import TASK_OF_TYPE
 from gpuflow.routing.fit import match
 from gpuflow.routing.queues import queue_name
@@ -88,6 +89,7 @@ def submission_header(
         "kind": "task",
         "id": task_id,
         "requirement": json.dumps(requirement.to_dict()),
+        "hints": hints(spec),
         "fields": fields,
     }
     return Prepared(task_id=task_id, queue=queue_text, kwargs={"spec": spec}, summary=f"<{task_type}>", header=header)

@@ -3,7 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+#: No limit to the time limit of a task.
+ANY_TIME: Final = -1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A queue to take from now; with `most_seconds`, a task alone whose time limit is no longer."""
+
+    queue: str
+    most_seconds: float = ANY_TIME
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taste:
+    """Which messages of a queue a consumer takes: of some task types alone (None: all), of its models before others.
+
+    A message whose model another worker has is left to that one for `patience_seconds`.
+    """
+
+    types: tuple[str, ...] | None = None
+    models: tuple[str, ...] = ()
+    patience_seconds: float = 0.0
 
 
 class Gate(Protocol):
@@ -13,13 +37,17 @@ class Gate(Protocol):
     def waits_as(self) -> str:
         """The class by which this consumer waits for demand queues; "" for one that takes nothing from them now."""
 
+    @property
+    def taste(self) -> Taste:
+        """Which messages it takes."""
+
     def open_queues(self, queues: Sequence[str]) -> list[str]:
         """Return those of `queues` (consumed by name) that a message may be taken from now."""
 
     def fitting(self, ready: Sequence[str]) -> list[str]:
         """Return those demand queues of `ready` whose next message would fit now, in the same order."""
 
-    def choose(self, ready: Sequence[str]) -> list[str]:
+    def choose(self, ready: Sequence[str]) -> list[Choice]:
         """Return a few of the fitting queues, and hold what any one message of them needs until `chosen_none`."""
 
     def chosen_none(self) -> None:
@@ -36,6 +64,7 @@ class OpenGate:
     """A gate that lets every queue pass, for consumers that are not a gpuflow worker."""
 
     waits_as = ""
+    taste = Taste()
 
     def open_queues(self, queues: Sequence[str]) -> list[str]:
         """Return all queues."""
@@ -45,7 +74,7 @@ class OpenGate:
         """Return none: such a consumer names the queues that it consumes."""
         return []
 
-    def choose(self, ready: Sequence[str]) -> list[str]:
+    def choose(self, ready: Sequence[str]) -> list[Choice]:
         """Return none."""
         return []
 

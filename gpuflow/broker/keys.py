@@ -9,6 +9,8 @@
 | `gpuflow.ready` | zset | demand queue with waiting messages -> order of its best head: priority, then time |
 | `gpuflow.classes` | set | classes of workers: those that serve the same demand queues alike |
 | `gpuflow.waiters:<group>` | set | doorbells of the consumers that wait for a plain queue, or of one class |
+| `gpuflow.warm:<model>` | string | a worker that has the model; expires when none says so |
+| `gpuflow.reserved:<tag>` | string | the machine that is reserved for a message; expires when it is not renewed |
 | `gpuflow.bell:<owner>` | list | one doorbell; a push wakes its consumer |
 | `gpuflow.unreadable` | list | raw messages that no JSON parser reads |
 | `gpuflow.delayed` | zset | delivery tag -> when the message may be taken (Unix seconds on the server's clock) |
@@ -72,6 +74,14 @@ class Keys:
     def classes(self) -> str:
         """Set of the classes of workers."""
         return f"{self.prefix}gpuflow.classes"
+
+    def warm(self, model: str) -> str:
+        """Key that lives while some worker has a model."""
+        return f"{self.prefix}gpuflow.warm:{model}"
+
+    def reserved(self, tag: str) -> str:
+        """Key that lives while a machine is reserved for a message."""
+        return f"{self.prefix}gpuflow.reserved:{tag}"
 
     def waiters(self, group: str) -> str:
         """Set of the doorbells of one plain queue or one class of workers."""

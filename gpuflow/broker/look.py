@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kombu.utils.encoding import bytes_to_str
+
+from gpuflow.broker.gate import Choice, Taste
+from gpuflow.broker.sweeper import BELL_SECONDS
 
 #: An idle consumer looks again after this many seconds, for messages of producers that ring no doorbell.
 RESCAN_SECONDS: Final = 1
@@ -26,16 +31,16 @@ class Look:
 
     queues: list[str] = field(default_factory=list)
     plain: list[str] = field(default_factory=list)
-    chosen: list[str] = field(default_factory=list)
+    chosen: list[Choice] = field(default_factory=list)
     page: list[str] = field(default_factory=list)
     woken_for: tuple[int, str] | None = None
     again_at: float = 0.0
     far_at: float = 0.0
 
     def names(self) -> list[str]:
-        """Return the ready demand queues that are known, best first; what the doorbell told, first of all."""
-        told = [self.woken_for[1]] if self.woken_for else []
-        return [*told, *(name for name in self.page if name not in told)]
+        """Return the ready demand queues that are known, best first; what the doorbell told is new, and so last."""
+        told = self.woken_for[1] if self.woken_for else ""
+        return [*self.page, told] if told and told not in self.page else self.page
 
     def woken(self, reply: Any) -> None:
         """Read the answer of the doorbell: look again, perhaps for a queue that it names."""
@@ -51,6 +56,18 @@ class Look:
         if self.woken_for and self.woken_for[1] == queue:
             self.woken_for = None
 
-    def pass_on(self) -> str:
-        """Return the token with which another consumer is to be woken if nothing is taken now."""
-        return f"{self.woken_for[0]} {self.woken_for[1]}" if self.woken_for else ""
+    def to_json(self, groups: Sequence[str], taste: Taste, page: int) -> str:
+        """Return how to look, for pop.lua."""
+        how: dict[str, Any] = {
+            "queues": len(self.queues),
+            "page": page,
+            "pass_on": f"{self.woken_for[0]} {self.woken_for[1]}" if self.woken_for else "",
+            "bell": BELL_SECONDS,
+            "groups": groups,
+            "limits": [-1] * len(self.plain) + [choice.most_seconds for choice in self.chosen],
+            "models": taste.models,
+            "patience": taste.patience_seconds,
+        }
+        if taste.types is not None:
+            how["types"] = taste.types
+        return json.dumps(how)

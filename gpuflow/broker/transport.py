@@ -6,6 +6,7 @@ It knows messages and queues. What may be popped now is the gate's decision (`br
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -136,7 +137,8 @@ class Channel(stock.Channel):  # type: ignore[misc]
             *([self.keys.unfinished] if of_task else []),
         ]
         pairs = [part for item in record.get("fields", {}).items() for part in item]
-        return keys, [record_id, queue, record.get("requirement") or "", *pairs]
+        hints = json.dumps(record["hints"])[1:-1] + ", " if record.get("hints") else ""
+        return keys, [record_id, queue, record.get("requirement") or "", hints, *pairs]
 
     def _q_for_pri(self, queue: str, pri: int) -> str:
         """Return kombu's list of a priority step, for sizes and purges."""
@@ -155,7 +157,7 @@ class Channel(stock.Channel):  # type: ignore[misc]
         if time.monotonic() >= look.again_at:
             look.plain = gate.open_queues(self._queue_cycle.consume(len(self.active_queues)))
             look.chosen = gate.choose(look.names()) if self._carrier() else []
-            look.queues = [*look.plain, *look.chosen]
+            look.queues = [*look.plain, *(choice.queue for choice in look.chosen)]
         connection = self.client.connection
         self._in_poll = connection
         self._brpop_sent_at = time.monotonic()
@@ -178,11 +180,7 @@ class Channel(stock.Channel):  # type: ignore[misc]
             *lists,
             leases.owner,
             leases.lease_seconds,
-            len(look.queues),
-            PAGE_NAMES if waits_as else 0,
-            look.pass_on(),
-            BELL_SECONDS,
-            *groups,
+            look.to_json(groups, leases.gate.taste, PAGE_NAMES if waits_as else 0),
         ]
 
     def _meet_server(self) -> None:
@@ -230,7 +228,7 @@ class Channel(stock.Channel):  # type: ignore[misc]
         if not fitting and len(names) == PAGE_NAMES:
             look.page = self._further()
             fitting = gate.fitting(look.page)
-        if not fitting or fitting[0] in look.chosen:
+        if not fitting or any(fitting[0] == choice.queue for choice in look.chosen):
             look.again_at = time.monotonic() + RESCAN_SECONDS
         raise Empty
 

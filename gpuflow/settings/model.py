@@ -49,6 +49,7 @@ def _split(value: Any) -> Any:
 Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
 #: A duration in seconds, above zero.
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Duration = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
 PositiveCount = Annotated[int, Field(ge=1)]
 LogLevel = Annotated[
@@ -124,6 +125,9 @@ class Settings(BaseModel):
     events_maxlen: PositiveCount = _setting("GPUFLOW_EVENTS_MAXLEN", 10_000, "a count of events a task keeps")
     secrets_dir: Path | None = _setting("GPUFLOW_SECRETS_DIR", None, "a folder that holds one file for each secret")
     offline: bool = _setting("GPUFLOW_OFFLINE", False, "true or false")
+    model_patience_seconds: Duration = _setting(
+        "GPUFLOW_MODEL_PATIENCE_SEC", 2.0, "seconds that a task is left to a worker that has its model"
+    )
     lock_dir: Path | None = _setting(
         "GPUFLOW_LOCK_DIR", None, "a folder on a local disk that every worker of the machine shares"
     )

@@ -2,7 +2,7 @@
 
 The transport asks `open_queues` and `choose` right before each pop; what was chosen is held until the pop has
 answered. The supervisor `claim`s what its message holds, and calls `child_gone` and `release` when nothing of the child
-is left. GPUs are taken from the machine (`slots.Gpus`), which binds all workers on it, before the message is: so a
+is left. GPUs are taken from the machine (`MachineGpus`), which binds all workers on it, before the message is: so a
 worker never holds a message that cannot start.
 """
 
@@ -12,13 +12,18 @@ import threading
 from collections.abc import Sequence
 from typing import Final
 
+from gpuflow.broker.gate import Choice, Taste
+from gpuflow.fleet.gpu_locks import Hold
 from gpuflow.routing.capability import Capability
 from gpuflow.routing.families import CONTROL_QUEUE
-from gpuflow.routing.fit import match
+from gpuflow.routing.fit import match, share_mib
 from gpuflow.routing.queues import is_demand_queue
 from gpuflow.routing.requirement import Requirement
 from gpuflow.worker.demands import Demands
-from gpuflow.worker.slots import CONTROL_SLOTS, Allocation, Gpus, Hold, Limits, SlotClass
+from gpuflow.worker.machine_gpus import MachineGpus
+from gpuflow.worker.recent_models import RecentModels
+from gpuflow.worker.reserving import Reserving, Room
+from gpuflow.worker.slots import CONTROL_SLOTS, Allocation, Limits, SlotClass
 
 #: So many demand queues are named in one pop at most.
 MOST_CHOSEN: Final = 8
@@ -27,10 +32,23 @@ MOST_CHOSEN: Final = 8
 class Admission:
     """The gate of one worker (`broker.gate.Gate`)."""
 
-    def __init__(self, demands: Demands, limits: Limits, gpus: Gpus) -> None:
+    def __init__(
+        self,
+        demands: Demands,
+        limits: Limits,
+        gpus: MachineGpus,
+        reserving: Reserving,
+        *,
+        types: tuple[str, ...] | None = None,
+        patience_seconds: float = 0.0,
+    ) -> None:
         self.demands = demands
         self.limits = limits
+        self.reserving = reserving
+        self.models = RecentModels()
         self.draining = False
+        self._types = types
+        self._patience_seconds = patience_seconds
         self._gpus = gpus
         self._held: dict[str, Allocation] = {}
         self._chosen: Hold | None = None
@@ -54,27 +72,28 @@ class Admission:
         with self._lock:
             return [queue for queue in queues if self._is_open(queue)]
 
+    @property
+    def taste(self) -> Taste:
+        """Which messages of a queue this worker takes first, and which not at all."""
+        return Taste(types=self._types, models=self.models.names(), patience_seconds=self._patience_seconds)
+
     def fitting(self, ready: Sequence[str]) -> list[str]:
         """Return the demand queues of `ready` whose next message could start now."""
-        if not ready or not self.waits_as:
-            return []
-        served = self.demands.served(ready)
-        with self._lock:
-            free = self._gpus.free(self.capability)
-            return [queue for queue, requirement in served.items() if self._fits(requirement, free)]
+        return [queue for queue, _ in self._rooms(ready)]
 
-    def choose(self, ready: Sequence[str]) -> list[str]:
+    def choose(self, ready: Sequence[str]) -> list[Choice]:
         """Take the GPUs for the first queue that fits; return it, and others that what is held now would serve."""
         self.chosen_none()
-        fitting = self.fitting(ready)
+        rooms = self._rooms(ready)
         with self._lock:
-            for queue in fitting:
+            for queue, room in rooms:
                 asked = self._asked(queue)
-                uuids = self._choose_gpus(asked)
-                hold = self._gpus.take(uuids) if uuids else None
+                gpus = match(asked, room.capability).gpus if asked.gpu_count else ()
+                hold = self._gpus.take(gpus, _share(asked, room.capability, gpus)) if gpus else None
                 if hold is not None or not asked.gpu_count:
                     self._chosen = hold
-                    return [other for other in fitting if self._served_by(other, uuids)][:MOST_CHOSEN]
+                    served = (one for one in rooms if self._served_by(one[0], one[1], asked, gpus))
+                    return [Choice(queue=name, most_seconds=its.most_seconds) for name, its in served][:MOST_CHOSEN]
         return []
 
     def chosen_none(self) -> None:
@@ -82,7 +101,7 @@ class Admission:
         with self._lock:
             chosen, self._chosen = self._chosen, None
             if chosen is not None:
-                self._gpus.release(chosen)
+                self._gpus.release(chosen, wait_seconds=0)
 
     def taken(self, queue: str, tag: str) -> None:
         """Hold a slot, and what the queue asks for, for the message of `tag`."""
@@ -94,6 +113,8 @@ class Admission:
                 if allocation.requirement is not None and allocation.requirement.gpu_count:
                     allocation.hold, self._chosen = self._chosen, None
                 self.limits.jobs_taken += 1
+                if self.reserving.current is not None and self.reserving.current.queue == queue:
+                    self.reserving.end()
             self._held[tag] = allocation
             self.chosen_none()
 
@@ -110,9 +131,9 @@ class Admission:
             if allocation.claimed:
                 return False
             opens = allocation.slot == "job" or not self._is_open(allocation.queue)
-            self._let_go(allocation)
             del self._held[tag]
-            return opens
+        self._let_go(allocation)
+        return opens
 
     # -- the supervisor -----------------------------------------------------------------------------------------
 
@@ -128,19 +149,21 @@ class Admission:
         """Free the slot and the GPUs of a job whose child has gone, before its result is committed."""
         with self._lock:
             allocation = self._held.get(tag)
-            if allocation is not None and allocation.slot == "job":
-                allocation.slot = "ending"
-                self._let_go(allocation)
+            if allocation is None or allocation.slot != "job":
+                return
+            allocation.slot = "ending"
+        self._let_go(allocation)
 
     def release(self, tag: str) -> None:
         """End a claim: nothing of the child is left."""
         with self._lock:
             allocation = self._held.get(tag)
-            if allocation is not None:
-                allocation.claimed = False
-                self._let_go(allocation)
-                if allocation.settled:
-                    del self._held[tag]
+            if allocation is None:
+                return
+            allocation.claimed = False
+            if allocation.settled:
+                del self._held[tag]
+        self._let_go(allocation)
 
     # -- what others ask ----------------------------------------------------------------------------------------
 
@@ -154,6 +177,16 @@ class Admission:
         """Return how many jobs are held now."""
         with self._lock:
             return self._count("job")
+
+    def free_jobs(self) -> int | None:
+        """Return how many more jobs could begin, None for no limit."""
+        with self._lock:
+            return None if self.limits.max_jobs is None else max(0, self.limits.max_jobs - self._count("job"))
+
+    def tags_on(self, uuid: str) -> list[str]:
+        """Return the delivery tags of the jobs that hold a GPU."""
+        with self._lock:
+            return [tag for tag, held in self._held.items() if uuid in held.gpus]
 
     def idle(self) -> bool:
         """Whether nothing but control tasks is held."""
@@ -170,9 +203,8 @@ class Admission:
             )
 
     def free_gpus(self) -> tuple[str, ...]:
-        """Return the UUIDs of the GPUs that could be taken now."""
-        with self._lock:
-            return tuple(gpu.uuid for gpu in self._gpus.free(self.capability).gpus)
+        """Return the UUIDs of the GPUs that could be taken now, by any worker of the machine."""
+        return tuple(gpu.uuid for gpu in self._gpus.free(self.capability).gpus)
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -188,32 +220,74 @@ class Admission:
             return self._count("control") < CONTROL_SLOTS
         return slot == "plain" and not self.draining and self._count("plain") < self.limits.threads
 
-    def _fits(self, asked: Requirement, free: Capability) -> bool:
-        limits, held = self.limits, [one for one in self._held.values() if one.slot == "job"]
-        requirements = [one.requirement for one in held if one.requirement is not None]
-        if (asked.cpu or 0) + sum(one.cpu or 0 for one in requirements) > self.capability.cpu_count:
+    def _rooms(self, ready: Sequence[str]) -> list[tuple[str, Room]]:
+        """Return the queues whose next message could start now, each with what it may use."""
+        if not ready or not self.waits_as:
+            return []
+        served = self.demands.served(ready)
+        self.reserving.look(ready)
+        found: list[tuple[str, Room]] = []
+        with self._lock:
+            offers = {sized: self._gpus.free(self.capability, asks_memory=sized) for sized in (True, False)}
+            for queue, asked in served.items():
+                if not self._host_fits(asked):
+                    continue
+                if asked.gpu_count == 0:
+                    found.append((queue, Room(capability=self.capability)))
+                    continue
+                if asked.shares:
+                    free = self.capability.with_room(self._gpus.room(self.capability))
+                else:
+                    free = offers[asked.vram_gb_min is not None]
+                rooms = self.reserving.room(queue, ready, free)
+                room = next((room for room in rooms if match(asked, room.capability).fits), None)
+                if room is not None:
+                    found.append((queue, room))
+                elif asked.gpu_count > 1 and not any(self._asked(name).gpu_count for name, _ in found):
+                    self.reserving.claim(queue, asked, self.capability, free, self._ends())
+        return found
+
+    def _host_fits(self, asked: Requirement) -> bool:
+        """Whether CPUs, memory and slots are there; GPUs apart."""
+        held = [one for one in self._held.values() if one.slot == "job"]
+        asks = [one.requirement for one in held if one.requirement is not None]
+        if (asked.cpu or 0) + sum(one.cpu or 0 for one in asks) > self.capability.cpu_count:
             return False
-        if (asked.memory_mib or 0) + sum(one.memory_mib or 0 for one in requirements) > self.capability.memory_mib:
+        if (asked.memory_mib or 0) + sum(one.memory_mib or 0 for one in asks) > self.capability.memory_mib:
             return False
-        if asked.gpu_count == 0:
-            return limits.max_jobs is not None or sum(1 for one in held if not one.gpus) < limits.cpu_jobs
-        return match(asked, free).fits
+        limits = self.limits
+        on_cpu = sum(1 for one in held if not one.gpus)
+        return asked.gpu_count > 0 or limits.max_jobs is not None or on_cpu < limits.cpu_jobs
 
     def _asked(self, queue: str) -> Requirement:
         return self.demands.requirement(queue) or Requirement()
 
-    def _choose_gpus(self, asked: Requirement) -> tuple[str, ...]:
-        return match(asked, self._gpus.free(self.capability)).gpus if asked.gpu_count else ()
-
-    def _served_by(self, queue: str, uuids: tuple[str, ...]) -> bool:
-        """Whether a message of `queue` could use exactly the GPUs that are held now, or needs none."""
+    def _served_by(self, queue: str, room: Room, first: Requirement, gpus: tuple[str, ...]) -> bool:
+        """Whether a message of `queue` could use exactly the GPUs that are held for `first`, or needs none."""
         asked = self._asked(queue)
-        return not asked.gpu_count or set(match(asked, self.capability.only(uuids)).gpus) == set(uuids)
+        if not asked.gpu_count:
+            return True
+        if asked.shares or first.shares:
+            return asked == first
+        return set(match(asked, room.capability.only(gpus)).gpus) == set(gpus)
+
+    def _ends(self) -> dict[str, float | None]:
+        """Return when each GPU that this worker uses is free at the latest, None where nobody can tell."""
+        return {uuid: one.ends_by for one in self._held.values() for uuid in one.gpus}
 
     def _let_go(self, allocation: Allocation) -> None:
-        hold, allocation.hold = allocation.hold, None
+        """Give the GPUs back; it may take some seconds until nothing is left on them, so not under the lock."""
+        with self._lock:
+            hold, allocation.hold = allocation.hold, None
         if hold is not None:
             self._gpus.release(hold)
 
     def _count(self, slot: SlotClass) -> int:
         return sum(1 for held in self._held.values() if held.slot == slot)
+
+
+def _share(asked: Requirement, capability: Capability, gpus: tuple[str, ...]) -> int | None:
+    """Return how many MiB of its one GPU a sharing task gets; None for whole GPUs."""
+    if not asked.shares:
+        return None
+    return next(share_mib(asked, gpu) for gpu in capability.gpus if gpu.uuid in gpus)

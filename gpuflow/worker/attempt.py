@@ -41,7 +41,7 @@ _CONTENT: Final = frozenset({"result", "text", "text_delta"})
 LOG_TAIL: Final = 4000
 
 #: `preempted`: the child gets a notice first, to save what it has; `shutdown`: it is stopped as it is.
-StopReason = Literal["cancelled", "timeout", "soft_timeout", "lost", "superseded", "preempted", "shutdown"]
+StopReason = Literal["cancelled", "timeout", "soft_timeout", "lost", "superseded", "preempted", "shutdown", "gpu_lost"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +95,7 @@ class Attempt:
         grace_seconds: float,
         notice_seconds: float,
         deadline_seconds: float | None = None,
+        keep_open: Sequence[int] = (),
         celery_meta: Callable[[Mapping[str, Any] | None], str] | None = None,
         on_tick: Callable[[], None] | None = None,
         redactor: Redactor | None = None,
@@ -108,6 +109,7 @@ class Attempt:
         self._grace_seconds = grace_seconds
         self._notice_seconds = notice_seconds
         self._deadline_seconds = deadline_seconds
+        self._keep_open = tuple(keep_open)
         self._celery_meta = celery_meta
         self._reported = False
         self._on_tick = on_tick
@@ -184,6 +186,7 @@ class Attempt:
                     request=self.request.to_json(),
                     environment=self._environment,
                     cwd=Path(self.request.output_dir),
+                    keep_open=self._keep_open,
                 )
                 with self._lock:
                     self._child = child
@@ -301,6 +304,8 @@ def _stopped(reason: StopReason, seconds: float, limit: float | None) -> dict[st
         return _error("SoftTimeLimitExceeded", f"stopped after {seconds:.1f} s by the soft time limit", False)
     if reason == "cancelled":
         return _error("Cancelled", "cancelled by a user", False)
+    if reason == "gpu_lost":
+        return _error("GpuLost", "a GPU of the task fell off the bus (the driver says so)", True)
     return _error("WorkerLost", f"the attempt was given up: {reason}", True)
 
 

@@ -19,18 +19,20 @@ from kombu import Exchange, Queue
 
 from gpuflow.broker import leases
 from gpuflow.errors import GPUFlowError, InvalidSettings
+from gpuflow.fleet.disk import free_mib
 from gpuflow.fleet.hardware import probe
 from gpuflow.logs import get_logger
 from gpuflow.routing.capability import Capability
-from gpuflow.routing.families import CONTROL_QUEUE
+from gpuflow.routing.families import CONTROL_QUEUE, TASK_OF_TYPE
 from gpuflow.worker.admission import Admission
 from gpuflow.worker.demands import Demands
 from gpuflow.worker.event_batches import EventBatches
 from gpuflow.worker.housekeeping import Housekeeping
+from gpuflow.worker.machine_gpus import MachineGpus
 from gpuflow.worker.main import CannotStart
 from gpuflow.worker.preflight import require_durable, require_own_id
 from gpuflow.worker.presence import PresenceThread
-from gpuflow.worker.process_gpus import ProcessGpus
+from gpuflow.worker.reserving import Reserving
 from gpuflow.worker.runtime import Runtime, current, find, install
 from gpuflow.worker.slots import Limits
 from gpuflow.worker.stopping import Stopper
@@ -52,6 +54,20 @@ def parse_labels(given: tuple[str, ...], tags: tuple[str, ...]) -> dict[str, str
     return labels
 
 
+def parse_executors(given: str | None) -> tuple[str, ...] | None:
+    """Return the task types of `--executors a,b`, None for all. Raises InvalidSettings for an unknown one."""
+    if given is None:
+        return None
+    names = tuple(name.strip() for name in given.split(",") if name.strip())
+    unknown = [name for name in names if name not in TASK_OF_TYPE]
+    if unknown or not names:
+        raise InvalidSettings(
+            f"--executors {given!r}: {unknown[0] if unknown else ''!r} is no task type; "
+            f"give some of {', '.join(TASK_OF_TYPE)}"
+        )
+    return names
+
+
 class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
     """Finds out what this machine is, and installs the runtime of the process."""
 
@@ -65,19 +81,22 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
         gpus: str | None = None,
         executors: str | None = None,
         max_jobs: int | None = None,
+        cost: float = 0.0,
         worker_token_file: str | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(worker, **kwargs)
         app = worker.app
         shadowing_check(Path.cwd())
+        if cost < 0:
+            raise InvalidSettings(f"--cost {cost:g} is below 0; give what an hour of this machine costs")
         if max_jobs is not None and max_jobs < 0:
             raise InvalidSettings(f"--max-jobs {max_jobs} is below 0; give the most child processes at once")
         hardware = probe(only=gpus)
         for problem in hardware.problems:
             log.warning("hardware_problem", problem=problem)
         labels = parse_labels(label, app.settings.worker_tags)
-        capability = Capability.of(hardware, labels)
+        capability = Capability.of(hardware, labels, disk_free_mib=free_mib(app.settings.results_dir))
         limits = Limits(
             threads=worker.concurrency,
             max_jobs=max_jobs,
@@ -90,8 +109,16 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
             owner=f"{worker.worker_id}:{leases.new_token()}",
             member=worker.worker_id,
         )
-        demands = Demands(app.redis, app.keys, capability, families=worker.asked_queues)
-        table.gate = admission = Admission(demands, limits, ProcessGpus())
+        machine_gpus = MachineGpus(capability.gpus, app.settings.lock_dir)
+        types = parse_executors(executors)
+        table.gate = admission = Admission(
+            Demands(app.redis, app.keys, capability, families=worker.asked_queues, cost=cost),
+            limits,
+            machine_gpus,
+            Reserving(machine_gpus, app.redis, app.keys, worker.worker_id),
+            types=types,
+            patience_seconds=app.settings.model_patience_seconds,
+        )
         table.reclaim = lambda free, new_run: app.ledger.reclaim(
             free, table.owner, table.lease_seconds, new_run=new_run
         )
@@ -105,7 +132,8 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
             admission=admission,
             ephemeral=ephemeral,
             asked_queues=worker.asked_queues,
-            executors=tuple(executors.split(",")) if executors else None,
+            executors=types,
+            machine_gpus=machine_gpus,
         )
         runtime.stopper = Stopper(runtime, float(app.conf.worker_soft_shutdown_timeout or 0))
         install(runtime)

@@ -59,9 +59,10 @@ class Demands:
     def _class_name(self) -> str:
         """Return the name of this worker's class: one digest of all that decides what it serves."""
         what = asdict(self.capability)
+        what["disk_free_mib"] = (self.capability.disk_free_mib or 0).bit_length()
         for gpu in what["gpus"]:
             for part in ("uuid", "index", "mig_parent_uuid"):
-                gpu[part] = bool(gpu[part])
+                gpu[part] = gpu[part] is not None
         text = json.dumps([REQUIREMENT_SCHEMA, what, self.families, self.cost], sort_keys=True)
         return "@" + hashlib.sha256(text.encode()).hexdigest()[:_CLASS_DIGITS]
 

@@ -11,10 +11,12 @@ import psutil
 from redis.exceptions import RedisError
 
 from gpuflow import __version__
+from gpuflow.fleet.gpu_usage import FOREIGN_TOLERATED_MIB
 from gpuflow.fleet.hardware import live
 from gpuflow.fleet.registry import Fleet, WorkerEntry, WorkerState
 from gpuflow.logs import get_logger
 from gpuflow.routing.families import CONTROL_QUEUE
+from gpuflow.worker.gpu_watch import WATCH_SECONDS, GpuWatch
 from gpuflow.worker.runtime import Runtime
 
 log = get_logger("gpuflow.presence")
@@ -40,8 +42,12 @@ class PresenceThread(threading.Thread):
     def run(self) -> None:
         """Beat until stopped; a broker that is away is tried again at the next turn."""
         settings = self.runtime.app.settings
-        next_beat = try_again = 0.0
+        next_beat = try_again = next_watch = 0.0
+        watch = GpuWatch(self.runtime)
         while not self._stop_event.wait(0.25):
+            if time.monotonic() >= next_watch:
+                watch.look_quietly()
+                next_watch = time.monotonic() + WATCH_SECONDS
             changed = self._summary() != self._written
             now = time.monotonic()
             if now < try_again or (not changed and now < next_beat):
@@ -49,6 +55,7 @@ class PresenceThread(threading.Thread):
             try:
                 self.write()
                 self._follow_orders()
+                self._tell_models()
                 next_beat = time.monotonic() + settings.heartbeat_interval_seconds
             except RedisError as error:
                 log.warning("heartbeat_not_written", cause=str(error))
@@ -78,6 +85,14 @@ class PresenceThread(threading.Thread):
         self.fleet.announce(entry, runtime.app.settings.heartbeat_timeout_seconds)
         self._written = summary
 
+    def _tell_models(self) -> None:
+        """Say which models this worker has, until the next beat."""
+        pipe = self.runtime.app.redis.pipeline(transaction=False)
+        term = self.runtime.app.settings.heartbeat_timeout_seconds
+        for name in self.runtime.admission.models.names():
+            pipe.set(self.runtime.app.keys.warm(name), self.runtime.worker_id, px=int(term * 1000))
+        pipe.execute()
+
     def _follow_orders(self) -> None:
         wanted, seconds_left = self.fleet.wanted(self.runtime.worker_id)
         if wanted == "drain" and self.runtime.stopper is not None and not self.runtime.admission.draining:
@@ -101,7 +116,8 @@ class PresenceThread(threading.Thread):
         return WorkerState.BUSY if self.runtime.admission.jobs() else WorkerState.IDLE
 
     def _summary(self) -> tuple[Any, ...]:
-        return (self._state(), self._queues(), tuple(sorted(self.runtime.running)))
+        models = self.runtime.admission.models.names()
+        return (self._state(), self._queues(), models, tuple(sorted(self.runtime.running)))
 
     def _queues(self) -> tuple[str, ...]:
         """Return the queues served by name, and the demand queues that were seen and are served."""
@@ -111,22 +127,40 @@ class PresenceThread(threading.Thread):
         return tuple(sorted({CONTROL_QUEUE, *asked, *demanded}))
 
     def _load(self) -> dict[str, Any]:
-        hardware = self.runtime.hardware
+        hardware, admission = self.runtime.hardware, self.runtime.admission
+        families = admission.demands.families
         memory = psutil.virtual_memory()
         disk = psutil.disk_usage(str(_existing(self.runtime.app.settings.results_dir)))
         load: dict[str, Any] = {
             "cpuPercent": psutil.cpu_percent(),
             "memoryAvailableMib": memory.available >> 20,
             "diskFreeMib": disk.free >> 20,
-            "jobs": self.runtime.admission.jobs(),
-            "freeGpus": list(self.runtime.admission.free_gpus()),
+            "jobs": admission.jobs(),
+            "freeGpus": list(admission.free_gpus()),
+            "freeJobs": admission.free_jobs(),
+            "families": None if families is None else list(families),
+            "executors": None if self.runtime.executors is None else list(self.runtime.executors),
         }
         if hardware.gpus:
+            load |= self._gpu_load()
             load["gpus"] = {
                 gpu.uuid: {"freeMib": gpu.free_mib, "utilizationPercent": gpu.utilization_percent}
                 for gpu in live([gpu.uuid for gpu in hardware.gpus]).loads
             }
         return load
+
+    def _gpu_load(self) -> dict[str, Any]:
+        gpus, reserved = self.runtime.machine_gpus, self.runtime.admission.reserving.current
+        return {
+            "foreignMib": {
+                uuid: usage.foreign_mib
+                for uuid, usage in gpus.usage().items()
+                if usage.foreign_mib > FOREIGN_TOLERATED_MIB
+            },
+            "roomMib": gpus.room(self.runtime.admission.capability),
+            "reservation": None if reserved is None else {"task": reserved.task, "gpus": list(reserved.gpus)},
+            "locks": gpus.identity(),
+        }
 
 
 def _existing(path: Any) -> Any:

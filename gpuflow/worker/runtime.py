@@ -18,6 +18,7 @@ from gpuflow.fleet.hardware import Hardware
 from gpuflow.fleet.registry import Fleet
 from gpuflow.worker.admission import Admission
 from gpuflow.worker.attempt import Attempt, StopReason
+from gpuflow.worker.machine_gpus import MachineGpus
 
 if TYPE_CHECKING:
     from gpuflow.worker.presence import PresenceThread
@@ -34,6 +35,7 @@ class Runtime:
     labels: Mapping[str, str]
     leases: LeaseTable
     admission: Admission
+    machine_gpus: MachineGpus
     ephemeral: bool = False
     executors: tuple[str, ...] | None = None
     asked_queues: tuple[str, ...] | None = None
@@ -78,6 +80,11 @@ class Runtime:
             attempts = list(self.running.values())
         for attempt in attempts:
             attempt.stop(reason, at_once=at_once)
+
+    def tasks_on(self, uuid: str) -> list[str]:
+        """Return the ids of the running tasks that hold a GPU."""
+        leases = self.leases.held()
+        return [leases[tag].task for tag in self.admission.tags_on(uuid) if tag in leases and leases[tag].task]
 
     def close(self) -> None:
         """Leave the registry and let go of all leases; the last thing that a worker does."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 
-from gpuflow.routing.capability import Capability
+from gpuflow.fleet.gpu_locks import Hold
 from gpuflow.routing.requirement import Requirement
 
 #: Control tasks (joins, dispatch) that may run at once, beside all other work.
@@ -15,31 +15,12 @@ CONTROL_SLOTS: Final = 4
 SlotClass = Literal["control", "plain", "job", "ending"]
 
 
-class Hold(Protocol):
-    """GPUs of the machine that this worker has taken; the file descriptors keep them."""
-
-    @property
-    def uuids(self) -> tuple[str, ...]: ...  # noqa: D102
-    @property
-    def fds(self) -> tuple[int, ...]: ...  # noqa: D102
-
-
-class Gpus(Protocol):
-    """The GPUs of the machine, which other workers may use as well (`worker.machine_gpus`)."""
-
-    def free(self, capability: Capability) -> Capability:
-        """Return the capability with those GPUs alone that could be taken now."""
-
-    def take(self, uuids: tuple[str, ...]) -> Hold | None:
-        """Take all of them or none."""
-
-    def release(self, hold: Hold) -> None:
-        """Give them back."""
-
-
 @dataclass(kw_only=True)
 class Allocation:
-    """What one leased message holds: a slot, what its queue asks for, and the GPUs that it got."""
+    """What one leased message holds: a slot, what its queue asks for, and the GPUs that it got.
+
+    `ends_by` is when its attempt ends at the latest (monotonic seconds), None for no limit.
+    """
 
     queue: str
     slot: SlotClass
@@ -47,6 +28,7 @@ class Allocation:
     hold: Hold | None = None
     claimed: bool = False
     settled: bool = False
+    ends_by: float | None = None
 
     @property
     def gpus(self) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ counts and links, and it does so only after the record says so.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final, Literal, NoReturn, TypeVar
@@ -24,6 +25,7 @@ from gpuflow.ledger.ledger import Holder, StartVerdict
 from gpuflow.ledger.records import RECORD_SCHEMA, SCHEMA_HEADER, new_record_fields
 from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
+from gpuflow.routing.affinity import model_key
 from gpuflow.spec.units import duration_seconds
 from gpuflow.worker.attempt import Attempt, Outcome
 from gpuflow.worker.checkpoint_uploads import CheckpointUploads, begin_uploads, forget_checkpoints, goes_on
@@ -113,6 +115,9 @@ class Delivery:
     def _attempt(self, holder: Holder) -> Outcome:
         runtime, number, settings = self.runtime, holder.attempt, self.runtime.app.settings
         allocation = runtime.admission.claim(self.tag)
+        limit = duration_seconds(self.spec["timeout"]) if self.spec.get("timeout") else None
+        if allocation is not None and limit is not None:
+            allocation.ends_by = time.monotonic() + limit + settings.grace_seconds
         try:
             prepared = prepare(
                 self.spec,
@@ -136,11 +141,13 @@ class Delivery:
             log_path=self.folder.log_path(number),
             grace_seconds=settings.grace_seconds,
             notice_seconds=settings.notice_seconds,
-            deadline_seconds=duration_seconds(self.spec["timeout"]) if self.spec.get("timeout") else None,
+            deadline_seconds=limit,
+            keep_open=allocation.hold.fds if allocation is not None and allocation.hold is not None else (),
             celery_meta=self._celery_meta(number),
             on_tick=lambda: leases.beat(self.tag),
             redactor=prepared.redactor,
         )
+        runtime.admission.models.used(model_key(self.spec))
         self.uploads = begin_uploads(self.store, attempt, wanted=lambda: leases.holds(self.tag))
         runtime.begin(self.id, attempt)
         leases.start(self.tag, lambda: attempt.stop("lost"))

@@ -16,6 +16,7 @@ from tests.chaos.accounting import check
 from tests.chaos.conftest import LEASE, LEASE_SECONDS
 from tests.chaos.proxy import Proxy
 from tests.support.fleet import TestFleet, WorkerProcess, running
+from tests.support.pops import POP_ONE
 from tests.support.waiting import eventually
 
 CUTS = 30
@@ -97,7 +98,7 @@ def test_what_was_popped_in_an_answer_that_never_came_is_given_back(fleet: TestF
     keys, client = fleet.app.keys, fleet.broker.client
     owner = client.hget(keys.task(busy.id), "owner_token")
     names = [keys.leases, keys.unacked, keys.owners, keys.ready, keys.unreadable, keys.sweep, keys.bell(owner), "cpu"]
-    assert broker_script("pop")(client, names, [owner, 3600, 1, 0, "", 60])[0] == "cpu"
+    assert broker_script("pop")(client, names, [owner, 3600, POP_ONE])[0] == "cpu"
     assert client.llen("cpu") == 0
 
     proxy.cut()

@@ -24,6 +24,7 @@ from gpuflow.ledger.ledger import Holder
 from gpuflow.ledger.states import TaskState
 from gpuflow.settings import Settings
 from tests.support.fleet import Broker
+from tests.support.pops import POP_ONE
 
 LEASE_SECONDS = 1000.0
 QUEUE = "cpu"
@@ -108,7 +109,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def pop(self, owner: str) -> Any:
         keys, table = self.keys, self.tables[owner]
         names = [keys.leases, keys.unacked, keys.owners, keys.ready, keys.unreadable, keys.sweep, table.bell]
-        taken = broker_script("pop")(self.client, [*names, self._list()], [owner, LEASE_SECONDS, 1, 0, "", 60])
+        taken = broker_script("pop")(self.client, [*names, self._list()], [owner, LEASE_SECONDS, POP_ONE])
         if not taken[0]:
             return None
         message = json.loads(taken[1])

@@ -82,6 +82,7 @@ class WorkerProcess:
             **os.environ,
             "REDIS_URL": url,
             "RESULTS_DIR": str(folder / "results"),
+            "GPUFLOW_LOCK_DIR": str(folder / "locks"),
             "GPUFLOW_STATE_DIR": str(folder / "state"),
             "GPUFLOW_CACHE_DIR": str(folder / "cache"),
             "GPUFLOW_GRACE_SEC": "1",

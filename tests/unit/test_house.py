@@ -245,5 +245,7 @@ def test_every_key_is_in_the_docs() -> None:
         keys.queue("<name>"),
         keys.queue_classes("<name>"),
         keys.waiters("<group>"),
+        keys.warm("<model>"),
+        keys.reserved("<tag>"),
     ]
     assert [key for key in (*fixed, *made) if f"`{key}`" not in text] == []

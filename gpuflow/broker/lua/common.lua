@@ -16,7 +16,10 @@ end
 -- Return when a message was first queued, as text; nil for one of a plain queue or of a stock producer.
 local function queued_at(raw) return string.match(raw, '^{"at":([%d.]+),') end
 
-local function stamped(raw, seconds) return '{"at":' .. seconds .. ',' .. string.sub(raw, 2) end
+-- Stamp a message with the time, and with hints: text such as '"x": "echo", ' (routing/affinity.py).
+local function stamped(raw, seconds, hints)
+  return '{"at":' .. seconds .. ',' .. hints .. string.sub(raw, 2)
+end
 
 -- Enter a demand queue into the index by its best head: priority first, then time; take out an empty one.
 local function refresh(ready, queue)

@@ -2,29 +2,71 @@
 --
 -- KEYS[1] gpuflow.leases  KEYS[2] gpuflow.unacked  KEYS[3] gpuflow.owners  KEYS[4] gpuflow.ready
 -- KEYS[5] gpuflow.unreadable  KEYS[6] gpuflow.sweep  KEYS[7] doorbell of this consumer
--- KEYS[8..] lists: those of priority 9, then those of 8, ..., in each the same number of queues
--- ARGV[1] owner token  ARGV[2] lease in seconds  ARGV[3] number of queues
--- ARGV[4] how many names of the ready index to return, best first
--- ARGV[5] '<hops> <queue>' that this consumer was woken for and cannot serve now, or ''
--- ARGV[6] doorbell token seconds  ARGV[7..] groups of waiters: plain queues, and the class of this worker
+-- KEYS[8..] lists: those of priority 9, then those of 8, ..., in each the same queues in the same order
+-- ARGV[1] owner token  ARGV[2] lease in seconds  ARGV[3] JSON of how to look (broker/look.py):
+--   queues   how many there are
+--   page     how many names of the ready index to return, best first
+--   pass_on  '<hops> <queue>' that this consumer was woken for and may be unable to serve now, or ''
+--   bell     seconds that a doorbell token may lie unread
+--   groups   groups of waiters to register in: plain queues, and the class of this worker
+--   limits   for each queue, the longest time limit in seconds of a task that may be taken, or -1
+--   types    the task types that this worker runs; none: all
+--   models   the models that this worker has   patience: seconds to leave a task to a worker that has its model
 --
 -- Returns {list, message, names}; with '' for both when nothing was taken: then the doorbell is registered in the same
--- step, so that no publish is missed, and another waiter is woken for the queue of ARGV[5].
+-- step, so that no publish is missed, and another waiter is woken for the queue of pass_on.
 -- Nothing is taken while the fleet gathers after a new server run (arrive.lua).
 -- A message that is not JSON with a delivery tag goes to the unreadable list as it is and is never lost.
 local ready = KEYS[4]
+local look = cjson.decode(ARGV[3])
 local time = redis.call('TIME')
 local now = time[1] + time[2] / 1000000
-local width = tonumber(ARGV[3])
+-- Messages of one list that are looked at beyond its head, where the head is not for this worker.
+local DEPTH = 20
+-- A head that has waited for so many times the patience goes before tasks whose model this worker has.
+local LONGEST = 15
 
-local function oldest_head(first)
-  local list, raw, at
-  for i = first, first + width - 1 do
-    local head = redis.call('LINDEX', KEYS[i], -1)
-    local queued = head and tonumber(queued_at(head) or '0')
-    if head and (not list or queued < at) then list, raw, at = KEYS[i], head, queued end
+local function as_set(names)
+  local set = {}
+  for _, name in ipairs(names or {}) do set[name] = true end
+  return set
+end
+
+local types, models = as_set(look.types), as_set(look.models)
+local choosy = next(models) ~= nil
+
+-- Return the hints of a message, and when it was queued.
+local function hints_of(raw)
+  local at = queued_at(raw)
+  if not at then return {}, 0 end
+  local front = string.sub(raw, 1, (string.find(raw, '"body"', 1, true) or 1) - 1)
+  return {type = string.match(front, '"x": "([^"]*)"'), model = string.match(front, '"m": "([^"]*)"'),
+    limit = string.match(front, '"t": ([%d.]+)')}, tonumber(at)
+end
+
+local function may_take(hints, at, most_seconds)
+  if most_seconds >= 0 and not (hints.limit and tonumber(hints.limit) <= most_seconds) then return false end
+  if look.types and hints.type and not types[hints.type] then return false end
+  if hints.model and not models[hints.model] and now - at < look.patience then
+    return redis.call('EXISTS', prefix_of(ready) .. 'gpuflow.warm:' .. hints.model) == 0
   end
-  return list, raw
+  return true
+end
+
+-- Return the message of one list that this worker should take next, and when it was queued.
+local function best_of(list, most_seconds)
+  local first, first_at
+  for depth = 1, DEPTH do
+    local raw = redis.call('LINDEX', list, -depth)
+    if not raw then break end
+    local hints, at = hints_of(raw)
+    if may_take(hints, at, most_seconds) then
+      if not choosy or (hints.model and models[hints.model]) then return raw, at end
+      if not first then first, first_at = raw, at end
+      if now - first_at > LONGEST * look.patience then break end
+    end
+  end
+  return first, first_at
 end
 
 local function tag_of(raw)
@@ -34,12 +76,21 @@ local function tag_of(raw)
   return type(tag) == 'string' and tag
 end
 
+-- Return the best message of one priority, and its list.
+local function best_from(first)
+  local list, raw, at
+  for i = 0, look.queues - 1 do
+    local found, queued = best_of(KEYS[first + i], look.limits[i + 1])
+    if found and (not list or queued < at) then list, raw, at = KEYS[first + i], found, queued end
+  end
+  return list, raw
+end
+
 local function take()
-  for first = 8, #KEYS, width do
-    local list, raw = oldest_head(first)
+  for first = 8, #KEYS, look.queues do
+    local list, raw = best_from(first)
     while list do
-      redis.call('RPOP', list)
-      if queued_at(raw) then refresh(ready, queue_of(ready, list)) end
+      take_out(ready, list, raw)
       local tag = tag_of(raw)
       if tag then
         redis.call('ZADD', KEYS[1], now + tonumber(ARGV[2]), tag)
@@ -48,21 +99,20 @@ local function take()
         return list, raw
       end
       redis.call('LPUSH', KEYS[5], raw)
-      list, raw = oldest_head(first)
+      list, raw = best_from(first)
     end
   end
 end
 
 local list, raw
 if tonumber(redis.call('HGET', KEYS[6], 'hold') or '0') <= now then list, raw = take() end
-if list then
-  for i = 7, #ARGV do redis.call('SREM', prefix_of(ready) .. 'gpuflow.waiters:' .. ARGV[i], KEYS[7]) end
-else
-  local hops, queue = string.match(ARGV[5], '^(%d+) (.*)$')
+if not list then
+  local hops, queue = string.match(look.pass_on, '^(%d+) (.*)$')
   if hops and tonumber(hops) > 0 and redis.call('ZSCORE', ready, queue) then
-    ring(ready, queue, ARGV[6], hops - 1)
+    ring(ready, queue, look.bell, hops - 1)
   end
-  for i = 7, #ARGV do redis.call('SADD', prefix_of(ready) .. 'gpuflow.waiters:' .. ARGV[i], KEYS[7]) end
 end
-local page = tonumber(ARGV[4])
-return {list or '', raw or '', page > 0 and redis.call('ZRANGE', ready, 0, page - 1) or {}}
+for _, group in ipairs(look.groups) do
+  redis.call(list and 'SREM' or 'SADD', prefix_of(ready) .. 'gpuflow.waiters:' .. group, KEYS[7])
+end
+return {list or '', raw or '', look.page > 0 and redis.call('ZRANGE', ready, 0, look.page - 1) or {}}

@@ -7,7 +7,8 @@
 -- ARGV[1] message  ARGV[2] seconds a doorbell token may lie unread
 -- ARGV[3] seconds to wait before the message can be taken, or ''  ARGV[4] its delivery tag
 -- ARGV[5] record id, or '' for a queue registration alone
--- ARGV[6] queue name  ARGV[7] requirement JSON or ''  ARGV[8..] field, value, ... of the record
+-- ARGV[6] queue name  ARGV[7] requirement JSON or ''  ARGV[8] hints of the message (common.lua)
+-- ARGV[9..] field, value, ... of the record
 --
 -- Returns 1 published, 0 the record exists already (nothing was changed: a repeated submit is harmless).
 local now = redis.call('TIME')
@@ -16,7 +17,7 @@ local message = ARGV[1]
 if #ARGV > 4 then
   if ARGV[5] ~= '' and redis.call('EXISTS', KEYS[5]) == 1 then return 0 end
   if ARGV[7] ~= '' then
-    message = stamped(message, seconds)
+    message = stamped(message, seconds, ARGV[8])
     if redis.call('SADD', KEYS[7], ARGV[6]) == 1 then
       redis.call('HSET', KEYS[8], 'name', ARGV[6], 'requirement', ARGV[7], 'created_at', seconds)
     end
@@ -24,7 +25,7 @@ if #ARGV > 4 then
   end
   if ARGV[5] ~= '' then
     local fields = {}
-    for i = 8, #ARGV do fields[#fields + 1] = ARGV[i] end
+    for i = 9, #ARGV do fields[#fields + 1] = ARGV[i] end
     redis.call('HSET', KEYS[5], 'id', ARGV[5], 'queue', ARGV[6], 'created_at', seconds, 'updated_at', seconds,
       'message', message, 'list', KEYS[1], unpack(fields))
     redis.call('ZADD', KEYS[6], seconds, ARGV[5])

@@ -12,7 +12,7 @@ local old = cjson.decode(message)['properties']['delivery_tag']
 local from, to = string.find(message, old, 1, true)
 message = string.sub(message, 1, from - 1) .. ARGV[1] .. string.sub(message, to + 1)
 local seconds = clock()
-if queued_at(message) then message = stamped('{' .. string.gsub(message, '^[^,]*,', ''), seconds) end
+if queued_at(message) then message = stamped('{' .. string.gsub(message, '^[^,]*,', ''), seconds, '') end
 redis.call('HSET', KEYS[1], 'state', 'QUEUED', 'message', message, 'updated_at', seconds)
 redis.call('HDEL', KEYS[1], 'finished_at', 'error', 'progress', 'result', 'tag', 'owner_token', 'cancel_requested',
   'failures', 'losses', 'preemptions', 'not_before', 'avoid_worker', 'avoid_until')

@@ -1,0 +1,35 @@
+"""What a worker may know of a message before it takes it: hints at the front of its text. Pure.
+
+`x` is the task type (a worker with --executors runs some alone), `m` the model (a worker that has it takes it first),
+`t` the time limit in seconds (what may run on GPUs that are reserved for later). broker/lua/pop.lua reads them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from gpuflow.spec.units import duration_seconds
+
+_DIGITS: Final = 16
+
+
+def model_key(spec: Mapping[str, Any]) -> str:
+    """Return a short name of the model that a spec loads: equal for equal sources; "" for none."""
+    source = (spec.get("model") or {}).get("source")
+    if not isinstance(source, Mapping) or not source.get("identifier"):
+        return ""
+    text = json.dumps([source.get("type"), source["identifier"], source.get("revision")])
+    return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
+
+
+def hints(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hints of a canonical spec."""
+    found: dict[str, Any] = {"x": str(spec["taskType"])}
+    if key := model_key(spec):
+        found["m"] = key
+    if spec.get("timeout"):
+        found["t"] = duration_seconds(spec["timeout"])
+    return found
