@@ -26,7 +26,7 @@ from gpuflow.routing.requirement import Requirement
 from gpuflow.routing.resources import requirement_from_resources
 from gpuflow.routing.views import QueueView, TaskView, WorkerView
 from gpuflow.spec import Template, parse
-from gpuflow.submission import choose_requirement
+from gpuflow.submission import choose_requirements
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Template
 
@@ -75,7 +75,7 @@ def explain_template(app: GPUFlow, template: Template) -> list[Explanation]:
     workers = worker_views(Fleet(app.redis, app.keys), app.ledger, now)
     found = []
     for stage in template.stages:
-        ask = choose_requirement(app, stage.spec.get("resources") or {}, light=stage.task_type == "echo")
+        ask = choose_requirements(app, stage.spec.get("resources") or {}, light=stage.task_type == "echo")[0]
         queue = queue_view(app.redis, app.keys, app.ledger, ask.queue_name(), "", now)
         task = TaskView(name=stage.name, executor=stage.task_type, priority=_priority(stage.spec))
         found.append(explain_task(ask, task, queue, workers))

@@ -71,7 +71,8 @@ def submission_header(
     task_id = options.get("task_id") or (id_for_key(owner, key) if key else str(uuid.uuid4()))
     title = options.pop("title", None) or task_type
     pipeline, stage = options.pop("pipeline", None), options.pop("stage", None)
-    requirement = choose_requirement(app, spec.get("resources"), light=task_type in _LIGHT_TYPES)
+    alternatives = choose_requirements(app, spec.get("resources"), light=task_type in _LIGHT_TYPES)
+    requirement = alternatives[0]
     queue = options.pop("queue", None)
     queue_text = str(getattr(queue, "name", queue) or queue_name(requirement))
     if options.get("priority") is None:
@@ -92,6 +93,11 @@ def submission_header(
         "hints": hints(spec),
         "fields": fields,
     }
+    if len(alternatives) > 1 and queue is None:
+        fields["alternatives"] = json.dumps(
+            [{"queue": queue_name(one), "requirement": json.dumps(one.to_dict())} for one in alternatives]
+        )
+        header["fallback_seconds"] = fields["fallback_seconds"] = str(app.settings.fallback_seconds)
     return Prepared(task_id=task_id, queue=queue_text, kwargs={"spec": spec}, summary=f"<{task_type}>", header=header)
 
 
@@ -118,7 +124,7 @@ def demand_header(app: GPUFlow, name: str, options: dict[str, Any]) -> dict[str,
         return None
     if not isinstance(resources, Mapping):
         resources = {"accelerators": resources}
-    requirement = choose_requirement(app, resources, light=False)
+    requirement = choose_requirements(app, resources, light=False)[0]
     return {
         "kind": "queue",
         "queue": queue_name(requirement),
@@ -126,20 +132,17 @@ def demand_header(app: GPUFlow, name: str, options: dict[str, Any]) -> dict[str,
     }
 
 
-def choose_requirement(app: GPUFlow, resources: Mapping[str, Any] | None, *, light: bool) -> Requirement:
-    """Return what to ask for: the first alternative that some live worker can serve, else the first.
+def choose_requirements(app: GPUFlow, resources: Mapping[str, Any] | None, *, light: bool) -> list[Requirement]:
+    """Return what to ask for, in the order to try: those that some live worker can serve first, as they were given.
 
     Without `resources`: any GPU if the fleet has one, else cpu.
     """
     fleet = Fleet(app.redis, app.keys)
     if not resources:
         wants_gpu = not light and fleet.has_gpu()
-        return requirement_from_resources({}, gpu_available=wants_gpu)[0]
-    alternatives = requirement_from_resources(resources, gpu_available=not light and fleet.has_gpu())
+        return list(requirement_from_resources({}, gpu_available=wants_gpu))
+    alternatives = list(requirement_from_resources(resources, gpu_available=not light and fleet.has_gpu()))
     if len(alternatives) == 1:
-        return alternatives[0]
+        return alternatives
     capabilities = fleet.capabilities()
-    for requirement in alternatives:
-        if any(match(requirement, capability).fits for capability in capabilities):
-            return requirement
-    return alternatives[0]
+    return sorted(alternatives, key=lambda asked: not any(match(asked, capability).fits for capability in capabilities))

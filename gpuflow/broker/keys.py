@@ -7,6 +7,7 @@
 | `gpuflow.leases` | zset | delivery tag -> when the lease ends (Unix seconds on the server's clock) |
 | `gpuflow.owners` | hash | delivery tag -> `<owner token>\\n<list key it came from>` |
 | `gpuflow.ready` | zset | demand queue with waiting messages -> order of its best head: priority, then time |
+| `gpuflow.fallbacks` | zset | task id -> when it moves on to its next alternative, if it waits then |
 | `gpuflow.classes` | set | classes of workers: those that serve the same demand queues alike |
 | `gpuflow.waiters:<group>` | set | doorbells of the consumers that wait for a plain queue, or of one class |
 | `gpuflow.warm:<model>` | string | a worker that has the model; expires when none says so |
@@ -69,6 +70,11 @@ class Keys:
     def ready(self) -> str:
         """Index of the demand queues that have waiting messages."""
         return f"{self.prefix}gpuflow.ready"
+
+    @property
+    def fallbacks(self) -> str:
+        """Waiting tasks that have other alternatives, and when they move on."""
+        return f"{self.prefix}gpuflow.fallbacks"
 
     @property
     def classes(self) -> str:

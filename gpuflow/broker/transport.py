@@ -131,14 +131,19 @@ class Channel(stock.Channel):  # type: ignore[misc]
         keys = [
             self.keys.task(record_id) if of_task else self.keys.pipeline(record_id),
             self.keys.tasks if of_task else self.keys.pipelines,
-            self.keys.queues,
-            self.keys.queue(queue),
             self.keys.events(record_id),
             *([self.keys.unfinished] if of_task else []),
         ]
         pairs = [part for item in record.get("fields", {}).items() for part in item]
         hints = json.dumps(record["hints"])[1:-1] + ", " if record.get("hints") else ""
-        return keys, [record_id, queue, record.get("requirement") or "", hints, *pairs]
+        return keys, [
+            record_id,
+            queue,
+            record.get("requirement") or "",
+            hints,
+            record.get("fallback_seconds", ""),
+            *pairs,
+        ]
 
     def _q_for_pri(self, queue: str, pri: int) -> str:
         """Return kombu's list of a priority step, for sizes and purges."""

@@ -125,6 +125,7 @@ class Settings(BaseModel):
     events_maxlen: PositiveCount = _setting("GPUFLOW_EVENTS_MAXLEN", 10_000, "a count of events a task keeps")
     secrets_dir: Path | None = _setting("GPUFLOW_SECRETS_DIR", None, "a folder that holds one file for each secret")
     offline: bool = _setting("GPUFLOW_OFFLINE", False, "true or false")
+    fallback_seconds: Seconds = _setting("GPUFLOW_FALLBACK_SEC", 60.0, "seconds, such as 60")
     model_patience_seconds: Duration = _setting(
         "GPUFLOW_MODEL_PATIENCE_SEC", 2.0, "seconds that a task is left to a worker that has its model"
     )

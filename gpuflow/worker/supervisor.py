@@ -298,9 +298,9 @@ class Delivery:
 
     def _others_serve(self) -> bool:
         """Whether another live worker serves the queue of this task."""
-        queue = str((self.request.delivery_info or {}).get("routing_key"))
+        lease = self.runtime.leases.held().get(self.tag)
         try:
-            return self.runtime.fleet.serves_beside(self.runtime.worker_id, queue)
+            return lease is not None and self.runtime.fleet.serves_beside(self.runtime.worker_id, lease.queue)
         except RedisError:
             return False
 

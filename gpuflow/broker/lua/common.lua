@@ -61,6 +61,21 @@ local function ring(ready, queue, seconds, hops)
   end
 end
 
+-- Note that a demand queue is used; the first time, what it asks for.
+local function register(ready, queue, requirement, seconds)
+  local prefix = prefix_of(ready)
+  if redis.call('SADD', prefix .. 'gpuflow.queues', queue) == 1 then
+    redis.call('HSET', prefix .. 'queue:' .. queue, 'name', queue, 'requirement', requirement, 'created_at', seconds)
+  end
+  redis.call('HSET', prefix .. 'queue:' .. queue, 'used_at', seconds)
+end
+
+-- Let a waiting task move on to its next alternative after some seconds.
+local function fall_back_in(ready, task, seconds)
+  local now = redis.call('TIME')
+  redis.call('ZADD', prefix_of(ready) .. 'gpuflow.fallbacks', now[1] + now[2] / 1000000 + seconds, task)
+end
+
 -- Put a message into its list: 'front' (it is next) or 'back'.
 local function put(ready, list, side, raw, seconds)
   redis.call(side == 'front' and 'RPUSH' or 'LPUSH', list, raw)

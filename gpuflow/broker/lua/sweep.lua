@@ -11,6 +11,33 @@
 -- Messages of stock producers are in no index: a few demand queues, chosen at random, are entered anew each time.
 -- After a pause or a clock that jumped, nobody could renew: every lease gets one term of grace.
 -- Returns {restored, graced, name of the server run, 1 while the fleet gathers after a new run}.
+-- A task that has waited long for one alternative of its accelerators moves on to the next, in the same step.
+local function fall_back(ready, task, seconds)
+  local prefix = prefix_of(ready)
+  local record = prefix .. 'task:' .. task
+  local state, list, message, queue, text, pause = unpack(redis.call('HMGET', record,
+    'state', 'list', 'message', 'queue', 'alternatives', 'fallback_seconds'))
+  local alternatives = state == 'QUEUED' and text and cjson.decode(text) or {}
+  local current
+  for i, one in ipairs(alternatives) do
+    if one.queue == queue then current = i end
+  end
+  if not current then
+    redis.call('ZREM', prefix .. 'gpuflow.fallbacks', task)
+    return
+  end
+  fall_back_in(ready, task, pause)
+  if not take_out(ready, list, message) then return end
+  local following = alternatives[current % #alternatives + 1]
+  local time = redis.call('TIME')
+  register(ready, following.queue, following.requirement, time[1])
+  local moved_to = prefix .. following.queue .. string.sub(list, #prefix + #queue + 1)
+  redis.call('HSET', record, 'queue', following.queue, 'list', moved_to, 'requirement', following.requirement)
+  redis.call('XADD', prefix .. 'events:' .. task, '*', 'event',
+    cjson.encode({event = 'state', state = 'QUEUED', queue = following.queue, after = 'fallback'}))
+  put(ready, moved_to, 'front', message, seconds)
+end
+
 local time = redis.call('TIME')
 local now = time[1] + time[2] / 1000000
 local at, run, hold = unpack(redis.call('HMGET', KEYS[5], 'at', 'run', 'hold'))
@@ -58,6 +85,10 @@ for _, tag in ipairs(redis.call('ZRANGEBYSCORE', KEYS[6], '-inf', now, 'LIMIT', 
   end
   redis.call('ZREM', KEYS[6], tag)
   redis.call('HDEL', KEYS[7], tag)
+end
+local fallbacks = prefix_of(KEYS[4]) .. 'gpuflow.fallbacks'
+for _, task in ipairs(redis.call('ZRANGEBYSCORE', fallbacks, '-inf', now, 'LIMIT', 0, ARGV[3])) do
+  fall_back(KEYS[4], task, ARGV[4])
 end
 for _, queue in ipairs(redis.call('SRANDMEMBER', KEYS[10], ARGV[6])) do
   refresh(KEYS[4], queue)

@@ -21,5 +21,7 @@ redis.call('DEL', KEYS[4])
 redis.call('ZREM', KEYS[6], id)
 redis.call('SADD', KEYS[7], id)
 tell(KEYS[2], ARGV[2], {event = 'state', state = 'QUEUED'})
+local pause = redis.call('HGET', KEYS[1], 'fallback_seconds')
+if pause then fall_back_in(KEYS[3], id, pause) end
 put(KEYS[3], list, 'back', message, ARGV[3])
 return 1

@@ -28,6 +28,8 @@ if ARGV[5] ~= '' then redis.call('HSET', KEYS[1], 'error', ARGV[5]) end
 if ARGV[8] ~= '' then
   redis.call('HSET', KEYS[1], 'avoid_worker', ARGV[8], 'avoid_until', string.format('%.6f', seconds + ARGV[9]))
 end
+local id, pause = unpack(redis.call('HMGET', KEYS[1], 'id', 'fallback_seconds'))
+if pause then fall_back_in(KEYS[7], id, pause) end
 local delay = tonumber(ARGV[7])
 local event = {event = 'state', state = 'QUEUED', attempt = tonumber(attempt), after = ARGV[4]}
 if delay > 0 then
