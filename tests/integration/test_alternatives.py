@@ -48,14 +48,16 @@ def test_the_first_that_is_served_is_asked_for(fleet: TestFleet, tmp_path: Path)
 def test_a_task_whose_first_choice_is_busy_moves_on_and_keeps_its_place(fleet: TestFleet, tmp_path: Path) -> None:
     fleet.start_worker("h100", env=machine(tmp_path, "1xH100"))
     fleet.start_worker("t4", env=machine(tmp_path, "1xT4"))
-    patient(fleet, 1)
+    patient(fleet, 5)
     busy = submit(ask(fleet, "H100:1", sleep_seconds=60), app=fleet.app)
     eventually(lambda: busy.state == "RUNNING")
-    also_busy = submit(ask(fleet, "T4:1", sleep_seconds=3), app=fleet.app)
+    also_busy = submit(ask(fleet, "T4:1", sleep_seconds=60), app=fleet.app)
     eventually(lambda: also_busy.state == "RUNNING")
 
     moved = submit({**ask(fleet, ONE_OF), "priority": 7}, app=fleet.app)
     behind = submit(ask(fleet, "T4:1"), app=fleet.app)
+    eventually(lambda: moved.record().queue == "gpu-t4", what="the move")
+    assert also_busy.cancel()
 
     record = moved.wait(timeout=30)
     assert (record.state, record.worker, record.attempt) == ("SUCCEEDED", "t4", 1)
