@@ -10,13 +10,14 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from executors import cancellation
-from executors.base import ExecutorError, plain
+from executors.base import MERGED, Executor, ExecutorError, plain
 from executors.cache import hold_inputs
 from executors.registry import find
 from gpuflow.protocol import Emitter, Request
+from gpuflow.spec.references import UnresolvedReference, resolve_env
 
 COMPLETED: Final = 0
 FAILED: Final = 1
@@ -47,13 +48,21 @@ def _serve(emitter: Emitter) -> int:
         return _fail(emitter, error, FAILED)
     try:
         hold_inputs(request)
-        result = executor.run(request, emitter)
+        result = _run(executor, request, emitter)
     except Exception as error:  # noqa: BLE001  (whatever went wrong is told, with its traceback in the log)
         return _fail(emitter, error, FAILED)
     cancellation.ignore()
     emitter.result(plain(result))
     emitter.finish("completed")
     return COMPLETED
+
+
+def _run(executor: Executor, request: Request, emitter: Emitter) -> dict[str, Any]:
+    if MERGED not in request.spec:
+        return executor.run(request, emitter)
+    from executors.merging import run_merged
+
+    return run_merged(executor, request, emitter)
 
 
 def _read_request() -> Request:
@@ -77,15 +86,15 @@ def _with_environment(request: Request) -> Request:
     after the other, which become part of the environment. RESUME_FROM stands in for a `resume_from` that the request
     lacks.
     """
-    from gpuflow.spec.references import UnresolvedReference, resolve_env
-
     try:
         for name, value in (request.spec.get("env") or {}).items():
             if "${env:" in str(value):
                 os.environ[name] = resolve_env(str(value), os.environ)
-        spec = resolve_env(request.spec, os.environ)
+        spec = resolve_env({name: part for name, part in request.spec.items() if name != MERGED}, os.environ)
     except UnresolvedReference as error:
         raise ExecutorError("BadInput", str(error)) from error
+    if MERGED in request.spec:  # the references of one child are its own affair
+        spec[MERGED] = request.spec[MERGED]
     return replace(request, spec=spec, resume_from=request.resume_from or os.environ.get("RESUME_FROM"))
 
 

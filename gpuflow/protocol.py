@@ -44,6 +44,8 @@ PREEMPTED: Final = "Preempted"
 
 #: The file that makes a checkpoint folder a complete one. It comes last, by rename; without it, a folder is not read.
 CHECKPOINT_MARKER: Final = "complete.json"
+#: Task types of users' own executors: names with a dot, the first part says whose. Those of gpuflow have none.
+_USER_TYPE: Final = re.compile(r"[a-z][a-z0-9_-]{0,62}(\.[a-z0-9_-]{1,63})+")
 _CHECKPOINT: Final = re.compile(r"checkpoint-([0-9]+)")
 
 
@@ -96,6 +98,11 @@ class Request:
             raise ValueError(f"the request lacks {', '.join(missing)}")
         known["gpus"] = tuple(known.get("gpus") or ())
         return cls(**known)
+
+
+def is_user_type(task_type: object) -> bool:
+    """Say whether a task type has the form of a user's own (`acme.translate`), whether or not anybody runs it."""
+    return isinstance(task_type, str) and len(task_type) <= 200 and _USER_TYPE.fullmatch(task_type) is not None
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:

@@ -72,6 +72,15 @@ class Engine:
         config = model.config.get_text_config()
         self._context_tokens: int | None = getattr(config, "max_position_embeddings", None)
 
+    @property
+    def sampling(self) -> Sampling:
+        """How it samples."""
+        return self._sampling
+
+    def leaves_room(self, prompt_tokens: int) -> bool:
+        """Say whether a prompt leaves room for a whole answer of max_tokens. Raises BadInput for none."""
+        return self._room(prompt_tokens) == self._sampling.max_tokens
+
     def count_tokens(self, text: str) -> int:
         """Return the number of tokens of a rendered prompt."""
         return len(self._encode([text])["input_ids"][0])

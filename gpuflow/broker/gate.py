@@ -20,12 +20,14 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Taste:
-    """Which messages of a queue a consumer takes: of some task types alone (None: all), of its models before others.
+    """Which messages of a queue a consumer takes.
 
-    A message whose model another worker has is left to that one for `patience_seconds`.
+    Of `types` alone; None: all of gpuflow's own, and those of users in `user_types`. Of its `models` before others;
+    a message whose model another worker has is left to that one for `patience_seconds`.
     """
 
     types: tuple[str, ...] | None = None
+    user_types: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
     patience_seconds: float = 0.0
 

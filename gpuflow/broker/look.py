@@ -66,6 +66,7 @@ class Look:
             "groups": groups,
             "limits": [-1] * len(self.plain) + [choice.most_seconds for choice in self.chosen],
             "models": taste.models,
+            "user_types": taste.user_types,
             "patience": taste.patience_seconds,
         }
         if taste.types is not None:

@@ -6,6 +6,7 @@ What a worker does not tell is None there. Read from the entry's `load`, beside 
 |---|---|---|
 | `families` | list of text, or null | the demand queues of its -Q; null: it has none and serves all |
 | `executors` | list of text, or null | those of --executors; null: all |
+| `userTypes` | list of text | task types of users' own executors that are registered there |
 | `freeGpus` | list of UUIDs | GPUs that no task of gpuflow holds, on the whole machine |
 | `freeJobs` | number, or null | how many more tasks it could start; null: no limit |
 | `foreignMib` | UUID -> MiB | GPUs that are held back because of processes outside gpuflow, and what these use |
@@ -53,6 +54,7 @@ def view_of(entry: WorkerEntry, records: Mapping[str, TaskRecord], now: float) -
         silent_seconds=max(0.0, now - entry.heartbeat_at) if entry.heartbeat_at else None,
         families=_families(entry),
         executors=_texts(load.get("executors")),
+        user_types=_texts(load.get("userTypes")),
         free_gpus=_texts(load.get("freeGpus")),
         free_jobs=load["freeJobs"] if isinstance(load.get("freeJobs"), int) else None,
         tasks=tuple(_running(task, records.get(task), now) for task in entry.tasks),

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from gpuflow.protocol import is_user_type
 from gpuflow.routing.describe import ago, describe
 from gpuflow.routing.requirement import Requirement
 from gpuflow.routing.resources import format_resources
@@ -164,7 +165,11 @@ def _kept(queue: QueueView, task: TaskView, capable: Sequence[Situation]) -> str
     """Return why the capable workers will not take it, and the mend if there is one for all."""
     mends = {
         "restricted": f"start one without -Q, or with -Q {queue.name}",
-        "no_executor": f"start one without --executors, or with {task.executor} among them",
+        "no_executor": (
+            f"install the package of {task.executor} there and start it again"
+            if is_user_type(task.executor)
+            else f"start one without --executors, or with {task.executor} among them"
+        ),
         "draining": "start another one",
         "offline": "start it again",
     }

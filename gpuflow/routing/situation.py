@@ -9,6 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from gpuflow.protocol import is_user_type
 from gpuflow.routing.capability import Capability, GpuCapability
 from gpuflow.routing.describe import ago
 from gpuflow.routing.fit import match, nearness
@@ -95,6 +96,8 @@ def _kept_away(queue: str, task: TaskView, worker: WorkerView) -> tuple[Kind, st
             "no_executor",
             f"has no executor {task.executor}: it was started with --executors {','.join(worker.executors)}",
         )
+    if is_user_type(task.executor) and task.executor not in (worker.user_types or ()):
+        return "no_executor", f"has no executor {task.executor}: no package there registers it, nor GPUFLOW_EXECUTORS"
     if worker.families is not None and not any(family_matches(queue, family) for family in worker.families):
         served = ",".join(worker.families)
         return "restricted", f"does not serve {queue}: " + (

@@ -35,9 +35,10 @@ class WorkerView:
     """A worker. `state` is that of the registry.
 
     `families` are the demand queues of its -Q (None: it has none, it serves all), `executors` those of its
-    --executors (None: all), `free_gpus` the UUIDs that no task of gpuflow holds, `free_jobs` how many more
-    tasks it could start, `foreign_mib` what processes outside gpuflow hold, by the UUID of each GPU that is
-    held back for it, `room_mib` what is left of each GPU for tasks that share it.
+    --executors (None: all), `user_types` the users' own task types that it can run, `free_gpus` the UUIDs that no
+    task of gpuflow holds, `free_jobs` how many more tasks it could start, `foreign_mib` what processes outside
+    gpuflow hold, by the UUID of each GPU that is held back for it, `room_mib` what is left of each GPU for tasks
+    that share it.
     """
 
     id: str
@@ -47,6 +48,7 @@ class WorkerView:
     silent_seconds: float | None = None
     families: tuple[str, ...] | None = None
     executors: tuple[str, ...] | None = None
+    user_types: tuple[str, ...] | None = None
     free_gpus: tuple[str, ...] | None = None
     free_jobs: int | None = None
     tasks: tuple[RunningTask, ...] = ()

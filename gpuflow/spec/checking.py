@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
+from gpuflow.protocol import is_user_type
 from gpuflow.spec.fields import check_section
 from gpuflow.spec.graph_template import render
 from gpuflow.spec.models_task import TaskSpec
@@ -29,6 +30,7 @@ from gpuflow.spec.sections import (
     TASK_TYPES,
     TRAINING_SCHEMAS,
     USED_BY,
+    is_used,
     training_section,
 )
 
@@ -91,17 +93,18 @@ def _task_type(spec: dict[str, Any], findings: Findings) -> str | None:
         findings.add(("taskType",), f"is required and missing; give {one_of(TASK_TYPES)}")
         spec["taskType"] = "echo"
         return None
-    if task_type not in TASK_TYPES:
+    if task_type not in TASK_TYPES and not is_user_type(task_type):
         near = suggest(task_type, TASK_TYPES) if isinstance(task_type, str) else ""
-        findings.add(("taskType",), f"is {show(task_type)}; it must be {one_of(TASK_TYPES)}{near}")
+        others = "or the owner.name of a user's own"
+        findings.add(("taskType",), f"is {show(task_type)}; it must be {one_of(TASK_TYPES)}, {others}{near}")
         spec["taskType"] = "echo"
         return None
     return str(task_type)
 
 
 def _check_use(spec: dict[str, Any], task_type: str, findings: Findings, *, foreign: bool) -> None:
-    for section in [name for name in spec if name in USED_BY and task_type not in USED_BY[name]]:
-        users = one_of(sorted(USED_BY[section]))
+    for section in [name for name in spec if not is_used(name, task_type)]:
+        users = one_of(sorted(USED_BY[section])) if USED_BY[section] else "users' own task types (owner.name)"
         message = f"is not used by taskType {task_type}; it belongs to {users}"
         if foreign:
             findings.warn((section,), f"is not used: {message}")
@@ -111,7 +114,7 @@ def _check_use(spec: dict[str, Any], task_type: str, findings: Findings, *, fore
 
 
 def _check_needs(spec: dict[str, Any], task_type: str, findings: Findings) -> None:
-    for need in NEEDS[task_type]:
+    for need in NEEDS.get(task_type, ()):
         choice = (need,) if isinstance(need, str) else need
         if not any(_has(spec, section) for section in choice):
             what = one_of("model.source" if name == "model" else name for name in choice)

@@ -5,18 +5,26 @@ Used by `checking`. The sections training, lora, inference and model.vllm are pl
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
+from gpuflow.protocol import is_user_type
 from gpuflow.spec.models_data import Data, Generation, RewardModel
 from gpuflow.spec.models_kinds import Checkpoint, Command, Container, Echo, Embedding, Model, Output, Qdrant, Search
 from gpuflow.spec.models_resources import Resources
 from gpuflow.spec.models_types import Duration, EnvName, Flag, Name, Number, Strict, Text, Whole
+from gpuflow.spec.report import one_of, show
+from gpuflow.spec.sections import TASK_TYPES
 
-TaskType = Literal[
-    "echo", "inference", "embedding", "rag", "sft", "lora_sft", "dpo", "ppo", "grpo", "reward", "command", "container"
-]
+
+def _known_type(value: str) -> str:
+    if value not in TASK_TYPES and not is_user_type(value):
+        raise ValueError(f"is {show(value)}; it must be {one_of(TASK_TYPES)}, or the owner.name of a user's own")
+    return value
+
+
+TaskType = Annotated[str, AfterValidator(_known_type)]
 
 
 class Retry(Strict):
@@ -61,6 +69,7 @@ class TaskSpec(Strict):
     echo: Echo | None = None
     command: Command | None = None
     container: Container | None = None
+    parameters: dict[str, Any] | None = Field(None, description="Of a user's own task type")
     output: Output | None = None
     parallel: Parallel | None = None
     env: dict[EnvName, Text] | None = Field(None, description="Environment of the child")

@@ -40,6 +40,7 @@ class Admission:
         reserving: Reserving,
         *,
         types: tuple[str, ...] | None = None,
+        user_types: tuple[str, ...] = (),
         patience_seconds: float = 0.0,
     ) -> None:
         self.demands = demands
@@ -48,6 +49,7 @@ class Admission:
         self.models = RecentModels()
         self.draining = False
         self._types = types
+        self._user_types = user_types
         self._patience_seconds = patience_seconds
         self._gpus = gpus
         self._held: dict[str, Allocation] = {}
@@ -75,7 +77,12 @@ class Admission:
     @property
     def taste(self) -> Taste:
         """Which messages of a queue this worker takes first, and which not at all."""
-        return Taste(types=self._types, models=self.models.names(), patience_seconds=self._patience_seconds)
+        return Taste(
+            types=self._types,
+            user_types=self._user_types,
+            models=self.models.names(),
+            patience_seconds=self._patience_seconds,
+        )
 
     def fitting(self, ready: Sequence[str]) -> list[str]:
         """Return the demand queues of `ready` whose next message could start now."""

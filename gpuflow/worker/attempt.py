@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, Final, Literal
+from typing import IO, Any, Final
 
 from redis.exceptions import RedisError
 
@@ -24,6 +22,7 @@ from gpuflow.logs import get_logger
 from gpuflow.protocol import Event, Request, parse_line
 from gpuflow.secrets import Redactor, known
 from gpuflow.worker.child import Child, ChildEnd
+from gpuflow.worker.judging import StopReason, cannot_start, failed, stopped, succeeded
 
 log = get_logger("gpuflow.attempt")
 
@@ -39,9 +38,6 @@ _CONTENT: Final = frozenset({"result", "text", "text_delta"})
 
 #: The end of a child's log that is kept in the record of the attempt, in characters.
 LOG_TAIL: Final = 4000
-
-#: `preempted`: the child gets a notice first, to save what it has; `shutdown`: it is stopped as it is.
-StopReason = Literal["cancelled", "timeout", "soft_timeout", "lost", "superseded", "preempted", "shutdown", "gpu_lost"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +193,7 @@ class Attempt:
             if self._child is not None:
                 self._child.kill()
             elif isinstance(error, OSError):
-                return Outcome(completed=False, error=_error("CannotStart", f"the child cannot start: {error}", True))
+                return Outcome(completed=False, error=cannot_start(error))
             raise
         end = child.wait()
         self._flush()
@@ -252,7 +248,7 @@ class Attempt:
             return
         elif event.name == "artifact":
             self._artifacts.append(str(event.data["path"]))
-        elif event.name == "progress":
+        elif event.name == "progress" and "child" not in event.data:  # that of one caller is not that of the task
             self._progress = dict(event.data)
         if event.name in ("checkpoint", "artifact") and self.on_checkpoint is not None:
             self.on_checkpoint()
@@ -285,61 +281,7 @@ class Attempt:
     def _judge(self, end: ChildEnd, seconds: float) -> Outcome:
         artifacts = tuple(dict.fromkeys(self._artifacts))
         finish = self._finish or {}
-        status = finish.get("status")
-        if status == "completed" and end.exit_code == 0 and self._stop not in ("lost", "superseded"):
+        if succeeded(finish, end) and self._stop not in ("lost", "superseded"):
             return Outcome(completed=True, result=self._result, artifacts=artifacts, log_tail=self._log_tail)
-        error = _failed(finish, end) if self._stop is None else _stopped(self._stop, seconds, self._deadline_seconds)
+        error = failed(finish, end) if self._stop is None else stopped(self._stop, seconds, self._deadline_seconds)
         return Outcome(completed=False, error=error, stop=self._stop, artifacts=artifacts, log_tail=self._log_tail)
-
-
-def _error(kind: str, message: str, retryable: bool) -> dict[str, Any]:
-    return {"type": kind, "message": message, "retryable": retryable}
-
-
-def _stopped(reason: StopReason, seconds: float, limit: float | None) -> dict[str, Any]:
-    if reason == "timeout":
-        limit_text = f"{limit:g} s" if limit is not None else "the time limit"
-        return _error("TimeLimitExceeded", f"stopped after {seconds:.1f} s: the limit is {limit_text}", False)
-    if reason == "soft_timeout":
-        return _error("SoftTimeLimitExceeded", f"stopped after {seconds:.1f} s by the soft time limit", False)
-    if reason == "cancelled":
-        return _error("Cancelled", "cancelled by a user", False)
-    if reason == "gpu_lost":
-        return _error("GpuLost", "a GPU of the task fell off the bus (the driver says so)", True)
-    return _error("WorkerLost", f"the attempt was given up: {reason}", True)
-
-
-def _failed(finish: Mapping[str, Any], end: ChildEnd) -> dict[str, Any]:
-    status = finish.get("status")
-    given = finish.get("error")
-    if status == "completed":
-        return _error("Contradiction", f"the child said completed, but ended with {_ending(end)}", False)
-    if isinstance(given, Mapping):
-        return _error(
-            str(given.get("type", "Failed")),
-            str(given.get("message", "")),
-            bool(given.get("retryable", False)),
-        )
-    if status in ("failed", "cancelled"):
-        return _error("Failed", f"the child said {status} and gave no error", False)
-    if end.signal is not None:
-        return _error("ChildKilled", f"the child ended with {_ending(end)}{_hint(end.signal)}; see its log", True)
-    if end.exit_code is None:
-        return _error("ChildLost", "the process that watched the child is gone", True)
-    if end.exit_code == os.EX_TEMPFAIL:
-        return _error("ChildDied", "the child ended with exit code 75 (try again later); see its log", True)
-    if end.exit_code != 0:
-        return _error("ChildDied", f"the child ended with {_ending(end)}; see its log", False)
-    return _error("NoFinish", "the child ended without a finish event; see its log", False)
-
-
-def _hint(number: int) -> str:
-    if number == signal.SIGKILL:
-        return " (was the machine out of memory? `dmesg` says so)"
-    return " (a full disk or a failing device?)" if number == signal.SIGBUS else ""
-
-
-def _ending(end: ChildEnd) -> str:
-    if end.signal is not None:
-        return f"signal {signal.Signals(end.signal).name}"
-    return f"exit code {end.exit_code}"

@@ -24,6 +24,7 @@ from gpuflow.fleet.hardware import probe
 from gpuflow.logs import get_logger
 from gpuflow.routing.capability import Capability
 from gpuflow.routing.families import CONTROL_QUEUE, TASK_OF_TYPE
+from gpuflow.spec.user_types import registered, usable
 from gpuflow.worker.admission import Admission
 from gpuflow.worker.demands import Demands
 from gpuflow.worker.event_batches import EventBatches
@@ -54,16 +55,32 @@ def parse_labels(given: tuple[str, ...], tags: tuple[str, ...]) -> dict[str, str
     return labels
 
 
-def parse_executors(given: str | None) -> tuple[str, ...] | None:
-    """Return the task types of `--executors a,b`, None for all. Raises InvalidSettings for an unknown one."""
+def user_types(entries: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the task types of users' own executors that are registered here; `entries` is the setting `executors`.
+
+    Raises InvalidSettings for a bad entry of it; a package that registers a bad name is told of in the log.
+    """
+    for one in registered(entries):
+        if one.problem and one.source != "entry point":
+            raise InvalidSettings(one.problem)
+        if one.problem:
+            log.warning("executor_not_usable", package=one.package, problem=one.problem)
+    return tuple(sorted(usable(entries)))
+
+
+def parse_executors(given: str | None, own: tuple[str, ...] = ()) -> tuple[str, ...] | None:
+    """Return the task types of `--executors a,b`, None for all; `own` are those of users that are registered here.
+
+    Raises InvalidSettings for an unknown one.
+    """
     if given is None:
         return None
     names = tuple(name.strip() for name in given.split(",") if name.strip())
-    unknown = [name for name in names if name not in TASK_OF_TYPE]
+    unknown = [name for name in names if name not in TASK_OF_TYPE and name not in own]
     if unknown or not names:
         raise InvalidSettings(
             f"--executors {given!r}: {unknown[0] if unknown else ''!r} is no task type; "
-            f"give some of {', '.join(TASK_OF_TYPE)}"
+            f"give some of {', '.join((*TASK_OF_TYPE, *own))}"
         )
     return names
 
@@ -110,13 +127,15 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
             member=worker.worker_id,
         )
         machine_gpus = MachineGpus(capability.gpus, app.settings.lock_dir)
-        types = parse_executors(executors)
+        own_types = user_types(app.settings.executors)
+        types = parse_executors(executors, own_types)
         table.gate = admission = Admission(
             Demands(app.redis, app.keys, capability, families=worker.asked_queues, cost=cost),
             limits,
             machine_gpus,
             Reserving(machine_gpus, app.redis, app.keys, worker.worker_id),
             types=types,
+            user_types=own_types,
             patience_seconds=app.settings.model_patience_seconds,
         )
         table.reclaim = lambda free, new_run: app.ledger.reclaim(
@@ -133,6 +152,7 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
             ephemeral=ephemeral,
             asked_queues=worker.asked_queues,
             executors=types,
+            user_types=own_types,
             machine_gpus=machine_gpus,
         )
         runtime.stopper = Stopper(runtime, float(app.conf.worker_soft_shutdown_timeout or 0))

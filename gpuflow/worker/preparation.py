@@ -99,6 +99,7 @@ def prepare(
             model=spec.get("model"),
             results_dir=settings.results_dir,
             python_path=python_path(),
+            executors=settings.executors,
         ),
     )
     return Prepared(

@@ -140,6 +140,7 @@ class PresenceThread(threading.Thread):
             "freeJobs": admission.free_jobs(),
             "families": None if families is None else list(families),
             "executors": None if self.runtime.executors is None else list(self.runtime.executors),
+            "userTypes": list(self.runtime.user_types),
         }
         if hardware.gpus:
             load |= self._gpu_load()

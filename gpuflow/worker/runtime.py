@@ -17,7 +17,8 @@ from gpuflow.errors import GPUFlowError
 from gpuflow.fleet.hardware import Hardware
 from gpuflow.fleet.registry import Fleet
 from gpuflow.worker.admission import Admission
-from gpuflow.worker.attempt import Attempt, StopReason
+from gpuflow.worker.attempt import Attempt
+from gpuflow.worker.judging import StopReason
 from gpuflow.worker.machine_gpus import MachineGpus
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Runtime:
     machine_gpus: MachineGpus
     ephemeral: bool = False
     executors: tuple[str, ...] | None = None
+    user_types: tuple[str, ...] = ()
     asked_queues: tuple[str, ...] | None = None
     running: dict[str, Attempt] = field(default_factory=dict)
     connected: bool = False

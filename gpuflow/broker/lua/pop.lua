@@ -10,7 +10,7 @@
 --   bell     seconds that a doorbell token may lie unread
 --   groups   groups of waiters to register in: plain queues, and the class of this worker
 --   limits   for each queue, the longest time limit in seconds of a task that may be taken, or -1
---   types    the task types that this worker runs; none: all
+--   types    the task types that this worker runs; none: all without a dot, and user_types (names with a dot)
 --   models   the models that this worker has   patience: seconds to leave a task to a worker that has its model
 --
 -- Returns {list, message, names}; with '' for both when nothing was taken: then the doorbell is registered in the same
@@ -32,7 +32,7 @@ local function as_set(names)
   return set
 end
 
-local types, models = as_set(look.types), as_set(look.models)
+local types, models = as_set(look.types or look.user_types), as_set(look.models)
 local choosy = next(models) ~= nil
 
 -- Return the hints of a message, and when it was queued.
@@ -46,7 +46,8 @@ end
 
 local function may_take(hints, at, most_seconds)
   if most_seconds >= 0 and not (hints.limit and tonumber(hints.limit) <= most_seconds) then return false end
-  if look.types and hints.type and not types[hints.type] then return false end
+  local limited = hints.type and (look.types or string.find(hints.type, '.', 1, true))
+  if limited and not types[hints.type] then return false end
   if hints.model and not models[hints.model] and now - at < look.patience then
     return redis.call('EXISTS', prefix_of(ready) .. 'gpuflow.warm:' .. hints.model) == 0
   end
