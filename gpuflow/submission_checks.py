@@ -17,6 +17,7 @@ from redis.exceptions import RedisError
 from gpuflow.celery_app import GPUFlow
 from gpuflow.errors import GPUFlowError, InvalidTemplate, NoCapableWorker
 from gpuflow.fleet.registry import Fleet
+from gpuflow.fleet.seen_fleet import FRESH_SECONDS, READ_SHARE
 from gpuflow.fleet.worker_views import worker_views
 from gpuflow.logs import get_logger
 from gpuflow.routing.describe import describe
@@ -28,8 +29,6 @@ from gpuflow.spec import Template
 
 log = get_logger("gpuflow.submit")
 
-#: The registry is read again after this many seconds.
-_FRESH_SECONDS: Final = 1.0
 #: The same warning is not told again for so many seconds: a loop that submits 10,000 tasks tells it once.
 _QUIET_SECONDS: Final = 60.0
 
@@ -42,7 +41,7 @@ _Ask = tuple[str, tuple[Requirement, ...]]
 class _Known:
     """What was read of a fleet, and what was said of it."""
 
-    read_at: float = float("-inf")
+    good_until: float = float("-inf")
     workers: list[WorkerView] = field(default_factory=list)
     #: Asks that these workers serve, and when it was said of others that nobody does.
     served: set[_Ask] = field(default_factory=set)
@@ -141,10 +140,11 @@ def _asks(template: Template) -> list[tuple[str, str, tuple[Requirement, ...]]]:
 def _workers(app: GPUFlow, *, fresh: bool) -> list[WorkerView]:
     known = _known_of(app)
     now = time.monotonic()
-    if fresh or now - known.read_at > _FRESH_SECONDS:
+    if fresh or now >= known.good_until:
         known.workers = worker_views(Fleet(app.redis, app.keys), None, time.time())
         known.served.clear()
-        known.read_at = now
+        read = time.monotonic()
+        known.good_until = read + max(FRESH_SECONDS, READ_SHARE * (read - now))
     return known.workers
 
 

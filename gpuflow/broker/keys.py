@@ -16,7 +16,7 @@
 | `gpuflow.unreadable` | list | raw messages that no JSON parser reads |
 | `gpuflow.delayed` | zset | delivery tag -> when the message may be taken (Unix seconds on the server's clock) |
 | `gpuflow.parked` | hash | delivery tag -> `<front or back>\\n<list key>\\n<message>` of a delayed message |
-| `gpuflow.sweep` | hash | `at` of the last sweep, `run` of the server, `hold`: until when the fleet gathers |
+| `gpuflow.sweep` | hash | `at` of the last sweep, `more`: it left some, `run` of the server, `hold`: the fleet gathers |
 | `gpuflow.present` | set | workers that have said what they hold since the server was restarted |
 | `task:<id>` | hash | the task record (see `ledger.records`) |
 | `task:<id>:attempts` | hash | attempt number -> JSON of how it went (see `ledger.records`) |
