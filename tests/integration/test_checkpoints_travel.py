@@ -85,7 +85,9 @@ def test_kill_9_after_the_second_checkpoint(fleet: TestFleet, shore: Shore) -> N
     assert (record.state, record.attempt, record.losses, record.worker) == ("SUCCEEDED", 2, 1, other.name)
     assert stored <= record.result["resumed_from_step"] < STEPS
     assert [entry.outcome for entry in fleet.app.ledger.attempts(task.id)] == ["lost", "succeeded"]
-    assert not (fleet.folder / other.name / "RESULTS_DIR" / task.id / "fetched").exists()
+    results = fleet.folder / other.name / "RESULTS_DIR" / task.id
+    assert results.is_dir()
+    eventually(lambda: not (results / "fetched").exists(), what="the fetched checkpoint removed")
     eventually(lambda: not shore.files(task), what="no checkpoint in the store")
     assert list(shore.root.glob(f"{task.id}/attempt-2/manifest.json"))
 
