@@ -55,14 +55,14 @@ MACHINES: tuple[tuple[str, int] | None, ...] = (
 #: What to ask for to get each of them.
 ACCELERATORS: tuple[str | None, ...] = (None, "A100", "H100", "RTX4090", "T4")
 MEMORY_MIB = 262_144
+#: Celery's entry of a task that has begun.
+STARTED = '{"status": "STARTED", "result": null}'
 
 
 class IdleDriver(UsageReader):
     """A driver whose GPUs nobody else uses."""
 
-    def read(
-        self, promised_mib: Mapping[str, int | None], wait_seconds: float, **_: Any
-    ) -> dict[str, GpuUsage] | None:
+    def read(self, promised_mib: Mapping[str, int | None], wait_seconds: float, **_: Any) -> dict[str, GpuUsage] | None:
         """Return that nothing is on the GPUs."""
         return {uuid: GpuUsage(uuid=uuid, total_mib=81_920) for uuid in promised_mib}
 
@@ -167,7 +167,7 @@ class SimulatedWorker:
         self.table.begin(tag, task, verdict.attempt)
         self.table.start(tag)
         self.runtime.running[task] = self.runtime  # type: ignore[assignment]  # its name alone matters
-        self.app.ledger.report(task, holder, ['{"event": "started"}'], celery_meta='{"status": "STARTED", "result": null}')
+        self.app.ledger.report(task, holder, ['{"event": "started"}'], celery_meta=STARTED)
         self._running = message, holder, time.monotonic() + self.pause_seconds
 
     def _end(self) -> None:

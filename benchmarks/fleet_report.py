@@ -12,6 +12,11 @@ LARGE = 10_000
 READ_SECONDS = 1.0
 
 
+def core_share(reading: Any, alone: Any) -> float:
+    """Return the share of the server's core that its clients cause: without what it uses when nobody is there."""
+    return max(1e-6, reading.cpu_seconds / reading.seconds - alone.cpu_seconds / alone.seconds)
+
+
 def show_check(check: dict[str, Any], count: int) -> None:
     """Print what a real idle worker costs next to a simulated one, command by command."""
     real, simulated, growth = check["real"], check["simulated"], check["real_growth"]
@@ -19,7 +24,8 @@ def show_check(check: dict[str, Any], count: int) -> None:
     for name, reading in (("real", real), ("simulated", simulated)):
         share = reading.seconds * count
         print(
-            f"  {name:<10} {reading.commands / share:6.1f} commands, {reading.cpu_seconds / share * 1e6:5.0f} us of Redis, "
+            f"  {name:<10} {reading.commands / share:6.1f} commands, "
+            f"{core_share(reading, check['alone']) / count * 1e6:5.0f} us of Redis, "
             f"{reading.sent_bytes / share:6.0f} bytes sent to it"
         )
     ours, theirs = real.per(real.seconds * count), simulated.per(simulated.seconds * count)
@@ -31,8 +37,8 @@ def show_check(check: dict[str, Any], count: int) -> None:
     told = ", ".join(f"{name} {a:.1f} and {b:.1f}" for name, (a, b) in sorted(other.items()))
     print(f"  they differ in: {told or 'nothing'}")
     print(
-        f"  a real worker has {check['rss_bytes'] / 2**20:.0f} MiB of its own, {growth.connections / count:.1f} connections, "
-        f"and {growth.memory_bytes / count / 1024:.0f} KiB of Redis"
+        f"  a real worker has {check['rss_bytes'] / 2**20:.0f} MiB of its own, "
+        f"{growth.connections / count:.1f} connections, and {growth.memory_bytes / count / 1024:.0f} KiB of Redis"
     )
 
 
@@ -41,8 +47,8 @@ def extrapolate(runs: list[Any], check: dict[str, Any], count: int) -> None:
     largest = max(runs, key=lambda run: (run.workers, -run.requirements))
     idle = largest.idle
     each = idle.seconds * largest.workers
-    commands, core = idle.commands / each * LARGE, idle.cpu_seconds / each * LARGE
-    task = max(run.served.cpu_seconds / run.tasks for run in runs if run.workers == largest.workers)
+    commands, core = idle.commands / each * LARGE, core_share(idle, check["alone"]) / largest.workers * LARGE
+    task = max(run.served.cpu_seconds / run.tasks for run in runs if run.served and run.workers == largest.workers)
     speed = check["speed"]
     connections = check["real_growth"].connections / count
     read = largest.registry_seconds / largest.workers
@@ -59,7 +65,7 @@ def extrapolate(runs: list[Any], check: dict[str, Any], count: int) -> None:
         )
     parts = {
         f"connections: {connections:.0f} each, maxclients {check['maxclients']}": check["maxclients"] / connections,
-        f"the core of Redis: {idle.cpu_seconds / each * 1e6:.0f} us a second of each idle worker": LARGE / core,
+        f"the core of Redis: {core / LARGE * 1e6:.0f} us a second of each idle worker": LARGE / core,
         f"a submitter that reads the registry for {READ_SECONDS:g} s, every 20 s at most": READ_SECONDS / read,
     }
     for name, workers in sorted(parts.items(), key=lambda item: item[1]):
@@ -79,29 +85,30 @@ def rows_of(runs: list[Any], check: dict[str, Any], sizes: Any) -> list[dict[str
     def less(metric: str, ours: float, peer: float, unit: str, name: str) -> None:
         rows.append(row(metric, ours, peer, unit, more_is_better=False, peer_name=name))
 
+    def rate(metric: str, ours: Any, peer: Any, name: str) -> None:
+        rates = ours.submit_rate, peer.submit_rate
+        rows.append(row(metric, *rates, "tasks/s", more_is_better=True, peer_name=name))
+
     def idle(run: Any, what: str) -> float:
         return float(getattr(run.idle, what) / run.idle.seconds / run.workers)
+
+    def core(run: Any) -> float:
+        return core_share(run.idle, check["alone"]) / run.workers * 1e6
 
     def served(run: Any, what: str) -> float:
         return float(getattr(run.served, what) / run.tasks)
 
     less("cost_per_worker_flat", idle(large, "commands"), idle(small, "commands"), "cmds/s", few)
     less("cost_per_task_flat", served(large, "commands"), served(small, "commands"), "commands", few)
-    less("redis_time_per_worker_flat", idle(large, "cpu_seconds") * 1e6, idle(small, "cpu_seconds") * 1e6, "us/s", few)
+    less("redis_time_per_worker_flat", core(large), core(small), "us/s", few)
     less("redis_time_per_task_flat", served(large, "cpu_seconds") * 1e3, served(small, "cpu_seconds") * 1e3, "ms", few)
     less("memory_per_worker_flat", large.fleet_bytes / large.workers, small.fleet_bytes / small.workers, "bytes", few)
-    rows.append(
-        row("submit_rate_flat", large.submit_rate, small.submit_rate, "tasks/s", more_is_better=True, peer_name=few)
-    )
+    rate("submit_rate_flat", large, small, few)
     name = f"{fewest} requirements"
     base = wide[fewest]
-    for kinds in (usual, most):
+    for kinds in dict.fromkeys((usual, most)):
         run = wide[kinds]
-        rows.append(
-            row(
-                f"submit_rate_{kinds}", run.submit_rate, base.submit_rate, "tasks/s", more_is_better=True, peer_name=name
-            )
-        )
+        rate(f"submit_rate_{kinds}", run, base, name)
         for kind in ("idle_latency", "loaded_latency"):
             for percent in (50, 99):
                 ours, peer = (percentile(getattr(one, kind), percent) for one in (run, base))
@@ -112,6 +119,7 @@ def rows_of(runs: list[Any], check: dict[str, Any], sizes: Any) -> list[dict[str
     queues = f"stock Celery worker with {usual} queues"
     share = real.seconds * sizes.real
     less("idle_commands", real.commands / share, stock.commands / stock.seconds, "cmds/s", queues)
-    less("idle_redis_time", real.cpu_seconds / share * 1e6, stock.cpu_seconds / stock.seconds * 1e6, "us/s", queues)
+    ours, peer = core_share(real, check["alone"]) / sizes.real * 1e6, core_share(stock, check["alone"]) * 1e6
+    less("idle_redis_time", ours, peer, "us/s", queues)
     less("idle_received", real.received_bytes / share, stock.received_bytes / stock.seconds, "bytes/s", queues)
     return rows

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, Final
 
 from redis.exceptions import RedisError
@@ -101,10 +102,11 @@ def problem_of(
     live = [worker for worker in workers if worker.state != "OFFLINE"]
     task = TaskView(name=name, executor=task_type)
     judged: list[Situation] = []
-    for ask in alternatives:
-        judged.extend(judge(ask, ask.queue_name(), task, worker) for worker in live)
-    if any(one.kind in PASSING for one in judged):
-        return None
+    for ask, worker in product(alternatives, live):
+        one = judge(ask, ask.queue_name(), task, worker)
+        if one.kind in PASSING:
+            return None
+        judged.append(one)
     asked = " or ".join(describe(ask) for ask in alternatives)
     if not judged:
         return f"no worker is there to run {name!r} ({asked}); it waits until one is"

@@ -38,6 +38,10 @@ class Gate(Protocol):
         """The class by which this consumer waits for demand queues; "" for one that takes nothing from them now."""
 
     @property
+    def machine(self) -> str:
+        """The group of the consumers that share GPUs with this one: what it gives back they may take; "" for none."""
+
+    @property
     def taste(self) -> Taste:
         """Which messages it takes."""
 
@@ -64,6 +68,7 @@ class OpenGate:
     """A gate that lets every queue pass, for consumers that are not a gpuflow worker."""
 
     waits_as = ""
+    machine = ""
     taste = Taste()
 
     def open_queues(self, queues: Sequence[str]) -> list[str]:

@@ -173,7 +173,7 @@ class Channel(stock.Channel):  # type: ignore[misc]
     def _pop_command(self) -> list[Any]:
         keys, leases, look = self.keys, self.leases, self._look
         waits_as = leases.gate.waits_as if self._carrier() else ""
-        groups = [*look.plain, *([waits_as] if waits_as else [])]
+        groups = [*look.plain, *filter(None, (waits_as, waits_as and leases.gate.machine))]
         leases.groups.update(groups)
         lists = [self.global_keyprefix + key for key in list_keys(look.queues)]
         return [

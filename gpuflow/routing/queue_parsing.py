@@ -11,10 +11,11 @@ from typing import Any, Final
 from urllib.parse import unquote
 
 from gpuflow.errors import GPUFlowError
-from gpuflow.routing.queues import queue_name
+from gpuflow.routing.queues import MAX_NAME_LENGTH, queue_name
 from gpuflow.routing.requirement import Requirement, is_gpu_name
 
 _GLOBS: Final = str.maketrans({"+": "*", "~": "?"})
+_HASH: Final = re.compile(r"-h[0-9a-f]{16}$")
 _PART: Final = re.compile(
     r"(?P<vram_gb_min>\d+[gm])|shared(?P<shared>\d+[gm])|max(?P<vram_gb_max>\d+[gm])|share(?P<gpu_share>\d+m?)"
     r"|x(?P<gpu_count>\d+)(?:to(?P<gpu_count_max>\d+))?|cc(?P<major>\d+)(?P<minor>\d)|(?P<cpu>\d+m?)c"
@@ -26,7 +27,7 @@ def requirement_of(name: str) -> Requirement | None:
     """Return the requirement whose queue has this name; None for a name that is none, or that was cut and hashed."""
     host, _, labels = name.partition(".")
     kind, *parts = host.split("-")
-    if kind not in ("cpu", "gpu"):
+    if kind not in ("cpu", "gpu") or (len(name) >= MAX_NAME_LENGTH and _HASH.search(name)):
         return None
     fields: dict[str, Any] = {"gpu_count": 1 if kind == "gpu" else 0}
     for part in parts:

@@ -52,6 +52,7 @@ class Admission:
         self._gpus = gpus
         self._held: dict[str, Allocation] = {}
         self._chosen: Hold | None = None
+        self._machine = gpus.group()
         self._lock = threading.RLock()
 
     @property
@@ -66,6 +67,11 @@ class Admission:
         """The class of this worker while it could take a job; "" otherwise."""
         with self._lock:
             return self.demands.name if self._takes_jobs() else ""
+
+    @property
+    def machine(self) -> str:
+        """The group of the workers that share the GPUs of this machine; "" without GPUs."""
+        return self._machine
 
     def open_queues(self, queues: Sequence[str]) -> list[str]:
         """Return those of the control queue and the plain queues that a message may be taken from now."""
@@ -275,8 +281,10 @@ class Admission:
         if asked.memory_mib and asked.memory_mib + memory_mib > self.capability.memory_mib:
             return False
         limits = self.limits
-        on_cpu = sum(1 for one in held if not one.gpus)
-        return asked.gpu_count > 0 or limits.max_jobs is not None or on_cpu < limits.cpu_jobs
+        if asked.gpu_count or asked.cpu or limits.max_jobs is not None:
+            return True
+        unsaid = [one for one in held if not one.gpus and not (one.requirement and one.requirement.cpu)]
+        return len(unsaid) < limits.cpu_jobs
 
     def _asked(self, queue: str) -> Requirement:
         return self.demands.requirement(queue) or Requirement()

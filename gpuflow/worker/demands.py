@@ -23,6 +23,7 @@ from gpuflow.errors import GPUFlowError
 from gpuflow.logs import get_logger
 from gpuflow.routing.capability import Capability
 from gpuflow.routing.fit import match
+from gpuflow.routing.queue_parsing import requirement_of
 from gpuflow.routing.queues import family_matches, is_demand_queue
 from gpuflow.routing.requirement import REQUIREMENT_SCHEMA, Requirement
 
@@ -93,8 +94,23 @@ class Demands:
             self.enlist()
 
     def enlist(self) -> None:
-        """Say that this class exists. Raises redis errors."""
+        """Say that this class exists, and that the queues that -Q names are in use. Raises redis errors.
+
+        A stock Celery producer may send to them by name, and nobody else.
+        """
         self.client.sadd(self.keys.classes, self.name)
+        asks = {name: requirement_of(name) for name in self.families or ()}
+        named = {name: asked for name, asked in asks.items() if asked is not None}
+        if not named:
+            return
+        seconds, micros = self.client.time()
+        pipe = self.client.pipeline()
+        for name, asked in named.items():
+            pipe.sadd(self.keys.queues, name)
+            pipe.hsetnx(self.keys.queue(name), "requirement", json.dumps(asked.to_dict()))
+            pipe.hsetnx(self.keys.queue(name), "created_at", f"{seconds}.{micros:06d}")
+            pipe.hset(self.keys.queue(name), mapping={"name": name, "used_at": f"{seconds}.{micros:06d}"})
+        pipe.execute()
 
     def served(self, names: Iterable[str]) -> dict[str, Requirement]:
         """Return those of the queues that this worker serves, with what each asks for, in the same order."""

@@ -237,6 +237,11 @@ class MachineGpus:
         directory = self._ledger.directory
         return {"machine": boot_id(), "directory": directory.identity(), "path": str(directory.path)}
 
+    def group(self) -> str:
+        """Return a name that all workers share that use the lock directory of this one; "" without GPUs."""
+        there = self.identity()
+        return f"@machine:{there['machine']}:{there['directory']}" if there is not None else ""
+
     # -- looking ---------------------------------------------------------------------------------------------------
 
     def _offer(self, gpu: GpuCapability, seen: _Seen, asks_memory: bool) -> GpuCapability | None:

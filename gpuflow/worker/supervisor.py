@@ -163,9 +163,9 @@ class Delivery:
         return scrubbed(outcome, prepared.output_dir, prepared.redactor)
 
     def _wake(self) -> None:
-        """Let the consumer look for the next task while this one is committed."""
+        """Let the consumers of the machine look for the next task while this one is committed."""
         try:
-            self.runtime.leases.wake()
+            self.runtime.leases.wake(machine=True)
         except RedisError as error:
             log.debug("not_woken", cause=str(error))
 

@@ -160,8 +160,7 @@ def test_random_asks_on_six_machines(fleet: TestFleet) -> None:
 
     assert {record.state for record in records} == {"SUCCEEDED"}, [r.error for r in records if r.error]
     judged = [
-        judge(ask, record, machine_of[str(record.worker)])
-        for (ask, _), record in zip(submitted, records, strict=True)
+        judge(ask, record, machine_of[str(record.worker)]) for (ask, _), record in zip(submitted, records, strict=True)
     ]
     assert [wrong for wrong, _ in judged if wrong] == []
     capacity = {card.uuid: card.mib for machine in MACHINES for card in machine.cards}

@@ -1,7 +1,7 @@
 """Two workers on one machine with 4 GPUs, and a mix of tasks for 1, 2 and 4 of them: no GPU twice, nobody starved.
 
-TWO_WORKERS_TASKS and TWO_WORKERS_SECONDS (the run time of the longest task) choose another mix. How well the GPUs were
-used is printed and not asserted: it depends on how long the machine takes to start a process.
+TWO_WORKERS_TASKS, TWO_WORKERS_SECONDS (run time of the longest) and TWO_WORKERS_SLACK choose another mix. How well the
+GPUs were used is printed and not asserted: it depends on how long the machine takes to start a process.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tests.support.spans import REPORT, Span, double_bookings, span
 TASKS = int(os.environ.get("TWO_WORKERS_TASKS", "200"))
 LONGEST_SECONDS = float(os.environ.get("TWO_WORKERS_SECONDS", "1.5"))
 SHORTEST_SECONDS = LONGEST_SECONDS / 3
-#: What a time limit has beyond the run time: a process has to start.
-SLACK_SECONDS = 0.6
+#: What a time limit has beyond the run time: a process has to start, on a busy machine too.
+SLACK_SECONDS = float(os.environ.get("TWO_WORKERS_SLACK", "4"))
 GPUS = 4
 #: The sizes, as often as they come.
 MIX = (*[1] * 13, *[2] * 6, 4)
@@ -110,8 +110,9 @@ def test_a_mix_of_sizes_shares_one_machine(fleet: TestFleet, tmp_path: Path) -> 
     )
     print(f"idle GPU-seconds: {idle}")
     print(f"later tasks that began before one for {GPUS} GPUs: at most {max(big)[0]}; once it was next: {big}")
-    # Once a task for all GPUs is next, only what ends by its time limit before the running ones do may overtake it:
-    # so many tasks of the least time limit follow each other on each GPU within the longest one.
+    # Once a task for all GPUs is next, only what ends by its time limit before the running ones do may overtake it: so
+    # many tasks of the least time limit follow each other on each GPU within the longest one. Each worker may have one
+    # more in hand that it chose before.
     limits = [one.limit_seconds for one in asked]
-    bound = GPUS * int(max(limits) / min(limits))
+    bound = GPUS * int(max(limits) / min(limits)) + len(fleet.workers)
     assert max(when_next for _, when_next in big) <= bound, (bound, big)

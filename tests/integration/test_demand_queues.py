@@ -89,6 +89,18 @@ def test_a_stock_producer_is_served_from_a_demand_queue(gpus: TestFleet) -> None
         stock.close()
 
 
+def test_a_stock_producer_may_be_the_first_to_send_to_a_queue_that_a_worker_names(gpus: TestFleet) -> None:
+    stock = Celery("stock", broker=gpus.broker.url, set_as_current=False)
+    sent = stock.send_task("plain_tasks.add", args=(1, 2), queue="gpu-a100-40g.box=first")
+    with Box(gpus, "first", "1xA100-40GB") as box:
+        box.start("first", "-Q", "gpu-a100-40g.box=first", "--include", "plain_tasks")
+
+        assert gpus.app.AsyncResult(sent.id).get(timeout=30) == 3
+        sent = stock.send_task("plain_tasks.add", args=(3, 4), queue="gpu-a100-40g.box=first")
+        assert gpus.app.AsyncResult(sent.id).get(timeout=30) == 7
+    stock.close()
+
+
 def test_celery_shows_demand_queues_gpus_labels_and_leases(gpus: TestFleet) -> None:
     with Box(gpus, "shown", "2xA100-80GB") as box:
         box.start("shown")

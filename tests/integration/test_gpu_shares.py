@@ -8,6 +8,7 @@ from typing import Any
 import psutil
 import pytest
 
+from gpuflow.worker.machine_gpus import FRESH_SECONDS
 from tests.fixtures.simulated_nvml import SimGpu, gpu_uuid, mig_uuid
 from tests.support.boxes import Box, running, waits
 from tests.support.fleet import TestFleet
@@ -33,7 +34,9 @@ def part(**gpu: Any) -> dict[str, Any]:
 
 def looked_at(box: Box) -> None:
     """Come back when the workers of a box have looked at what is ready, and so passed over what still waits."""
-    assert box.submit(more={"hardware": {"cpu": 0.01}}).wait(timeout=30).state == "SUCCEEDED"
+    # What a worker has seen of its GPUs counts for a moment (FRESH_SECONDS), so this takes longer.
+    light = box.submit(more={"hardware": {"cpu": 0.01}}, echo={"sleep_seconds": 2 * FRESH_SECONDS})
+    assert light.wait(timeout=30).state == "SUCCEEDED"
 
 
 # -- shares -----------------------------------------------------------------------------------------------------
@@ -136,6 +139,7 @@ def test_a_foreign_process_keeps_its_gpu_from_those_who_do_not_say_what_they_nee
         eventually(lambda: set(box.kinds(unsized).values()) == {"free"}, what="the registry tells that it has gone")
 
         box.become([SimGpu(processes=[(FOREIGN_PID, 60_000)])])
+        looked_at(box)
         share = box.submit(more=part(fraction=0.5))
         small_share = box.submit(more=part(fraction=0.2))
         assert small_share.wait(timeout=30).state == "SUCCEEDED"

@@ -78,6 +78,9 @@ class VirtualGpus:
                 self.users[uuid].remove(hold)
         return True
 
+    def group(self) -> str:
+        return f"@machine:{','.join(self._total)}"
+
     def note_end(self, hold: Hold, seconds: float) -> None:
         if hold.share_mib is None:
             self._ends.update(dict.fromkeys(hold.uuids, self._clock() + seconds))
@@ -167,7 +170,7 @@ class VirtualWorker:
 
     def _pop(self) -> tuple[str, str, list[str]]:
         keys, look, waits_as = self.keys, self.look, self.admission.waits_as
-        groups = [*look.plain, *([waits_as] if waits_as else [])]
+        groups = [*look.plain, *filter(None, (waits_as, waits_as and self.admission.machine))]
         answer: Any = broker_script("pop")(
             self.client,
             [
@@ -191,7 +194,7 @@ class VirtualWorker:
     def finish(self, taken: Taken) -> None:
         """The child has gone and its result is committed, as the supervisor and Celery do it."""
         self.admission.child_gone(taken.tag)
-        self.leases.wake()
+        self.leases.wake(machine=True)
         assert self.leases.settle(taken.tag, "ack")
         self.admission.release(taken.tag)
 
