@@ -19,7 +19,7 @@ from tests.fixtures.simulated_nvml import gpu_uuid, simulated_machine
 from tests.support.fleet import TestFleet
 from tests.support.spans import REPORT, Span, double_bookings, span
 
-TASKS = int(os.environ.get("TWO_WORKERS_TASKS", "200"))
+TASKS = int(os.environ.get("TWO_WORKERS_TASKS", "60"))
 LONGEST_SECONDS = float(os.environ.get("TWO_WORKERS_SECONDS", "1.5"))
 SHORTEST_SECONDS = LONGEST_SECONDS / 3
 #: What a time limit has beyond the run time: a process has to start, on a busy machine too.

@@ -28,7 +28,7 @@ from tests.support.fleet import Broker
 from tests.support.mixed_fleet import MACHINES, Ask, Machine, fitting_cards, random_ask, satisfies, wrong_place
 from tests.support.virtual_fleet import Clock, Publisher, Taken, VirtualGpus, VirtualWorker
 
-TASKS = int(os.environ.get("VIRTUAL_TASKS", "2500"))
+TASKS = int(os.environ.get("VIRTUAL_TASKS", "1000"))
 SEED = int(os.environ.get("VIRTUAL_SEED", "11"))
 #: Distinct asks among them.
 DISTINCT = 300
