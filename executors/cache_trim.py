@@ -158,6 +158,8 @@ def remove(root: Path, entry: Entry) -> bool:
     with unused(root, lock_name(entry.path)) as free:
         if not free:
             return False
+        if entry.kind in _BROUGHT_BY_WORKER and _mtime(entry.path) > entry.used_at:
+            return False  # a worker has just found it again
         gone = entry.path.with_name(f"{_EVICTED}{os.getpid()}-{entry.path.name}")
         try:
             entry.path.rename(gone)

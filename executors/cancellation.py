@@ -3,11 +3,16 @@
 SIGTERM and SIGINT cancel. SIGUSR1 is a notice: this attempt is to end soon, so that the task goes on elsewhere. It
 raises at once too, except within `notice_held`, where an executor saves its work first. Called by `__main__`, by
 executors that can save, and by those that must notice a cancel which a library swallowed. It knows no task.
+
+A signal that comes just before the main thread blocks in a system call would be seen when that call ends: hours later,
+perhaps. So a thread learns of each signal, too, and sends it again until the main thread has seen it.
 """
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -17,6 +22,8 @@ from gpuflow.protocol import PREEMPTED
 
 _CANCEL: Final = (signal.SIGTERM, signal.SIGINT)
 _NOTICE: Final = signal.SIGUSR1
+#: A signal that the main thread has not seen is sent to it again after this many seconds.
+_AGAIN_SECONDS: Final = 0.2
 
 
 class Cancelled(BaseException):
@@ -42,13 +49,16 @@ class _State:
     raised: type[Cancelled] | None = None
     noticed = False
     held = False
+    seen = threading.Event()
 
 
 def _on_cancel(number: int, frame: FrameType | None) -> None:
+    _State.seen.set()
     _raise_once(Cancelled)
 
 
 def _on_notice(number: int, frame: FrameType | None) -> None:
+    _State.seen.set()
     again, _State.noticed = _State.noticed, True
     if not _State.held and not again:
         _raise_once(Preempted)
@@ -66,6 +76,21 @@ def install() -> None:
     for number in _CANCEL:
         signal.signal(number, _on_cancel)
     signal.signal(_NOTICE, _on_notice)
+    told, teller = os.pipe()
+    os.set_blocking(teller, False)
+    signal.set_wakeup_fd(teller, warn_on_full_buffer=False)
+    threading.Thread(target=_insist, args=(told,), name="gpuflow-signals", daemon=True).start()
+
+
+def _insist(told: int) -> None:
+    """Send each signal that is told of to the main thread again until a handler of ours has run."""
+    main = threading.main_thread().ident
+    handlers = (_on_cancel, _on_notice)
+    while numbers := os.read(told, 64):
+        for number in numbers:
+            while signal.getsignal(number) in handlers and not _State.seen.wait(_AGAIN_SECONDS):
+                signal.pthread_kill(main or 0, number)
+        _State.seen.clear()
 
 
 def ignore() -> None:

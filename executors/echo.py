@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -38,7 +39,8 @@ class Echo(Executor):
     task_types: ClassVar[tuple[str, ...]] = ("echo",)
 
     def run(self, request: Request, emitter: Emitter) -> dict[str, Any]:
-        """Play the part of `spec.echo` and return items, output, environment, gpus and pid."""
+        """Play the part of `spec.echo`; return items, output, environment, gpus, pid, and from when to when it ran."""
+        began_at = time.time()
         wanted: Mapping[str, Any] = request.spec.get("echo") or {}
         for option, number in (("ignore_sigterm", signal.SIGTERM), ("ignore_notice", signal.SIGUSR1)):
             if wanted.get(option):
@@ -54,7 +56,7 @@ class Echo(Executor):
         _fail_if_asked(wanted.get("fail"), request.attempt)
         if wanted.get("artifact"):
             _write_artifact(request, emitter, str(wanted["artifact"]), int(wanted.get("artifact_bytes") or 0))
-        result = _result(request, wanted, emitter)
+        result = {**_result(request, wanted, emitter), "began_at": began_at, "ended_at": time.time()}
         if children:
             result["children"] = children
         if wanted.get("checkpoint_steps"):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from gpuflow.artifacts.destination import data_store
 from gpuflow.artifacts.large_values import refer_large
 from gpuflow.errors import InvalidTemplate
-from gpuflow.fleet.registry import Fleet
+from gpuflow.fleet.seen_fleet import SeenFleet
 from gpuflow.ledger.records import new_record_fields
 from gpuflow.routing.affinity import hints
 from gpuflow.routing.families import task_of
@@ -137,7 +137,7 @@ def choose_requirements(app: GPUFlow, resources: Mapping[str, Any] | None, *, li
 
     Without `resources`: any GPU if the fleet has one, else cpu.
     """
-    fleet = Fleet(app.redis, app.keys)
+    fleet = SeenFleet(app.redis, app.keys)
     if not resources:
         wants_gpu = not light and fleet.has_gpu()
         return list(requirement_from_resources({}, gpu_available=wants_gpu))

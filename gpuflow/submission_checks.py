@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, Final
 
 from redis.exceptions import RedisError
@@ -17,6 +18,7 @@ from redis.exceptions import RedisError
 from gpuflow.celery_app import GPUFlow
 from gpuflow.errors import GPUFlowError, InvalidTemplate, NoCapableWorker
 from gpuflow.fleet.registry import Fleet
+from gpuflow.fleet.seen_fleet import FRESH_SECONDS, READ_SHARE
 from gpuflow.fleet.worker_views import worker_views
 from gpuflow.logs import get_logger
 from gpuflow.routing.describe import describe
@@ -28,8 +30,6 @@ from gpuflow.spec import Template
 
 log = get_logger("gpuflow.submit")
 
-#: The registry is read again after this many seconds.
-_FRESH_SECONDS: Final = 1.0
 #: The same warning is not told again for so many seconds: a loop that submits 10,000 tasks tells it once.
 _QUIET_SECONDS: Final = 60.0
 
@@ -42,7 +42,7 @@ _Ask = tuple[str, tuple[Requirement, ...]]
 class _Known:
     """What was read of a fleet, and what was said of it."""
 
-    read_at: float = float("-inf")
+    good_until: float = float("-inf")
     workers: list[WorkerView] = field(default_factory=list)
     #: Asks that these workers serve, and when it was said of others that nobody does.
     served: set[_Ask] = field(default_factory=set)
@@ -102,10 +102,11 @@ def problem_of(
     live = [worker for worker in workers if worker.state != "OFFLINE"]
     task = TaskView(name=name, executor=task_type)
     judged: list[Situation] = []
-    for ask in alternatives:
-        judged.extend(judge(ask, ask.queue_name(), task, worker) for worker in live)
-    if any(one.kind in PASSING for one in judged):
-        return None
+    for ask, worker in product(alternatives, live):
+        one = judge(ask, ask.queue_name(), task, worker)
+        if one.kind in PASSING:
+            return None
+        judged.append(one)
     asked = " or ".join(describe(ask) for ask in alternatives)
     if not judged:
         return f"no worker is there to run {name!r} ({asked}); it waits until one is"
@@ -141,10 +142,11 @@ def _asks(template: Template) -> list[tuple[str, str, tuple[Requirement, ...]]]:
 def _workers(app: GPUFlow, *, fresh: bool) -> list[WorkerView]:
     known = _known_of(app)
     now = time.monotonic()
-    if fresh or now - known.read_at > _FRESH_SECONDS:
+    if fresh or now >= known.good_until:
         known.workers = worker_views(Fleet(app.redis, app.keys), None, time.time())
         known.served.clear()
-        known.read_at = now
+        read = time.monotonic()
+        known.good_until = read + max(FRESH_SECONDS, READ_SHARE * (read - now))
     return known.workers
 
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 from urllib.parse import unquote, urldefrag, urlsplit
 
 from gpuflow.artifacts.destination import FetchFailed, store_token
+from gpuflow.artifacts.marking import mark_used
 from gpuflow.artifacts.partial import disk_errors, file_digest
 from gpuflow.artifacts.store import fetch, file_url_path, shown_url
 from gpuflow.errors import ArtifactError
@@ -65,6 +66,7 @@ def _file(url: str, sha256: str | None, settings: Settings) -> Path:
     key = sha256.lower() if sha256 else f"url-{hashlib.sha256(url.encode()).hexdigest()}"
     target = settings.cache_dir / "data" / key / name
     target.parent.mkdir(parents=True, exist_ok=True)
+    mark_used(target.parent)
     try:
         fetch(url, target, settings=settings, sha256=sha256, token=store_token(url, settings))
     except ArtifactError as error:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from gpuflow.artifacts.placeholders import filled, hiding, names_secret
 from gpuflow.artifacts.store import Store, open_store, shown_url
 from gpuflow.errors import ArtifactError
 from gpuflow.settings import Settings
@@ -30,14 +31,30 @@ class FetchFailed(ArtifactError):
     """Data of a task could not be fetched; another attempt may reach it."""
 
 
-def destination_store(spec: Mapping[str, Any], settings: Settings) -> Store | None:
-    """Return the store of `output.destination`, None for none. Raises ArtifactError for one that cannot be used.
+def destination_store(
+    spec: Mapping[str, Any], settings: Settings, environment: Mapping[str, str] | None = None
+) -> Store | None:
+    """Return the store of `output.destination`, None for none.
+
+    Raises ArtifactError for one that cannot be used, UnresolvedReference.
 
     A task that names none has the store of GPUFLOW_STORE_URL; GPUFLOW_GATEWAY_URL alone does not make results travel.
     `local`: the folder `path`; `http`: a results service at `url`, or the gateway of the settings, with the bearer
-    token of `headers.Authorization` or GPUFLOW_WORKER_TOKEN; `s3`: the `url` s3://bucket/prefix.
+    token of `headers.Authorization` or GPUFLOW_WORKER_TOKEN; `s3`: the `url` s3://bucket/prefix. `environment` are the
+    values of `${env:NAME}`; the address stands in every result, so it may hold no secret.
     """
     given = (spec.get("output") or {}).get("destination") or {}
+    for field in ("url", "path"):
+        if name := names_secret(spec, given.get(field)):
+            raise ArtifactError(
+                f"output.destination.{field} holds the secret {name}, and would be shown in every result; give it by "
+                "headers.Authorization"
+            )
+    with hiding(spec, environment):
+        return _store(filled(given, environment), settings)
+
+
+def _store(given: Mapping[str, Any], settings: Settings) -> Store | None:
     if not given and settings.store_url:
         return open_fleet_store(settings.store_url, settings)
     kind = given.get("type", "local")
@@ -50,7 +67,7 @@ def destination_store(spec: Mapping[str, Any], settings: Settings) -> Store | No
         url = given.get("url") or (settings.gateway_url and f"{settings.gateway_url}/api/v1/results")
         if not url:
             raise ArtifactError("output.destination of type http needs `url`, or GPUFLOW_GATEWAY_URL on the worker")
-        return open_store(str(url), settings=settings, token=_token(given.get("headers") or {}))
+        return open_store(str(url), settings=settings, token=bearer_token(given.get("headers"), "output.destination"))
     url = str(given.get("url") or given.get("path") or "")
     if not url.startswith("s3://"):
         raise ArtifactError("output.destination of type s3 needs `url`: s3://bucket/prefix")
@@ -122,13 +139,11 @@ def _folder(place: str) -> str:
     return path.as_uri()
 
 
-def _token(headers: Mapping[str, str]) -> str | None:
-    """Return the bearer token of the headers. Raises ArtifactError for headers that a results service does not read."""
+def bearer_token(headers: Mapping[str, str] | None, where: str) -> str | None:
+    """Return the bearer token of the headers of `where`, None for none. Raises ArtifactError for any other header."""
     token = None
-    for name, value in headers.items():
+    for name, value in (headers or {}).items():
         if name.lower() != "authorization" or not value.lower().startswith(_BEARER):
-            raise ArtifactError(
-                f"output.destination.headers.{name}: a results service reads `Authorization: Bearer ...` alone"
-            )
+            raise ArtifactError(f"{where}.headers.{name} is not sent: give `Authorization: Bearer ...` alone")
         token = value[len(_BEARER) :].strip()
     return token

@@ -16,6 +16,9 @@ from urllib.parse import unquote, urlsplit
 
 from gpuflow.artifacts.archive import unpack
 from gpuflow.artifacts.data_files import local_data
+from gpuflow.artifacts.destination import bearer_token
+from gpuflow.artifacts.marking import mark_used
+from gpuflow.artifacts.placeholders import filled, hiding
 from gpuflow.artifacts.references import References
 from gpuflow.artifacts.store import fetch, file_url_path, shown_url
 from gpuflow.errors import ArtifactError
@@ -34,8 +37,18 @@ class LocalInputs:
     checkpoint_path: str | None
 
 
-def localize(spec: Mapping[str, Any], *, settings: Settings) -> LocalInputs:
-    """Fetch and unpack what `spec` loads. Raises ArtifactError, OSError."""
+def localize(
+    spec: Mapping[str, Any], *, settings: Settings, environment: Mapping[str, str] | None = None
+) -> LocalInputs:
+    """Fetch and unpack what `spec` loads; `environment` are the values of `${env:NAME}` in checkpoint and adapters.
+
+    Raises ArtifactError, UnresolvedReference, OSError.
+    """
+    with hiding(spec, environment):
+        return _localized(spec, settings, environment)
+
+
+def _localized(spec: Mapping[str, Any], settings: Settings, environment: Mapping[str, str] | None) -> LocalInputs:
     # What is loaded is data: the child finds nothing to replace in it.
     local: dict[str, Any] = References(settings).everywhere(copy.deepcopy(dict(spec)), shield)
     if isinstance(local.get("data"), dict):
@@ -43,24 +56,29 @@ def localize(spec: Mapping[str, Any], *, settings: Settings) -> LocalInputs:
     for adapter in (local.get("model") or {}).get("adapters") or []:
         address = adapter.pop("url", None) or adapter.get("path")
         if address:
-            adapter["path"] = str(_folder(str(address), settings))
+            adapter["path"] = str(_folder(filled(str(address), environment), settings))
     load = (local.get("checkpoint") or {}).get("load")
     checkpoint = None
     if load:
+        load = filled(load, environment)
         address = load.get("url") or load.get("path")
         if not address:
             raise ArtifactError("checkpoint.load names neither `url` nor `path`; give one")
-        checkpoint = str(_folder(str(address), settings))
+        token = bearer_token(load.get("headers"), "checkpoint.load")
+        checkpoint = str(_folder(str(address), settings, token))
     return LocalInputs(spec=local, checkpoint_path=checkpoint)
 
 
-def _folder(address: str, settings: Settings) -> Path:
-    """Return the local folder of a path or URL (file, http, https, s3); an archive is unpacked into the cache."""
+def _folder(address: str, settings: Settings, token: str | None = None) -> Path:
+    """Return the local folder of a path or URL (file, http, https, s3); an archive is unpacked into the cache.
+
+    `token` is the bearer token for a URL.
+    """
     parts = urlsplit(address)
     if parts.scheme in _REMOTE:
         if settings.offline:
             raise ArtifactError(f"{shown_url(address)} is not fetched: this worker is offline; give a local path")
-        return _fetched(address, Path(unquote(parts.path)).name or "checkpoint.tar.gz", settings)
+        return _fetched(address, Path(unquote(parts.path)).name or "checkpoint.tar.gz", settings, token)
     if parts.scheme not in ("", "file"):
         raise ArtifactError(
             f"{shown_url(address)!r}: the scheme {parts.scheme!r} is not known; use a path, file:, http:, https: or s3:"
@@ -73,13 +91,13 @@ def _folder(address: str, settings: Settings) -> Path:
     return path if path.is_dir() else _unpacked(path, settings.cache_dir)
 
 
-def _fetched(url: str, name: str, settings: Settings) -> Path:
+def _fetched(url: str, name: str, settings: Settings, token: str | None) -> Path:
     """Return the folder of a remote archive; a fetch that broke off is gone on with, one process at a time."""
     place = settings.cache_dir / "fetched" / hashlib.sha256(url.encode()).hexdigest()
     place.mkdir(parents=True, exist_ok=True)
     with holding(place / ".lock"):
         fetched = place / name
-        fetch(url, fetched, settings=settings)
+        fetch(url, fetched, settings=settings, token=token)
         folder = _unpacked(fetched, settings.cache_dir)
         fetched.unlink()
     return folder
@@ -88,7 +106,7 @@ def _fetched(url: str, name: str, settings: Settings) -> Path:
 def _unpacked(archive: Path, cache_dir: Path) -> Path:
     digest = _sha256(archive)
     target = cache_dir / "checkpoints" / digest
-    if not target.exists():
+    if not mark_used(target):
         try:
             unpack(archive, target)
         except OSError:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Final
 
+from gpuflow.artifacts.marking import mark_used
 from gpuflow.artifacts.partial import PartFile, disk_errors, has_content
 from gpuflow.artifacts.receiving import Meter, copy_blocks, receive_by
 from gpuflow.artifacts.store import RESERVED_PREFIX, Progress, StoredFile, Throttle, check_name, check_prefix
@@ -48,6 +49,9 @@ class LocalStore:
                         part.discard()
                         raise
                     size, digest = part.size, part.sha256
+            else:
+                # The folder, which retention looks at too: at another time the file would be another version.
+                mark_used(target.parent)
             meter.reached(size)
         return StoredFile(name=name, size=size, sha256=digest, url=self.url(name))
 

@@ -16,6 +16,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from gpuflow.artifacts.destination import FetchFailed, fleet_store_url, store_token
+from gpuflow.artifacts.marking import mark_used
 from gpuflow.artifacts.store import Store, fetch, file_url_path, shown_url
 from gpuflow.errors import ArtifactError
 from gpuflow.settings import Settings
@@ -118,6 +119,7 @@ class References:
         if target.is_file() and target.stat().st_size == reference.size:
             content = target.read_bytes()
             if hashlib.sha256(content).hexdigest() == reference.sha256:
+                mark_used(target)
                 return content
         target.parent.mkdir(parents=True, exist_ok=True)
         _fetch(reference, target, settings)

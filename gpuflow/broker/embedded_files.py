@@ -12,7 +12,6 @@ Used by `gpuflow.broker.embedded` alone. All lie in one folder that only this us
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import secrets
@@ -26,6 +25,7 @@ from typing import Final, Self
 import psutil
 
 from gpuflow.errors import BrokerUnavailable
+from gpuflow.filelocks import try_lock
 
 #: Schema number of server.json.
 RECORD_SCHEMA: Final = 1
@@ -34,6 +34,8 @@ MAX_LOG_BYTES: Final = 5 * 1024 * 1024
 #: Two readings of a process's start may differ by so much, when the system clock is set, in seconds.
 _START_TOLERANCE_SECONDS: Final = 2.0
 _POLL_SECONDS: Final = 0.05
+#: Not there on Windows.
+_CLOSE_ON_EXEC: Final = getattr(os, "O_CLOEXEC", 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,15 +182,11 @@ class _Lock:
     @classmethod
     def open(cls, path: Path) -> Self:
         """Open (or make) the file, without taking the lock."""
-        return cls(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        return cls(os.open(path, os.O_RDWR | os.O_CREAT | _CLOSE_ON_EXEC, 0o600))
 
     def take(self) -> bool:
         """Take the lock if it is free; says whether it was."""
-        try:
-            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
+        return try_lock(self.descriptor)
 
     def close(self) -> None:
         """Close our descriptor; the lock is free when every process that holds it has closed it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -40,16 +40,20 @@ class Gate(Protocol):
         """The class by which this consumer waits for demand queues; "" for one that takes nothing from them now."""
 
     @property
+    def machine(self) -> str:
+        """The group of the consumers that share GPUs with this one: what it gives back they may take; "" for none."""
+
+    @property
     def taste(self) -> Taste:
         """Which messages it takes."""
 
     def open_queues(self, queues: Sequence[str]) -> list[str]:
         """Return those of `queues` (consumed by name) that a message may be taken from now."""
 
-    def fitting(self, ready: Sequence[str]) -> list[str]:
-        """Return those demand queues of `ready` whose next message would fit now, in the same order."""
+    def fitting(self, ready: Sequence[str], barren: Collection[str] = ()) -> list[str]:
+        """Return those demand queues of `ready`, but for `barren`, whose next message would fit now, in order."""
 
-    def choose(self, ready: Sequence[str]) -> list[Choice]:
+    def choose(self, ready: Sequence[str], barren: Collection[str] = ()) -> list[Choice]:
         """Return a few of the fitting queues, and hold what any one message of them needs until `chosen_none`."""
 
     def chosen_none(self) -> None:
@@ -66,17 +70,18 @@ class OpenGate:
     """A gate that lets every queue pass, for consumers that are not a gpuflow worker."""
 
     waits_as = ""
+    machine = ""
     taste = Taste()
 
     def open_queues(self, queues: Sequence[str]) -> list[str]:
         """Return all queues."""
         return list(queues)
 
-    def fitting(self, ready: Sequence[str]) -> list[str]:
+    def fitting(self, ready: Sequence[str], barren: Collection[str] = ()) -> list[str]:
         """Return none: such a consumer names the queues that it consumes."""
         return []
 
-    def choose(self, ready: Sequence[str]) -> list[Choice]:
+    def choose(self, ready: Sequence[str], barren: Collection[str] = ()) -> list[Choice]:
         """Return none."""
         return []
 

@@ -9,14 +9,14 @@
 | `gpuflow.ready` | zset | demand queue with waiting messages -> order of its best head: priority, then time |
 | `gpuflow.fallbacks` | zset | task id -> when it moves on to its next alternative, if it waits then |
 | `gpuflow.classes` | set | classes of workers: those that serve the same demand queues alike |
-| `gpuflow.waiters:<group>` | set | doorbells of the consumers that wait for a plain queue, or of one class |
+| `gpuflow.waiters:<group>` | set | doorbells of those that wait for a plain queue, of one class, or of one machine |
 | `gpuflow.warm:<model>` | string | a worker that has the model; expires when none says so |
 | `gpuflow.reserved:<tag>` | string | the machine that is reserved for a message; expires when it is not renewed |
 | `gpuflow.bell:<owner>` | list | one doorbell; a push wakes its consumer |
 | `gpuflow.unreadable` | list | raw messages that no JSON parser reads |
 | `gpuflow.delayed` | zset | delivery tag -> when the message may be taken (Unix seconds on the server's clock) |
 | `gpuflow.parked` | hash | delivery tag -> `<front or back>\\n<list key>\\n<message>` of a delayed message |
-| `gpuflow.sweep` | hash | `at` of the last sweep, `run` of the server, `hold`: until when the fleet gathers |
+| `gpuflow.sweep` | hash | `at` of the last sweep, `more` was left; `run` of the server; `hold`: until when all gather |
 | `gpuflow.present` | set | workers that have said what they hold since the server was restarted |
 | `task:<id>` | hash | the task record (see `ledger.records`) |
 | `task:<id>:attempts` | hash | attempt number -> JSON of how it went (see `ledger.records`) |

@@ -29,6 +29,8 @@ log = get_logger("gpuflow.leases")
 #: What runs is stopped when its lease could not be renewed for this share of its term. The next look at it is at most
 #: a tenth of the term away (a pause and a time-out of the keeper), and killing takes a moment.
 GIVE_UP_SHARE: Final = 0.85
+#: So many of the consumers that share GPUs are woken when some are given back.
+MOST_WOKEN: Final = 8
 
 
 def keeper_timeout_seconds(lease_seconds: float) -> float:
@@ -140,11 +142,15 @@ class LeaseTable:
         """Wait, but not beyond the end of this process's leases."""
         self._stop.wait(seconds)
 
-    def wake(self) -> None:
-        """Make the consumer look again now (a queue has opened)."""
+    def wake(self, *, machine: bool = False) -> None:
+        """Make the consumer look again now (a queue has opened); with `machine`, also those that share its GPUs."""
+        bells: set[Any] = {self.bell}
+        if machine and self.gate.machine:
+            bells.update(self.client.spop(self.keys.waiters(self.gate.machine), MOST_WOKEN) or ())
         pipe = self.client.pipeline()
-        pipe.lpush(self.bell, "")
-        pipe.expire(self.bell, BELL_SECONDS)
+        for bell in bells:
+            pipe.lpush(bell, "")
+            pipe.expire(bell, BELL_SECONDS)
         pipe.execute()
 
     def held(self) -> dict[str, Lease]:

@@ -27,6 +27,9 @@ class Look:
 
     `plain` and `chosen` are the queues of the last pop (`queues`: both), `page` the names of ready demand queues,
     `woken_for` what the doorbell told, (hops, queue). The next look is at `again_at` (monotonic seconds).
+
+    `barren` are queues that were chosen and had no message for this consumer: they wait, or are for others. Until
+    `fertile_at` they are passed over, so that they do not hide those behind them.
     """
 
     queues: list[str] = field(default_factory=list)
@@ -34,6 +37,9 @@ class Look:
     chosen: list[Choice] = field(default_factory=list)
     page: list[str] = field(default_factory=list)
     woken_for: tuple[int, str] | None = None
+    known: list[str] = field(default_factory=list)
+    barren: set[str] = field(default_factory=set)
+    fertile_at: float = 0.0
     again_at: float = 0.0
     far_at: float = 0.0
 
@@ -42,6 +48,29 @@ class Look:
         told = self.woken_for[1] if self.woken_for else ""
         return [*self.page, told] if told and told not in self.page else self.page
 
+    def begin(self, now: float) -> bool:
+        """Begin a look, if it is time for one; say whether it is."""
+        self.queues, self.chosen = [], []
+        if self.barren and now >= self.fertile_at:
+            self.barren.clear()
+        return now >= self.again_at
+
+    def names_to_choose(self) -> list[str]:
+        """Return the ready demand queues that are known now, and remember that they were asked for."""
+        self.known = self.names()
+        return self.known
+
+    def refused(self, fitting: Sequence[str]) -> bool:
+        """Whether the gate has chosen none of the fitting queues although it was asked for all of them."""
+        return not self.chosen and set(fitting) <= set(self.known)
+
+    def in_vain(self, now: float) -> None:
+        """Note that no message of the chosen queues was taken."""
+        self.woken_for = None
+        if not self.barren:
+            self.fertile_at = now + RESCAN_SECONDS
+        self.barren.update(choice.queue for choice in self.chosen)
+
     def woken(self, reply: Any) -> None:
         """Read the answer of the doorbell: look again, perhaps for a queue that it names."""
         self.again_at = 0.0
@@ -49,6 +78,9 @@ class Look:
             hops, _, queue = bytes_to_str(reply[1]).partition(" ")
             if queue and hops.isdecimal():
                 self.woken_for = int(hops), queue
+                self.barren.discard(queue)
+            elif not queue:
+                self.barren.clear()  # something was given back here: what did not suit may suit now
 
     def found(self, queue: str) -> None:
         """Note that a message of `queue` was taken."""

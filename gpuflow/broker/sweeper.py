@@ -1,6 +1,7 @@
 """The sweep: what was leased and is no longer renewed goes back, what was delayed and is due goes on.
 
-Every consumer takes this step each second, and so does beat. It also finds out that the server was restarted: a new
+Every consumer takes this step each second, and so does beat; the server does its work for the first of them and lets
+the others pass (`SWEEP_REST_SECONDS`). It also finds out that the server was restarted: a new
 server knows none of our scripts, so the first of us to meet it says so (`arrive`) before anything can be popped.
 """
 
@@ -23,8 +24,11 @@ log = get_logger("gpuflow.sweep")
 SWEEP_LIMIT: Final = 100
 #: A gap between two sweeps longer than this means that nobody could renew either, in seconds.
 SWEEP_GAP_SECONDS: Final = 5.0
+#: For so long after a sweep another one does nothing, so that a large fleet does not sweep the same all the time. Below
+#: the second at which each process comes, or one alone would pass over every other of its own turns.
+SWEEP_REST_SECONDS: Final = 0.5
 #: Demand queues that one step looks into for messages of stock producers.
-SWEEP_QUEUES: Final = 10
+SWEEP_QUEUES: Final = 40
 #: A doorbell token that nobody reads expires after this many seconds.
 BELL_SECONDS: Final = 60
 
@@ -40,11 +44,12 @@ class Swept:
 
 
 class Sweeper:
-    """Sweeps one fleet; `lease_seconds` is the term of its leases."""
+    """Sweeps one fleet; `lease_seconds` is the term of its leases, `rest_seconds` as SWEEP_REST_SECONDS."""
 
-    def __init__(self, keys: Keys, lease_seconds: float) -> None:
+    def __init__(self, keys: Keys, lease_seconds: float, rest_seconds: float = SWEEP_REST_SECONDS) -> None:
         self.keys = keys
         self.lease_seconds = lease_seconds
+        self.rest_seconds = rest_seconds
 
     def sweep(self, client: redis.Redis) -> Swept:
         """Take the step. Raises redis errors."""
@@ -69,6 +74,7 @@ class Sweeper:
             BELL_SECONDS,
             keys.worker(""),
             SWEEP_QUEUES,
+            self.rest_seconds,
         ]
         try:
             answer: Any = client.evalsha(script.sha, len(names), *names, *values)

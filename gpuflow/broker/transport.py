@@ -158,10 +158,9 @@ class Channel(stock.Channel):  # type: ignore[misc]
     def _brpop_start(self, timeout: float | None = None) -> None:
         self.leases.tick()
         gate, look = self.leases.gate, self._look
-        look.queues, look.chosen = [], []
-        if time.monotonic() >= look.again_at:
+        if look.begin(time.monotonic()):
             look.plain = gate.open_queues(self._queue_cycle.consume(len(self.active_queues)))
-            look.chosen = gate.choose(look.names()) if self._carrier() else []
+            look.chosen = gate.choose(look.names_to_choose(), look.barren) if self._carrier() else []
             look.queues = [*look.plain, *(choice.queue for choice in look.chosen)]
         connection = self.client.connection
         self._in_poll = connection
@@ -174,7 +173,7 @@ class Channel(stock.Channel):  # type: ignore[misc]
     def _pop_command(self) -> list[Any]:
         keys, leases, look = self.keys, self.leases, self._look
         waits_as = leases.gate.waits_as if self._carrier() else ""
-        groups = [*look.plain, *([waits_as] if waits_as else [])]
+        groups = [*look.plain, *filter(None, (waits_as, waits_as and leases.gate.machine))]
         leases.groups.update(groups)
         lists = [self.global_keyprefix + key for key in list_keys(look.queues)]
         return [
@@ -228,12 +227,12 @@ class Channel(stock.Channel):  # type: ignore[misc]
             self._deliver_leased(bytes_to_str(key), bytes_to_str(raw))
             return True
         gate.chosen_none()
-        look.woken_for = None
-        fitting = gate.fitting(look.page)
+        look.in_vain(time.monotonic())
+        fitting = gate.fitting(look.page, look.barren)
         if not fitting and len(names) == PAGE_NAMES:
             look.page = self._further()
-            fitting = gate.fitting(look.page)
-        if not fitting or any(fitting[0] == choice.queue for choice in look.chosen):
+            fitting = gate.fitting(look.page, look.barren)
+        if not fitting or look.refused(fitting):
             look.again_at = time.monotonic() + RESCAN_SECONDS
         raise Empty
 
@@ -246,7 +245,7 @@ class Channel(stock.Channel):  # type: ignore[misc]
         start = PAGE_NAMES
         while names := self.leases.client.zrange(self.keys.ready, start, start + FAR_NAMES - 1):
             page = [bytes_to_str(name) for name in names]
-            if self.leases.gate.fitting(page):
+            if self.leases.gate.fitting(page, look.barren):
                 return page
             start += FAR_NAMES
         return []

@@ -26,6 +26,7 @@ from typing import Final, Self
 
 from gpuflow.errors import GPUFlowError
 from gpuflow.fleet.gpu_directory import LockDirectory, default_directory, unlock
+from gpuflow.fleet.gpu_ends import note_end, read_ends
 from gpuflow.fleet.gpu_shares import file_part, live_shares, lock_name, make_share
 
 #: Nothing is allocated when the mutex cannot be had within this time. It is held for about a millisecond.
@@ -175,12 +176,27 @@ class GpuLedger:
                     _give_back(fds)
                     return None
                 fds.append(directory.pin())
+                note_end(directory, uuids, None)
             except BaseException:
                 _give_back(fds)
                 raise
             hold = Hold(uuids, fds, share_mib)
             self._holds.add(hold)
             return hold
+
+    def note_end(self, hold: Hold, end: float) -> None:
+        """Say when whole GPUs are given back at the latest, in seconds of `gpu_reservation.boot_seconds`."""
+        with self.locked() as directory:
+            if directory is not None and hold.uuids and hold.share_mib is None and not hold.closed:
+                note_end(directory, hold.uuids, end)
+
+    def ends(self) -> dict[str, float]:
+        """Return until when GPUs are held at the latest; without those that nobody can tell, or that are shared.
+
+        A GPU that is free may be among them.
+        """
+        with self.locked() as directory:
+            return read_ends(directory) if directory is not None else {}
 
     def close(self) -> None:
         """Close the directory; holds stay."""

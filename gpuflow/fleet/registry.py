@@ -254,9 +254,14 @@ class Fleet:
     def forget_classes(self) -> list[str]:
         """Forget the classes that no worker is of any more; return them."""
         gone = set(self.client.smembers(self.keys.classes)).difference(entry.class_name for entry in self.workers())
-        for name in sorted(gone):
-            self.client.srem(self.keys.classes, name)
-            self.client.delete(self.keys.waiters(name))
+        if not gone:
+            return []
+        pipe = self.client.pipeline(transaction=False)
+        pipe.srem(self.keys.classes, *gone)
+        pipe.delete(*map(self.keys.waiters, gone))
+        for queue in self.client.smembers(self.keys.queues):
+            pipe.zrem(self.keys.queue_classes(queue), *gone)
+        pipe.execute()
         return sorted(gone)
 
     def has_gpu(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Final
 
 from anyio import to_thread
@@ -15,9 +15,13 @@ from gpuflow.gateway import problems
 from gpuflow.gateway.auth import Gatekeeper
 from gpuflow.gateway.files import ResultsFolder
 from gpuflow.gateway.results import results_router
+from gpuflow.gateway.retention import remove_old_results, remove_stale_parts
 from gpuflow.gateway.uploads import Limits, Uploads
+from gpuflow.logs import get_logger
 from gpuflow.secrets import Redactor, known
 from gpuflow.settings import Settings
+
+log = get_logger("gpuflow.gateway")
 
 _SWEEP_SECONDS: Final = 3600.0
 
@@ -34,7 +38,7 @@ def create_app(settings: Settings, *, limits: Limits | None = None) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        sweeping = asyncio.create_task(_sweep(uploads))
+        sweeping = asyncio.create_task(_sweep(uploads, settings))
         try:
             yield
         finally:
@@ -85,7 +89,17 @@ class _Stopping:
             await problems.answer(problems.Problem(503, "stopping", detail, {"Retry-After": "1"}))(scope, receive, send)
 
 
-async def _sweep(uploads: Uploads) -> None:
+async def _sweep(uploads: Uploads, settings: Settings) -> None:
+    """Keep the results folder in order: the uploads' own parts, other stale parts, old results."""
+    duties: tuple[Callable[[], object], ...] = (
+        uploads.remove_old_parts,
+        lambda: remove_stale_parts(settings),
+        lambda: remove_old_results(settings),
+    )
     while True:
-        await to_thread.run_sync(uploads.remove_old_parts)
+        for duty in duties:
+            try:
+                await to_thread.run_sync(duty)
+            except Exception:  # the next round comes in any case
+                log.exception("sweep_stumbled")
         await asyncio.sleep(_SWEEP_SECONDS)

@@ -22,6 +22,7 @@ from typing import Final
 
 from anyio import to_thread
 
+from gpuflow.artifacts.marking import mark_used
 from gpuflow.gateway.files import Entry, ResultsFolder
 from gpuflow.gateway.parts import Part, PartDigest
 from gpuflow.gateway.problems import Problem, of_the_disk
@@ -73,7 +74,7 @@ class Uploads:
             return 0
 
     def stored(self, ask: Ask) -> Entry | None:
-        """Return the file when its very content is stored already. Raises Problem 400, OSError."""
+        """Return the file when its very content is stored already, and mark it as used. Raises Problem 400, OSError."""
         if ask.sha256 is None:
             return None
         try:
@@ -86,6 +87,7 @@ class Uploads:
         os.close(file.descriptor)
         if file.sha256 != ask.sha256:
             return None
+        mark_used(self._folder.place(ask.task_id, ask.name).parent)
         return Entry(task_id=ask.task_id, name=ask.name, size=file.size, mtime=file.mtime_ns / 1e9, sha256=file.sha256)
 
     def check_room(self, ask: Ask) -> None:

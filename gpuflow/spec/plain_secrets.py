@@ -19,8 +19,6 @@ _WHAT: Final = {
     "url": "holds a user or a password",
 }
 _NAMED: Final = "name it in `secrets` and give its value to the workers"
-#: What a worker reads itself, before there is a child that could put a value in.
-_READ_BY_WORKER: Final = (("output", "destination"), ("checkpoint", "load"), ("model", "adapters"))
 
 
 def check_plain_secrets(spec: Mapping[str, Any], findings: Findings, *, foreign: bool) -> None:
@@ -32,9 +30,9 @@ def check_plain_secrets(spec: Mapping[str, Any], findings: Findings, *, foreign:
 
 def _mend(path: Path, kind: str) -> str:
     if path[:2] == ("output", "destination"):
-        return "leave it out: a worker sends its own GPUFLOW_WORKER_TOKEN to its gateway"
-    if path[:2] in _READ_BY_WORKER:
-        return "use an address that needs none, such as a signed one"
+        if kind == "url":
+            return "the address stands in every result: leave it out, and give a token by headers.Authorization"
+        return f"{_NAMED}, and write ${{env:NAME}} here; the fleet's own gateway needs none"
     if kind == "variable":
         return f"write secrets: [{path[-1]}] in its place, and give its value to the workers"
     return f"{_NAMED}, and write ${{env:NAME}} here"

@@ -19,18 +19,18 @@ from typing import Any, Final
 
 from gpuflow.artifacts.store import RESERVED_PREFIX
 from gpuflow.broker.keys import Keys
-from gpuflow.filelocks import try_lock
 from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
 from gpuflow.pipelines.records import PipelineState
 from gpuflow.upkeep.retention import Listing, RecordView, Removal, TaskFolder, Upload, decide
+from gpuflow.upkeep.turns import turn
 
 log = get_logger("gpuflow.retention")
 
 _TASK_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _ATTEMPT: Final = re.compile(r"attempt-([0-9]{1,9})")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
-#: Taken by whoever cleans; holds when that was done last.
+#: The turns of those who clean.
 _LOCK: Final = f"{RESERVED_PREFIX}cleaning"
 #: What is being deleted: renamed first, so that no reader finds half of it.
 _REMOVED: Final = f"{RESERVED_PREFIX}removed-"
@@ -57,7 +57,7 @@ class ResultsCleaner:
         folders, uploads = list(_task_folders(self._root, deep=False)), list(_uploads(self._root))
         if not folders and not uploads:
             return []
-        with _turn(self._root, every_seconds, now) as ours:
+        with turn(self._root / _LOCK, every_seconds, now) as ours:
             if not ours:
                 return []
             for path in _removed_before(self._root):
@@ -204,26 +204,3 @@ def _delete(path: Path) -> None:
     else:
         with contextlib.suppress(OSError):
             path.unlink()
-
-
-@contextlib.contextmanager
-def _turn(root: Path, every_seconds: float, now: float) -> Iterator[bool]:
-    """Hold the lock of a results folder, if nobody does and the last turn is old enough; note the turn at its end."""
-    with (root / _LOCK).open("a+", encoding="ascii") as file:
-        if not try_lock(file.fileno()):
-            yield False
-            return
-        file.seek(0)
-        if every_seconds and abs(now - _number(file.read(64))) < every_seconds:
-            yield False
-            return
-        yield True
-        file.truncate(0)
-        file.write(f"{now:.3f}\n")
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return 0.0

@@ -9,10 +9,10 @@ worker never holds a message that cannot start.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
-from gpuflow.broker.gate import Choice, Taste
+from gpuflow.broker.gate import ANY_TIME, Choice, Taste
 from gpuflow.fleet.gpu_locks import Hold
 from gpuflow.routing.capability import Capability
 from gpuflow.routing.families import CONTROL_QUEUE
@@ -54,6 +54,7 @@ class Admission:
         self._gpus = gpus
         self._held: dict[str, Allocation] = {}
         self._chosen: Hold | None = None
+        self._machine = gpus.group()
         self._lock = threading.RLock()
 
     @property
@@ -68,6 +69,11 @@ class Admission:
         """The class of this worker while it could take a job; "" otherwise."""
         with self._lock:
             return self.demands.name if self._takes_jobs() else ""
+
+    @property
+    def machine(self) -> str:
+        """The group of the workers that share the GPUs of this machine; "" without GPUs."""
+        return self._machine
 
     def open_queues(self, queues: Sequence[str]) -> list[str]:
         """Return those of the control queue and the plain queues that a message may be taken from now."""
@@ -84,14 +90,14 @@ class Admission:
             patience_seconds=self._patience_seconds,
         )
 
-    def fitting(self, ready: Sequence[str]) -> list[str]:
-        """Return the demand queues of `ready` whose next message could start now."""
-        return [queue for queue, _ in self._rooms(ready)]
+    def fitting(self, ready: Sequence[str], barren: Collection[str] = ()) -> list[str]:
+        """Return the demand queues of `ready`, without the barren ones, whose next message could start now."""
+        return [queue for queue, _ in self._rooms(ready, barren)]
 
-    def choose(self, ready: Sequence[str]) -> list[Choice]:
+    def choose(self, ready: Sequence[str], barren: Collection[str] = ()) -> list[Choice]:
         """Take the GPUs for the first queue that fits; return it, and others that what is held now would serve."""
         self.chosen_none()
-        rooms = self._rooms(ready)
+        rooms = self._rooms(ready, barren)
         with self._lock:
             for queue, room in rooms:
                 asked = self._asked(queue)
@@ -120,8 +126,7 @@ class Admission:
                 if allocation.requirement is not None and allocation.requirement.gpu_count:
                     allocation.hold, self._chosen = self._chosen, None
                 self.limits.jobs_taken += 1
-                if self.reserving.current is not None and self.reserving.current.queue == queue:
-                    self.reserving.end()
+                self.reserving.taken(queue)
             self._held[tag] = allocation
             self.chosen_none()
 
@@ -144,12 +149,17 @@ class Admission:
 
     # -- the supervisor -----------------------------------------------------------------------------------------
 
-    def claim(self, tag: str) -> Allocation | None:
-        """Return what `tag` holds, and keep it until `release` even if the message is settled before."""
+    def claim(self, tag: str, limit_seconds: float | None = None) -> Allocation | None:
+        """Return what `tag` holds, and keep it until `release` even if the message is settled before.
+
+        `limit_seconds` is the time limit of the attempt that begins now: the whole machine may plan with it.
+        """
         with self._lock:
             allocation = self._held.get(tag)
             if allocation is not None:
                 allocation.claimed = True
+                if allocation.hold is not None and limit_seconds is not None:
+                    self._gpus.note_end(allocation.hold, limit_seconds)
             return allocation
 
     def child_gone(self, tag: str) -> None:
@@ -227,44 +237,61 @@ class Admission:
             return self._count("control") < CONTROL_SLOTS
         return slot == "plain" and not self.draining and self._count("plain") < self.limits.threads
 
-    def _rooms(self, ready: Sequence[str]) -> list[tuple[str, Room]]:
+    def _rooms(self, ready: Sequence[str], barren: Collection[str]) -> list[tuple[str, Room]]:
         """Return the queues whose next message could start now, each with what it may use."""
         if not ready or not self.waits_as:
             return []
-        served = self.demands.served(ready)
+        served = self.demands.served(name for name in ready if name not in barren)
         self.reserving.look(ready)
         found: list[tuple[str, Room]] = []
         with self._lock:
             offers = {sized: self._gpus.free(self.capability, asks_memory=sized) for sized in (True, False)}
             for queue, asked in served.items():
-                if not self._host_fits(asked):
-                    continue
-                if asked.gpu_count == 0:
-                    found.append((queue, Room(capability=self.capability)))
-                    continue
-                if asked.shares:
-                    free = self.capability.with_room(self._gpus.room(self.capability))
-                else:
-                    free = offers[asked.vram_gb_min is not None]
-                rooms = self.reserving.room(queue, ready, free)
-                room = next((room for room in rooms if match(asked, room.capability).fits), None)
+                free = self._free(asked, offers)
+                room = self._room(queue, asked, ready, free)
                 if room is not None:
                     found.append((queue, room))
-                elif asked.gpu_count > 1 and not any(self._asked(name).gpu_count for name, _ in found):
-                    self.reserving.claim(queue, asked, self.capability, free, self._ends())
+                elif self._may_starve(asked) and not any(self._asked(name).gpu_count for name, _ in found):
+                    self.reserving.claim(queue, asked, self.capability, free, ready)
         return found
 
-    def _host_fits(self, asked: Requirement) -> bool:
-        """Whether CPUs, memory and slots are there; GPUs apart."""
+    def _free(self, asked: Requirement, offers: Mapping[bool, Capability]) -> Capability:
+        """Return this worker with the GPUs that could be given to such a task now."""
+        if not asked.gpu_count:
+            return self.capability
+        if asked.shares:
+            return self.capability.with_room(self._gpus.room(self.capability))
+        return offers[asked.vram_gb_min is not None]
+
+    def _room(self, queue: str, asked: Requirement, ready: Sequence[str], free: Capability) -> Room | None:
+        """Return what the next task of a queue may use of `free`, None when it cannot start now."""
+        if not self._host_fits(asked):
+            return None
+        kept = self.reserving.kept_from(queue, ready)
+        beside = kept is None or self._host_fits(asked, beside=self._asked(kept))
+        for room in self.reserving.room(queue, ready, free):
+            if (beside or room.most_seconds != ANY_TIME) and match(asked, room.capability).fits:
+                return room
+        return None
+
+    def _may_starve(self, asked: Requirement) -> bool:
+        """Whether smaller tasks could keep one from its GPUs for ever: for several, or for one that is shared now."""
+        return asked.gpu_count > 1 or (not asked.shares and self._gpus.shared())
+
+    def _host_fits(self, asked: Requirement, beside: Requirement | None = None) -> bool:
+        """Whether CPUs, memory and slots are there, GPUs apart; with `beside`, also when that task has begun too."""
         held = [one for one in self._held.values() if one.slot == "job"]
-        asks = [one.requirement for one in held if one.requirement is not None]
-        if (asked.cpu or 0) + sum(one.cpu or 0 for one in asks) > self.capability.cpu_count:
+        asks = [one.requirement for one in held if one.requirement is not None] + ([beside] if beside else [])
+        if asked.cpu and asked.cpu + sum(one.cpu or 0 for one in asks) > self.capability.cpu_count:
             return False
-        if (asked.memory_mib or 0) + sum(one.memory_mib or 0 for one in asks) > self.capability.memory_mib:
+        memory_mib = sum(one.memory_mib or 0 for one in asks)
+        if asked.memory_mib and asked.memory_mib + memory_mib > self.capability.memory_mib:
             return False
         limits = self.limits
-        on_cpu = sum(1 for one in held if not one.gpus)
-        return asked.gpu_count > 0 or limits.max_jobs is not None or on_cpu < limits.cpu_jobs
+        if asked.gpu_count or asked.cpu or limits.max_jobs is not None:
+            return True
+        unsaid = [one for one in held if not one.gpus and not (one.requirement and one.requirement.cpu)]
+        return len(unsaid) < limits.cpu_jobs
 
     def _asked(self, queue: str) -> Requirement:
         return self.demands.requirement(queue) or Requirement()
@@ -276,11 +303,8 @@ class Admission:
             return True
         if asked.shares or first.shares:
             return asked == first
-        return set(match(asked, room.capability.only(gpus)).gpus) == set(gpus)
-
-    def _ends(self) -> dict[str, float | None]:
-        """Return when each GPU that this worker uses is free at the latest, None where nobody can tell."""
-        return {uuid: one.ends_by for one in self._held.values() for uuid in one.gpus}
+        fit = match(asked, room.capability.only(gpus))
+        return fit.fits and set(fit.gpus) == set(gpus)
 
     def _let_go(self, allocation: Allocation) -> None:
         """Give the GPUs back; it may take some seconds until nothing is left on them, so not under the lock."""

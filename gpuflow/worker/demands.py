@@ -12,7 +12,7 @@ import json
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Final
 
 import redis
@@ -23,6 +23,7 @@ from gpuflow.errors import GPUFlowError
 from gpuflow.logs import get_logger
 from gpuflow.routing.capability import Capability
 from gpuflow.routing.fit import match
+from gpuflow.routing.queue_parsing import requirement_of
 from gpuflow.routing.queues import family_matches, is_demand_queue
 from gpuflow.routing.requirement import REQUIREMENT_SCHEMA, Requirement
 
@@ -53,6 +54,8 @@ class Demands:
         self.cost = cost
         self._lock = threading.Lock()
         self._known: dict[str, Requirement | None] = {}
+        # What was known before it was forgotten: a message that is being taken still needs it.
+        self._before: dict[str, Requirement | None] = {}
         self._decide_anew_at = time.monotonic() + DECIDE_ANEW_SECONDS
         self.name = self._class_name()
 
@@ -74,9 +77,40 @@ class Demands:
         self.forget()
         self.enlist()
 
+    def has_free_disk(self, disk_free_mib: int | None) -> None:
+        """Note how much disk is free now; all is decided anew once it has about halved or doubled.
+
+        An ask for disk is decided by what is free when its queue is looked at. Raises redis errors.
+        """
+        with self._lock:
+            before = self.name
+            self.capability = replace(self.capability, disk_free_mib=disk_free_mib)
+            self.name = self._class_name()
+            for name, asked in list(self._known.items()):
+                if asked is not None and asked.disk_gib is not None and not match(asked, self.capability).fits:
+                    del self._known[name]
+        if self.name != before:
+            self.forget()
+            self.enlist()
+
     def enlist(self) -> None:
-        """Say that this class exists. Raises redis errors."""
+        """Say that this class exists, and that the queues that -Q names are in use. Raises redis errors.
+
+        A stock Celery producer may send to them by name, and nobody else.
+        """
         self.client.sadd(self.keys.classes, self.name)
+        asks = {name: requirement_of(name) for name in self.families or ()}
+        named = {name: asked for name, asked in asks.items() if asked is not None}
+        if not named:
+            return
+        seconds, micros = self.client.time()
+        pipe = self.client.pipeline()
+        for name, asked in named.items():
+            pipe.sadd(self.keys.queues, name)
+            pipe.hsetnx(self.keys.queue(name), "requirement", json.dumps(asked.to_dict()))
+            pipe.hsetnx(self.keys.queue(name), "created_at", f"{seconds}.{micros:06d}")
+            pipe.hset(self.keys.queue(name), mapping={"name": name, "used_at": f"{seconds}.{micros:06d}"})
+        pipe.execute()
 
     def served(self, names: Iterable[str]) -> dict[str, Requirement]:
         """Return those of the queues that this worker serves, with what each asks for, in the same order."""
@@ -92,7 +126,8 @@ class Demands:
 
     def requirement(self, name: str) -> Requirement | None:
         """Return what a queue asks for that was seen before, None for one that is not served."""
-        return self._known.get(name)
+        known = self._known
+        return known[name] if name in known else self._before.get(name)
 
     def names(self) -> tuple[str, ...]:
         """Return the queues that were seen and are served."""
@@ -102,26 +137,28 @@ class Demands:
     def forget(self) -> None:
         """Decide anew about every queue: one may have been forgotten by the fleet, and made again."""
         with self._lock:
-            self._known.clear()
+            self._before, self._known = self._known, {}
 
     def _learn(self, names: Sequence[str]) -> None:
+        with self._lock:
+            known, capability, class_name = self._known, self.capability, self.name
         try:
             pipe = self.client.pipeline(transaction=False)
             for name in names:
                 pipe.hget(self.keys.queue(name), "requirement")
             found = {name: raw for name, raw in zip(names, pipe.execute(), strict=True) if raw}
-            decided = {name: self._decide(name, raw) for name, raw in found.items()}
+            decided = {name: self._decide(name, raw, capability) for name, raw in found.items()}
             pipe = self.client.pipeline(transaction=False)
             for name, requirement in decided.items():
-                pipe.zadd(self.keys.queue_classes(name), {self.name: self._suits(requirement)})
+                pipe.zadd(self.keys.queue_classes(name), {class_name: self._suits(requirement, capability)})
             pipe.execute()
         except RedisError as error:
             log.warning("queues_not_read", cause=str(error))
             return
         with self._lock:
-            self._known.update(decided)
+            known.update(decided)  # into what was replaced meanwhile, if the capability has changed
 
-    def _decide(self, name: str, raw: str) -> Requirement | None:
+    def _decide(self, name: str, raw: str, capability: Capability) -> Requirement | None:
         if self.families is not None and not any(family_matches(name, family) for family in self.families):
             return None
         try:
@@ -129,15 +166,15 @@ class Demands:
         except (GPUFlowError, ValueError, TypeError) as error:
             log.warning("queue_not_served", queue=name, cause=str(error))
             return None
-        return requirement if match(requirement, self.capability).fits else None
+        return requirement if match(requirement, capability).fits else None
 
-    def _suits(self, requirement: Requirement | None) -> float:
+    def _suits(self, requirement: Requirement | None, capability: Capability) -> float:
         """Return how well this class suits a requirement: least cost first, then least memory left unused."""
         if requirement is None:
             return -1
-        whole = sum(gpu.vram_gb for gpu in self.capability.gpus)
+        whole = sum(gpu.vram_gb for gpu in capability.gpus)
         if requirement.gpu_count == 0:
             return self.cost * 1e6 + whole
-        used = set(match(requirement, self.capability).gpus)
-        taken = sum(gpu.vram_gb for gpu in self.capability.gpus if gpu.uuid in used)
+        used = set(match(requirement, capability).gpus)
+        taken = sum(gpu.vram_gb for gpu in capability.gpus if gpu.uuid in used)
         return self.cost * 1e6 + taken + whole / 1e3

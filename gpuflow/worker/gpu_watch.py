@@ -5,6 +5,7 @@ Called by the presence thread. A task that loses its GPU fails with a cause that
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from redis.exceptions import RedisError
@@ -32,10 +33,13 @@ class GpuWatch:
         if not self._whole.gpus:
             return
         lost = runtime.machine_gpus.lost()
+        if lost is None:
+            return
+        now = runtime.admission.capability
         there = self._whole.only([gpu.uuid for gpu in self._whole.gpus if gpu.uuid not in lost])
-        if there.gpus != runtime.admission.capability.gpus:
+        if there.gpus != now.gpus:
             log.error("gpus_lost", gpus=sorted(lost)) if lost else log.info("gpus_are_back")
-            runtime.admission.demands.change(there)
+            runtime.admission.demands.change(replace(now, gpus=there.gpus))
         for uuid in lost:
             for task in runtime.tasks_on(uuid):
                 if runtime.stop(task, "gpu_lost"):

@@ -1,4 +1,4 @@
-"""What a worker does for its machine beside the work: old results go, and the model cache stays below its limit.
+"""What a worker does for its machine beside the work: old results and stale parts go, the model cache has its limit.
 
 A thread of its own, started by a boot step. What goes is decided in `gpuflow.upkeep.retention`, and by the executors'
 own program for the cache, which runs as a child: it loads the library of the hub.
@@ -17,8 +17,11 @@ from typing import Any, Final
 
 from redis.exceptions import RedisError
 
+from gpuflow.artifacts.store import file_url_path
+from gpuflow.errors import ArtifactError
 from gpuflow.logs import get_logger
 from gpuflow.protocol import parse_line
+from gpuflow.upkeep.parts_cleaning import clean_cache, clean_store
 from gpuflow.upkeep.results_cleaning import ResultsCleaner
 from gpuflow.worker.environment import child_environment, python_path
 from gpuflow.worker.runtime import Runtime
@@ -35,7 +38,7 @@ _TRIM_TIMEOUT_SECONDS: Final = 1800.0
 
 
 class Housekeeping(threading.Thread):
-    """Cleans results and cache of this machine until the worker ends; a failure is logged and tried again."""
+    """Cleans results, store and cache of this machine until the worker ends; a failure is logged and tried again."""
 
     def __init__(self, runtime: Runtime) -> None:
         super().__init__(name="gpuflow-housekeeping", daemon=True)
@@ -62,6 +65,7 @@ class Housekeeping(threading.Thread):
             now = time.monotonic()
             if now >= results_at:
                 self._guarded("results", self._clean_results)
+                self._guarded("parts", self._clean_parts)
                 results_at = now + _about(RESULTS_SECONDS)
             self._guarded("cache", self._trim_cache)
             if self._stop_event.wait(_about(CACHE_SECONDS)):
@@ -70,7 +74,7 @@ class Housekeeping(threading.Thread):
     def _guarded(self, what: str, duty: Any) -> None:
         try:
             duty()
-        except (RedisError, OSError, subprocess.SubprocessError) as error:
+        except (RedisError, OSError, ArtifactError, subprocess.SubprocessError) as error:
             log.warning("housekeeping_not_done", what=what, cause=str(error))
         except Exception:
             log.exception("housekeeping_stumbled", what=what)
@@ -79,6 +83,15 @@ class Housekeeping(threading.Thread):
         with self._runtime.lock:
             running = tuple(self._runtime.running)
         self._cleaner.run(every_seconds=RESULTS_SECONDS * (1 - _JITTER), spare=running)
+
+    def _clean_parts(self) -> None:
+        settings = self._runtime.app.settings
+        roots = [settings.results_dir]
+        if (settings.store_url or "").startswith("file:"):
+            roots.append(file_url_path(str(settings.store_url)))
+        for root in roots:
+            clean_store(root, every_seconds=RESULTS_SECONDS * (1 - _JITTER))
+        clean_cache(settings.cache_dir)
 
     def _trim_cache(self) -> None:
         """Trim the cache if it has a limit and holds something else than the last time."""

@@ -48,9 +48,9 @@ def failed(finish: Mapping[str, Any], end: ChildEnd) -> dict[str, Any]:
     """Return the error of a child that ended by itself and has not succeeded."""
     status = finish.get("status")
     given = finish.get("error")
-    if status == "completed":
+    if status == "completed" and end.exit_code is not None:
         return _error("Contradiction", f"the child said completed, but ended with {_ending(end)}", False)
-    if isinstance(given, Mapping):
+    if isinstance(given, Mapping) and status != "completed":
         return _error(
             str(given.get("type", "Failed")),
             str(given.get("message", "")),

@@ -7,6 +7,7 @@ touches no directory. A ledger or a driver that fails gives out no GPU; the caus
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Final, TypeVar
 
 from gpuflow.errors import GPUFlowError
 from gpuflow.fleet.gpu_locks import GpuLedger, Hold, Occupancy
-from gpuflow.fleet.gpu_reservation import Reservation, Reservations, boot_id
+from gpuflow.fleet.gpu_reservation import Reservation, Reservations, boot_id, boot_seconds
 from gpuflow.fleet.gpu_usage import FOREIGN_TOLERATED_MIB, GpuUsage, UsageReader, alive, wait_clean
 from gpuflow.logs import get_logger
 from gpuflow.routing.capability import Capability, GpuCapability
@@ -99,13 +100,23 @@ class MachineGpus:
             if (held := seen.held.get(gpu.uuid)) is not None
         }
 
+    def shared(self) -> bool:
+        """Whether tasks share some GPU now. Never raises."""
+        return self._ledger is not None and any(held.promised_mib for held in self._look().held.values())
+
     def usage(self) -> dict[str, GpuUsage]:
         """Return what the driver tells of the GPUs, for the registry and `explain`. Never raises."""
         return dict(self._look().usage) if self._ledger is not None else {}
 
-    def lost(self) -> dict[str, str]:
-        """Return the GPUs that are taken out, with the cause; a task on one is to be stopped. Never raises."""
-        return {uuid: usage.lost for uuid, usage in self.usage().items() if usage.lost is not None}
+    def lost(self) -> dict[str, str] | None:
+        """Return the GPUs that are taken out, with the cause; a task on one is to be stopped. Never raises.
+
+        None while nothing is known: the driver does not answer, or the ledger fails.
+        """
+        if self._ledger is None:
+            return {}
+        usage = self._look().usage
+        return {uuid: found.lost for uuid, found in usage.items() if found.lost is not None} if usage else None
 
     # -- taking and giving back ------------------------------------------------------------------------------------
 
@@ -133,6 +144,18 @@ class MachineGpus:
             with self._looking:
                 self._before[hold] = {uuid: seen.usage[uuid] for uuid in uuids}
         return hold
+
+    def note_end(self, hold: Hold, seconds: float) -> None:
+        """Say to all workers of the machine that these GPUs are given back within so many seconds. Never raises."""
+        if self._ledger is not None:
+            with contextlib.suppress(GPUFlowError):
+                self._ledger.note_end(hold, boot_seconds() + seconds)
+
+    def ends(self) -> dict[str, float]:
+        """Return until when GPUs are held at the latest (`boot_seconds`), where that is known. Never raises."""
+        with contextlib.suppress(GPUFlowError):
+            return self._ledger.ends() if self._ledger is not None else {}
+        return {}
 
     def release(self, hold: Hold, *, wait_seconds: float = CLEAN_WAIT_SECONDS) -> bool:
         """Give GPUs back when nothing of their task is left on them, or the wait is over; say whether they are clean.
@@ -213,6 +236,11 @@ class MachineGpus:
             return None
         directory = self._ledger.directory
         return {"machine": boot_id(), "directory": directory.identity(), "path": str(directory.path)}
+
+    def group(self) -> str:
+        """Return a name that all workers share that use the lock directory of this one; "" without GPUs."""
+        there = self.identity()
+        return f"@machine:{there['machine']}:{there['directory']}" if there is not None else ""
 
     # -- looking ---------------------------------------------------------------------------------------------------
 

@@ -45,6 +45,9 @@ class Worker(CeleryWorker):  # type: ignore[misc]
             raise GPUFlowError(f"--name {self.worker_id!r} cannot name a worker; use letters, digits, '.', '_' and '-'")
         if hostname in (None, default_nodename(None)):
             hostname = f"{self.worker_id}@{gethostname()}"
+        # Celery's gossip tells each worker of every other one's heartbeat: its cost grows with the square of the fleet.
+        # Nothing here asks for it; `inspect` and Flower listen for themselves.
+        kwargs["without_gossip"] = True
         super().__init__(app=app, hostname=hostname, **kwargs)
 
     def on_init_blueprint(self) -> None:

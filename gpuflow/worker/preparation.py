@@ -29,7 +29,7 @@ from gpuflow.secrets import Redactor
 from gpuflow.settings import Settings
 from gpuflow.worker.environment import child_environment, given_variables, python_path
 from gpuflow.worker.results import ResultsFolder, attempt_and_step
-from gpuflow.worker.secret_sources import redactor_of, secrets_of
+from gpuflow.worker.secret_sources import redactor_of, reference_values, secrets_of
 
 log = get_logger("gpuflow.preparation")
 
@@ -65,10 +65,11 @@ def prepare(
     """
     output_dir = folder.create_attempt(attempt)
     secrets = secrets_of(spec, settings, worker_id)
-    store = destination_store(spec, settings)
+    values = reference_values(spec, secrets, settings)
+    store = destination_store(spec, settings, values)
     chosen = _resume_from(folder, store, task_id, attempt)
     resume_from = str(chosen) if chosen else None
-    inputs = localize(spec, settings=settings)
+    inputs = localize(spec, settings=settings, environment=values)
     checkpoint_dir = folder.checkpoint_dir(attempt)
     request = Request(
         task_id=task_id,

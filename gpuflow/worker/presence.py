@@ -11,6 +11,7 @@ import psutil
 from redis.exceptions import RedisError
 
 from gpuflow import __version__
+from gpuflow.fleet.disk import free_mib
 from gpuflow.fleet.gpu_usage import FOREIGN_TOLERATED_MIB
 from gpuflow.fleet.hardware import live
 from gpuflow.fleet.registry import Fleet, WorkerEntry, WorkerState
@@ -53,6 +54,7 @@ class PresenceThread(threading.Thread):
             if now < try_again or (not changed and now < next_beat):
                 continue
             try:
+                self._renew_class()
                 self.write()
                 self._follow_orders()
                 self._tell_models()
@@ -85,13 +87,30 @@ class PresenceThread(threading.Thread):
         self.fleet.announce(entry, runtime.app.settings.heartbeat_timeout_seconds)
         self._written = summary
 
+    def _renew_class(self) -> None:
+        """Say again of which class this worker is: with the disk as it is now, and on a server that lost its memory."""
+        demands = self.runtime.admission.demands
+        demands.has_free_disk(free_mib(self.runtime.app.settings.results_dir))
+        demands.enlist()
+
     def _tell_models(self) -> None:
-        """Say which models this worker has, until the next beat."""
+        """Say which models this worker has, until the next beat; one that drains leaves their tasks to others."""
+        if self.runtime.admission.draining:
+            self._leave_models()
+            return
         pipe = self.runtime.app.redis.pipeline(transaction=False)
         term = self.runtime.app.settings.heartbeat_timeout_seconds
         for name in self.runtime.admission.models.names():
             pipe.set(self.runtime.app.keys.warm(name), self.runtime.worker_id, px=int(term * 1000))
         pipe.execute()
+
+    def _leave_models(self) -> None:
+        """Take back what was said of models, unless another worker has said it since."""
+        client: Any = self.runtime.app.redis
+        keys = [self.runtime.app.keys.warm(name) for name in self.runtime.admission.models.names()]
+        ours = [key for key in keys if client.get(key) == self.runtime.worker_id]
+        if ours:
+            client.delete(*ours)
 
     def _follow_orders(self) -> None:
         wanted, seconds_left = self.fleet.wanted(self.runtime.worker_id)
@@ -104,6 +123,7 @@ class PresenceThread(threading.Thread):
         if self.is_alive():
             self.join(timeout=2)
         try:
+            self._leave_models()
             self.fleet.leave(self.runtime.worker_id)
         except RedisError as error:
             log.warning("leave_not_written", cause=str(error))
@@ -116,8 +136,9 @@ class PresenceThread(threading.Thread):
         return WorkerState.BUSY if self.runtime.admission.jobs() else WorkerState.IDLE
 
     def _summary(self) -> tuple[Any, ...]:
-        models = self.runtime.admission.models.names()
-        return (self._state(), self._queues(), models, tuple(sorted(self.runtime.running)))
+        admission = self.runtime.admission
+        running = tuple(sorted(self.runtime.running))
+        return (self._state(), self._queues(), admission.demands.name, admission.models.names(), running)
 
     def _queues(self) -> tuple[str, ...]:
         """Return the queues served by name, and the demand queues that were seen and are served."""
@@ -130,11 +151,10 @@ class PresenceThread(threading.Thread):
         hardware, admission = self.runtime.hardware, self.runtime.admission
         families = admission.demands.families
         memory = psutil.virtual_memory()
-        disk = psutil.disk_usage(str(_existing(self.runtime.app.settings.results_dir)))
         load: dict[str, Any] = {
             "cpuPercent": psutil.cpu_percent(),
             "memoryAvailableMib": memory.available >> 20,
-            "diskFreeMib": disk.free >> 20,
+            "diskFreeMib": free_mib(self.runtime.app.settings.results_dir),
             "jobs": admission.jobs(),
             "freeGpus": list(admission.free_gpus()),
             "freeJobs": admission.free_jobs(),
@@ -162,9 +182,3 @@ class PresenceThread(threading.Thread):
             "reservation": None if reserved is None else {"task": reserved.task, "gpus": list(reserved.gpus)},
             "locks": gpus.identity(),
         }
-
-
-def _existing(path: Any) -> Any:
-    while not path.exists():
-        path = path.parent
-    return path

@@ -7,7 +7,6 @@ reserved GPUs; what comes behind may if its time limit ends before the task coul
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -30,6 +29,7 @@ log = get_logger("gpuflow.reserving")
 
 #: A reservation that is not renewed ends after this many seconds; a waiting worker looks every second.
 TERM_SECONDS: Final = 10.0
+_NEVER: Final = float("inf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,51 +60,84 @@ class Reserving:
         """Read the reservation; one of ours whose queue is empty by now ends."""
         self._now = self._gpus.reservation()
         ours = self._now is not None and self._now.worker == self._worker
-        if ours and self._now is not None and self._now.queue not in ready:
+        if ours and self._now is not None and self._now.queue not in ready and self._is_empty(self._now.queue):
             self.end()
+
+    def _is_empty(self, queue: str) -> bool:
+        """Whether nothing waits in a queue, which may merely not be among the names that were looked at."""
+        try:
+            return self._client.zscore(self._keys.ready, queue) is None
+        except RedisError:
+            return False
+
+    def kept_from(self, queue: str, ready: Sequence[str]) -> str | None:
+        """Return the queue for whose task this machine is reserved, if `queue` stands behind it."""
+        now = self._now
+        if now is None or queue == now.queue or _is_before(queue, now.queue, ready):
+            return None
+        return now.queue
 
     def room(self, queue: str, ready: Sequence[str], free: Capability) -> tuple[Room, ...]:
         """Return what a queue may use of `free`: without the reserved GPUs, and with them for a limited time."""
         now = self._now
-        if now is None or queue == now.queue or _is_before(queue, now.queue, ready):
+        if now is None or self.kept_from(queue, ready) is None:
             return (Room(capability=free),)
         others = [gpu.uuid for gpu in free.gpus if gpu.uuid not in now.gpus]
         rest = Room(capability=free.only(others))
         seconds = now.deadline - boot_seconds() if now.deadline is not None else 0.0
         return (rest, Room(capability=free, most_seconds=seconds)) if seconds > 0 else (rest,)
 
-    def claim(
-        self, queue: str, asked: Requirement, whole: Capability, free: Capability, ends: Mapping[str, float | None]
-    ) -> None:
-        """Reserve GPUs for the next task of `queue`, or renew that; `ends`: when each GPU in use is free at the latest.
+    def claim(self, queue: str, asked: Requirement, whole: Capability, free: Capability, ready: Sequence[str]) -> None:
+        """Reserve GPUs for the next task of `queue`, or renew that.
 
-        Those that are free already are chosen first, then those that will be free soonest.
+        Those that are free already are chosen first, then those that will be free soonest. One of ours for a queue that
+        stands behind gives way.
         """
-        if self._now is not None and (self._now.worker, self._now.queue) != (self._worker, queue):
+        if self._now is not None and self._now.worker != self._worker:
             return
+        if self._now is not None and self._now.queue != queue:
+            if not _is_before(queue, self._now.queue, ready):
+                return
+            self.end()
+        ends = self._gpus.ends()
         idle = {gpu.uuid for gpu in free.gpus}
-        order = sorted(whole.gpus, key=lambda gpu: (gpu.uuid not in idle, _latest(ends.get(gpu.uuid)), gpu.index))
-        chosen: tuple[str, ...] = ()
-        for count in range(asked.gpu_count, len(order) + 1):
-            fit = match(asked, whole.only([gpu.uuid for gpu in order[:count]]))
-            if fit.fits:
-                chosen = fit.gpus[: asked.gpu_count]
-                break
+        chosen = _soonest(asked, whole, idle, ends)
         claimed = self._claim_message(queue) if chosen else None
         if claimed is None:
             return
-        self._tag, task = claimed
-        waits = [ends.get(uuid) for uuid in chosen if uuid not in idle]
-        now = time.monotonic()
-        known = [end - now for end in waits if end is not None]
+        tag, task = claimed
+        if self._now is not None and self._now.task != task:
+            self.end()
+        self._tag = tag
         self._now = self._gpus.reserve(
             task=task,
             queue=queue,
             gpus=chosen,
             worker=self._worker,
             term_seconds=TERM_SECONDS,
-            deadline=boot_seconds() + max(known) if known and len(known) == len(waits) else None,
+            deadline=self._deadline([ends.get(uuid) for uuid in chosen if uuid not in idle]),
         )
+
+    def _deadline(self, ends: Sequence[float | None]) -> float | None:
+        """Return when a task could start that waits for these ends: never later than what was said of it before.
+
+        Otherwise each small task that is let in would put it off a little, and so for ever.
+        """
+        known = [end for end in ends if end is not None]
+        found = max(known) if known and len(known) == len(ends) else None
+        before = self._now.deadline if self._now is not None else None
+        return min((end for end in (found, before) if end is not None), default=None)
+
+    def taken(self, queue: str) -> None:
+        """Note that a task of `queue` begins here; the machine is kept free for it no longer, whoever made it so."""
+        now = self._now
+        if now is None or now.queue != queue:
+            return
+        if now.worker == self._worker:
+            self.end()
+        else:
+            self._now = None
+            self._gpus.drop(now.task, now.worker)
 
     def end(self) -> None:
         """End our reservation, if there is one: its task has begun, here or elsewhere."""
@@ -134,5 +167,11 @@ def _is_before(queue: str, other: str, ready: Iterable[str]) -> bool:
     return next((name for name in ready if name in (queue, other)), other) == queue
 
 
-def _latest(end: float | None) -> float:
-    return float("inf") if end is None else end
+def _soonest(asked: Requirement, whole: Capability, idle: set[str], ends: Mapping[str, float]) -> tuple[str, ...]:
+    """Return the GPUs that serve `asked` soonest, as far as their ends are known; none when it fits in no way."""
+    order = sorted(whole.gpus, key=lambda gpu: (gpu.uuid not in idle, ends.get(gpu.uuid, _NEVER), gpu.index))
+    for count in range(asked.gpu_count, len(order) + 1):
+        fit = match(asked, whole.only([gpu.uuid for gpu in order[:count]]))
+        if fit.fits:
+            return fit.gpus[: asked.gpu_count]
+    return ()

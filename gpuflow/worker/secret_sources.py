@@ -5,6 +5,7 @@ Called by the supervisor before and after the child. A value goes from here to t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
@@ -14,12 +15,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpuflow.artifacts.manifest import write_json
+from gpuflow.artifacts.placeholders import placeholder_secrets
 from gpuflow.errors import GPUFlowError
 from gpuflow.secrets import Redactor, secrets_in_environment, secrets_in_spec, url_secrets
 from gpuflow.settings import Settings
+from gpuflow.spec.references import UnresolvedReference, resolve_env
 from gpuflow.worker.attempt import Outcome
 from gpuflow.worker.ends import cause_of
-from gpuflow.worker.environment import is_forbidden
+from gpuflow.worker.environment import child_environment, is_forbidden
 
 #: Longest secret, in bytes: a service account's key file is some KiB.
 MAX_SECRET_BYTES: Final = 65_536
@@ -96,11 +99,32 @@ def _read(path: Path, name: str, worker: str) -> str:
     return text
 
 
+def reference_values(spec: Mapping[str, Any], secrets: Mapping[str, str], settings: Settings) -> dict[str, str]:
+    """Return what `${env:NAME}` stands for in what the worker itself reads of a spec: what it will for the child.
+
+    Variables of `env` that are put together are so in the order in which they stand; one that lacks a part is left out.
+    """
+    values = child_environment(
+        os.environ,
+        pass_env=settings.pass_env,
+        given={},
+        requested=spec.get("env"),
+        secrets=secrets,
+        offline=settings.offline,
+    )
+    for name, value in (spec.get("env") or {}).items():
+        if "${env:" in str(value) and not is_forbidden(name):
+            with contextlib.suppress(UnresolvedReference):
+                values[name] = resolve_env(str(value), values)
+    return values
+
+
 def redactor_of(
     spec: Mapping[str, Any], secrets: Mapping[str, str], environment: Mapping[str, str], settings: Settings
 ) -> Redactor:
     """Return what hides a task's secrets: its own, what its spec and environment hold, and the worker's."""
-    inferred = [*secrets_in_spec(spec), *secrets_in_environment(environment), *_of_worker(settings)]
+    put_in = placeholder_secrets(spec, reference_values(spec, secrets, settings))
+    inferred = [*secrets_in_spec(spec), *secrets_in_environment(environment), *put_in, *_of_worker(settings)]
     return Redactor(secrets.values(), inferred)
 
 

@@ -17,10 +17,7 @@ SlotClass = Literal["control", "plain", "job", "ending"]
 
 @dataclass(kw_only=True)
 class Allocation:
-    """What one leased message holds: a slot, what its queue asks for, and the GPUs that it got.
-
-    `ends_by` is when its attempt ends at the latest (monotonic seconds), None for no limit.
-    """
+    """What one leased message holds: a slot, what its queue asks for, and the GPUs that it got."""
 
     queue: str
     slot: SlotClass
@@ -28,7 +25,6 @@ class Allocation:
     hold: Hold | None = None
     claimed: bool = False
     settled: bool = False
-    ends_by: float | None = None
 
     @property
     def gpus(self) -> tuple[str, ...]:

@@ -7,7 +7,6 @@ counts and links, and it does so only after the record says so.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final, Literal, NoReturn, TypeVar
@@ -114,10 +113,8 @@ class Delivery:
 
     def _attempt(self, holder: Holder) -> Outcome:
         runtime, number, settings = self.runtime, holder.attempt, self.runtime.app.settings
-        allocation = runtime.admission.claim(self.tag)
         limit = duration_seconds(self.spec["timeout"]) if self.spec.get("timeout") else None
-        if allocation is not None and limit is not None:
-            allocation.ends_by = time.monotonic() + limit + settings.grace_seconds
+        allocation = runtime.admission.claim(self.tag, limit)
         try:
             prepared = prepare(
                 self.spec,
@@ -166,9 +163,9 @@ class Delivery:
         return scrubbed(outcome, prepared.output_dir, prepared.redactor)
 
     def _wake(self) -> None:
-        """Let the consumer look for the next task while this one is committed."""
+        """Let the consumers of the machine look for the next task while this one is committed."""
         try:
-            self.runtime.leases.wake()
+            self.runtime.leases.wake(machine=True)
         except RedisError as error:
             log.debug("not_woken", cause=str(error))
 

@@ -17,10 +17,24 @@ LEASE = {"GPUFLOW_LEASE_SEC": str(LEASE_SECONDS)}
 MORTAL = ("--include", "faults,tallies")
 
 
+#: Celery's workers look for others at their start for a whole second, and these tests start many.
+OPTIONS = ("--without-mingle",)
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[TestFleet]:
+    """A real broker and whatever workers the test starts."""
+    made = TestFleet(tmp_path, options=OPTIONS)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
 @pytest.fixture(scope="module")
 def long_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestFleet]:
     """One broker, and whatever workers its tests start, for a whole module."""
-    made = TestFleet(tmp_path_factory.mktemp("fleet"))
+    made = TestFleet(tmp_path_factory.mktemp("fleet"), options=OPTIONS)
     try:
         yield made
     finally:

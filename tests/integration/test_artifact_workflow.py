@@ -46,15 +46,19 @@ def s3_endpoint() -> Iterator[str]:
 
 
 def start_machines(fleet: TestFleet, tmp_path: Path, **env: str) -> dict[str, Path]:
-    """Start two workers with folders of their own; return each one's folder."""
+    """Start two workers with folders of their own, both at once; return each one's folder."""
     folders = {name: tmp_path / name for name in ("one", "two")}
-    for name, folder in folders.items():
-        fleet.start_worker(
+    workers = [
+        fleet.spawn_worker(
             name,
             "--label",
             f"box={name}",
             env={"RESULTS_DIR": str(folder / "results"), "GPUFLOW_CACHE_DIR": str(folder / "cache"), **env},
         )
+        for name, folder in folders.items()
+    ]
+    for worker in workers:
+        worker.ready()
     return folders
 
 
@@ -119,6 +123,24 @@ def test_results_are_handed_on_by_s3(fleet: TestFleet, tmp_path: Path, s3_endpoi
     run = submit_pipeline(two_stages({"type": "s3", "url": "s3://models/runs"}), app=fleet.app).wait(timeout=60)
 
     assert check_handed_on(run, folders).startswith("s3://models/runs/")
+
+
+def test_a_service_of_others_gets_the_token_that_the_task_names(
+    fleet: TestFleet, tmp_path: Path, gateway: Gateway
+) -> None:
+    folders = start_machines(fleet, tmp_path, OTHER_TOKEN=TOKEN)
+    headers = {"Authorization": "Bearer ${env:OTHER_TOKEN}"}
+    pipeline = two_stages({"type": "http", "url": gateway.results_url, "headers": headers})
+    pipeline["spec"]["secrets"] = ["OTHER_TOKEN"]
+    pipeline["spec"]["graph"]["nodes"][1]["spec"]["checkpoint"]["load"]["headers"] = headers
+
+    run = submit_pipeline(pipeline, app=fleet.app).wait(timeout=60)
+
+    check_handed_on(run, folders)
+    for name, stage in run.record().stages.items():
+        for task in stage.tasks:
+            record = fleet.app.redis.hgetall(f"task:{task}")
+            assert "OTHER_TOKEN" in str(record) and TOKEN not in str(record), name
 
 
 def test_an_upload_that_fails_fails_the_attempt(fleet: TestFleet, tmp_path: Path, gateway: Gateway) -> None:

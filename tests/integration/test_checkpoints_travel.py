@@ -17,6 +17,8 @@ from tests.support.gateway import TOKEN, Gateway
 from tests.support.waiting import eventually
 
 STEPS = 40
+#: What the steps take together: long beside the first checkpoints, whatever the machine does meanwhile.
+SECONDS = 6
 LEASE = {"GPUFLOW_LEASE_SEC": "3"}
 
 
@@ -48,20 +50,23 @@ def shore(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Shore]:
         yield Shore(gateway.root, {"type": "http"}, env)
 
 
-def start(fleet: TestFleet, name: str, shore: Shore) -> WorkerProcess:
-    """Start a worker with folders of its own."""
-    own = {"RESULTS_DIR": str(fleet.folder / name / "results"), "GPUFLOW_CACHE_DIR": str(fleet.folder / name / "cache")}
-    return fleet.start_worker(name, "--max-jobs", "1", env={**LEASE, **own, **shore.env})
+def start(fleet: TestFleet, shore: Shore, *names: str) -> list[WorkerProcess]:
+    """Start workers with folders of their own, all at once."""
+    started = []
+    for name in names:
+        own = {folder: str(fleet.folder / name / folder) for folder in ("RESULTS_DIR", "GPUFLOW_CACHE_DIR")}
+        started.append(fleet.spawn_worker(name, "--max-jobs", "1", env={**LEASE, **own, **shore.env}))
+    return [worker.ready() for worker in started]
 
 
 def begin(fleet: TestFleet, shore: Shore, **echo: Any) -> tuple[Task, WorkerProcess, WorkerProcess]:
-    """Start a task on a worker `one`, and then a worker `two`; return once two checkpoints are in the store."""
-    one = start(fleet, "one", shore)
-    spec = {**fleet.echo(steps=STEPS, sleep_seconds=12, **echo), "output": {"destination": shore.destination}}
+    """Start a task on a fleet of two workers; return the one that has it, and the other one."""
+    workers = start(fleet, shore, "one", "two")
+    spec = {**fleet.echo(steps=STEPS, sleep_seconds=SECONDS, **echo), "output": {"destination": shore.destination}}
     task = submit(spec, app=fleet.app)
-    eventually(lambda: task.record().worker == "one", what="the first attempt")
-    two = start(fleet, "two", shore)
-    return task, one, two
+    name = eventually(lambda: task.record().worker, what="the first attempt")
+    has_it, other = sorted(workers, key=lambda worker: worker.name != name)
+    return task, has_it, other
 
 
 def told(fleet: TestFleet, task: Task) -> list[float]:
@@ -70,45 +75,47 @@ def told(fleet: TestFleet, task: Task) -> list[float]:
 
 
 def test_kill_9_after_the_second_checkpoint(fleet: TestFleet, shore: Shore) -> None:
-    task, one, _ = begin(fleet, shore, checkpoint_steps=2)
+    task, first, other = begin(fleet, shore, checkpoint_steps=2)
     eventually(lambda: len(shore.steps(task)) == 2 and shore.steps(task)[0] >= 2, what="two checkpoints in the store")
     stored = shore.steps(task)[-1]
 
-    one.send(signal.SIGKILL)
+    first.send(signal.SIGKILL)
 
     record = task.wait(timeout=60)
-    assert (record.state, record.attempt, record.losses, record.worker) == ("SUCCEEDED", 2, 1, "two")
+    assert (record.state, record.attempt, record.losses, record.worker) == ("SUCCEEDED", 2, 1, other.name)
     assert stored <= record.result["resumed_from_step"] < STEPS
     assert [entry.outcome for entry in fleet.app.ledger.attempts(task.id)] == ["lost", "succeeded"]
-    assert not (fleet.folder / "two" / "results" / task.id / "fetched").exists()
+    results = fleet.folder / other.name / "RESULTS_DIR" / task.id
+    assert results.is_dir()
+    eventually(lambda: not (results / "fetched").exists(), what="the fetched checkpoint removed")
     eventually(lambda: not shore.files(task), what="no checkpoint in the store")
     assert list(shore.root.glob(f"{task.id}/attempt-2/manifest.json"))
 
 
 def test_what_is_handed_back_repeats_no_step(fleet: TestFleet, shore: Shore) -> None:
-    task, one, _ = begin(fleet, shore, checkpoint_steps=1000)
+    task, first, other = begin(fleet, shore, checkpoint_steps=1000)
     eventually(lambda: len(told(fleet, task)) >= 3, what="some steps")
 
-    one.send(signal.SIGTERM)
-    eventually(lambda: fleet.registry.find("one").state == "DRAINING", what="the drain")  # type: ignore[union-attr]
-    one.send(signal.SIGTERM)
+    first.send(signal.SIGTERM)
+    eventually(lambda: fleet.registry.find(first.name).state == "DRAINING", what="the drain")  # type: ignore[union-attr]
+    first.send(signal.SIGTERM)
 
-    assert one.process.wait(timeout=60) == 0
+    assert first.process.wait(timeout=60) == 0
     record = task.wait(timeout=60)
-    assert (record.state, record.attempt, record.preemptions, record.worker) == ("SUCCEEDED", 2, 1, "two")
+    assert (record.state, record.attempt, record.preemptions, record.worker) == ("SUCCEEDED", 2, 1, other.name)
     assert told(fleet, task) == list(range(1, STEPS + 1)), "a step was told twice, or not at all"
     eventually(lambda: not shore.files(task), what="no checkpoint in the store")
 
 
 def test_a_failed_task_that_is_retried_elsewhere_goes_on(fleet: TestFleet, tmp_path: Path) -> None:
     shore = Shore(tmp_path / "shore", {"type": "local", "path": str(tmp_path / "shore")})
-    one = start(fleet, "one", shore)
+    (one,) = start(fleet, shore, "one")
     spec = fleet.echo(steps=4, checkpoint_steps=4, fail={"attempts": 1, "retryable": True})
     spec |= {"output": {"destination": shore.destination}, "retry": {"max_attempts": 1}}
     task = submit(spec, app=fleet.app)
     assert task.wait(timeout=60).state == "DEAD"
     assert one.stop() == 0
-    start(fleet, "two", shore)
+    start(fleet, shore, "two")
 
     assert task.retry()
 
@@ -130,7 +137,7 @@ def test_a_failure_without_backoff_comes_back_to_the_same_worker(fleet: TestFlee
 
 def test_a_checkpoint_that_cannot_be_fetched_is_no_silent_fresh_start(fleet: TestFleet, tmp_path: Path) -> None:
     shore = Shore(tmp_path / "shore", {"type": "local", "path": str(tmp_path / "shore")})
-    one = start(fleet, "one", shore)
+    (one,) = start(fleet, shore, "one")
     spec = {**fleet.echo(steps=STEPS, sleep_seconds=60, checkpoint_steps=1), "retry": {"max_attempts": 1}}
     task = submit({**spec, "output": {"destination": shore.destination}}, app=fleet.app)
     eventually(lambda: shore.steps(task), what="a checkpoint in the store")
@@ -139,7 +146,7 @@ def test_a_checkpoint_that_cannot_be_fetched_is_no_silent_fresh_start(fleet: Tes
 
     for step in shore.root.glob(f"{task.id}/attempt-1/checkpoints/*/step.txt"):
         step.unlink()
-    start(fleet, "two", shore)
+    start(fleet, shore, "two")
 
     record = task.wait(timeout=60)
     assert (record.state, record.error["type"], record.attempt) == ("DEAD", "CheckpointUnreachable", 2)

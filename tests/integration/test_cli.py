@@ -15,6 +15,7 @@ import httpx
 import psutil
 import pytest
 
+from tests.integration.conftest import OPTIONS
 from tests.support.fleet import TestFleet, running
 from tests.support.waiting import eventually
 
@@ -107,10 +108,20 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
         made.close()
 
 
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestFleet]:
+    """A broker that one worker serves, for all tests of this module that need one."""
+    made = TestFleet(tmp_path_factory.mktemp("fleet"), options=OPTIONS)
+    try:
+        made.start_worker("w1", "--max-jobs", "2")
+        yield made
+    finally:
+        made.close()
+
+
 @pytest.fixture
 def served(fleet: TestFleet, shell: Shell) -> Shell:
-    """A shell with REDIS_URL set to a broker that one worker serves."""
-    fleet.start_worker("w1", "--max-jobs", "2")
+    """A shell with REDIS_URL set to the broker of the fleet."""
     shell.environment.update(REDIS_URL=fleet.broker.url, RESULTS_DIR=str(fleet.results))
     return shell
 

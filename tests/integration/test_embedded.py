@@ -227,6 +227,7 @@ def test_two_at_once_start_one(tmp_path):
         "{}",
         "",
     ],
+    ids=["gone", "the id of another process", "no JSON", "no fields", "empty"],
 )
 def test_a_stale_record_is_cleaned(server, content):
     folder = state_of(server) / "embedded"

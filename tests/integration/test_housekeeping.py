@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from gpuflow.artifacts.partial import PartFile
 from gpuflow.client import submit
 from tests.support.fleet import TestFleet
 from tests.support.waiting import eventually
@@ -26,6 +27,9 @@ def test_an_old_final_task_goes_and_an_unfinished_one_stays(fleet: TestFleet) ->
     fleet.workers[0].stop()
     for task in (done, known, waiting):
         make_old(fleet.results / task.id)
+    with PartFile(fleet.results / "uploads" / "x", "broken off") as part:
+        part.append(b"half")
+    make_old(part.path)
     (fleet.results / "mine").mkdir()
     make_old(fleet.results / "mine")
     client, keys = fleet.app.redis, fleet.app.keys
@@ -39,6 +43,7 @@ def test_an_old_final_task_goes_and_an_unfinished_one_stays(fleet: TestFleet) ->
     assert (fleet.results / known.id / "attempt-1").is_dir()
     assert (fleet.results / waiting.id / "attempt-1").is_dir()
     assert (fleet.results / "mine").is_dir()
+    eventually(lambda: not part.path.exists(), within=30, what="the end of the stale part")
     assert "record_gone" in eventually(lambda: worker.log() if "record_gone" in worker.log() else "", what="its line")
 
 

@@ -223,6 +223,7 @@ class LedgerMachine(RuleBasedStateMachine):
         for tag in self.client.zrange(self.keys.delayed, 0, -1):
             self.client.zadd(self.keys.delayed, {tag: 1})
         sweeper = self.tables[owner].sweeper
+        sweeper.rest_seconds = 0.0
         sweeper.sweep(self.client)
         sweeper.sweep(self.client)
 

@@ -30,8 +30,7 @@ def started_at(run: Any, stage: str) -> float:
     return min(task.record().started_at for task in run[stage].tasks)
 
 
-def test_two_stages_run_in_order_and_pass_values(fleet: TestFleet) -> None:
-    fleet.start_worker("w1")
+def test_two_stages_run_in_order_and_pass_values(served: TestFleet) -> None:
     run = submit_pipeline(
         {
             "apiVersion": "gpuflow/v1",
@@ -59,7 +58,7 @@ def test_two_stages_run_in_order_and_pass_values(fleet: TestFleet) -> None:
                 ],
             },
         },
-        app=fleet.app,
+        app=served.app,
     )
 
     run.wait(timeout=60)
@@ -68,8 +67,7 @@ def test_two_stages_run_in_order_and_pass_values(fleet: TestFleet) -> None:
     assert started_at(run, "second") >= run["first"].tasks[0].record().finished_at
 
 
-def test_a_diamond_runs_in_order(fleet: TestFleet) -> None:
-    fleet.start_worker("w1", "--max-jobs", "2")
+def test_a_diamond_runs_in_order(served: TestFleet) -> None:
     run = submit_pipeline(
         graph(
             node("a", output=1),
@@ -77,7 +75,7 @@ def test_a_diamond_runs_in_order(fleet: TestFleet) -> None:
             node("c", "a", output=[1, {"x": "${a.result.output}"}]),
             node("d", "b", "c", output={"b": "${b.output}", "c": "${c.output[1].x}"}),
         ),
-        app=fleet.app,
+        app=served.app,
     ).wait(timeout=60)
 
     assert run["d"].result["output"] == {"b": 1, "c": 1}
@@ -85,10 +83,10 @@ def test_a_diamond_runs_in_order(fleet: TestFleet) -> None:
 
 
 def test_a_failed_stage_fails_all_its_descendants_with_the_cause_and_resume_runs_only_the_rest(
-    fleet: TestFleet,
+    served: TestFleet,
 ) -> None:
-    worker = fleet.start_worker("w1", "--max-jobs", "2")
-    marker = fleet.folder / "mended"
+    worker = served.workers[0]
+    marker = served.folder / "mended"
     run = submit_pipeline(
         graph(
             node("a", output=1),
@@ -97,7 +95,7 @@ def test_a_failed_stage_fails_all_its_descendants_with_the_cause_and_resume_runs
             node("d", "c", output=4),
             node("side", "a", output=5),
         ),
-        app=fleet.app,
+        app=served.app,
     )
 
     with pytest.raises(TaskFailed, match="stage 'b' failed: no luck"):
@@ -127,9 +125,8 @@ def test_a_failed_stage_fails_all_its_descendants_with_the_cause_and_resume_runs
     assert worker.process.poll() is None
 
 
-def test_a_missing_value_fails_the_stage_and_names_the_path(fleet: TestFleet) -> None:
-    fleet.start_worker("w1")
-    run = submit_pipeline(graph(node("a", output={"x": 1}), node("b", "a", output="${a.output.y}")), app=fleet.app)
+def test_a_missing_value_fails_the_stage_and_names_the_path(served: TestFleet) -> None:
+    run = submit_pipeline(graph(node("a", output={"x": 1}), node("b", "a", output="${a.output.y}")), app=served.app)
 
     with pytest.raises(TaskFailed, match=r"a\.output\.y"):
         run.wait(timeout=60)
@@ -143,15 +140,14 @@ def test_bad_references_are_refused_at_submit(fleet: TestFleet) -> None:
     assert fleet.broker.client.keys("pipeline:*") == []
 
 
-def test_a_matrix_and_shards_are_collected_in_order(fleet: TestFleet) -> None:
-    fleet.start_worker("w1", "--max-jobs", "3")
+def test_a_matrix_and_shards_are_collected_in_order(served: TestFleet) -> None:
     wide = node("wide", output=1)
     wide["matrix"] = {"echo.output": [10, 20, 30]}
     sharded = node("sharded")
     sharded["spec"]["data"] = {"type": "list", "items": [f"item-{n}" for n in range(10)]}
     sharded["spec"]["parallel"] = {"enabled": True, "max_shards": 4}
     run = submit_pipeline(
-        graph(wide, sharded, node("end", "wide", "sharded", output="${wide.results[2].output}")), app=fleet.app
+        graph(wide, sharded, node("end", "wide", "sharded", output="${wide.results[2].output}")), app=served.app
     ).wait(timeout=90)
 
     assert [result["output"] for result in run["wide"].result["results"]] == [10, 20, 30]
@@ -209,11 +205,10 @@ def test_a_pipeline_goes_on_after_its_worker_was_killed(fleet: TestFleet) -> Non
     assert run["a"].tasks[0].record().attempt == 2
 
 
-def test_get_finds_a_pipeline_and_events_tell_its_story(fleet: TestFleet) -> None:
-    fleet.start_worker("w1")
-    run = submit_pipeline(graph(node("a", steps=2, output=1)), app=fleet.app)
+def test_get_finds_a_pipeline_and_events_tell_its_story(served: TestFleet) -> None:
+    run = submit_pipeline(graph(node("a", steps=2, output=1)), app=served.app)
 
-    same = get(run.id, app=fleet.app)
+    same = get(run.id, app=served.app)
     names = {event.name for event in same.events()}
 
     assert {"state", "stage", "progress"} <= names

@@ -14,39 +14,37 @@ from tests.support.fleet import TestFleet, running
 from tests.support.waiting import eventually
 
 
-def test_a_task_runs_and_its_result_is_committed_on_disk_and_in_the_record(fleet: TestFleet) -> None:
-    fleet.start_worker("w1")
-    task = submit(fleet.echo(output={"n": 1}, steps=3), app=fleet.app)
+def test_a_task_runs_and_its_result_is_committed_on_disk_and_in_the_record(served: TestFleet) -> None:
+    task = submit(served.echo(output={"n": 1}, steps=3), app=served.app)
 
     result = task.get(timeout=30)
 
     assert result["output"] == {"n": 1}
     record = task.record()
     assert (record.state, record.attempt, record.worker) == ("SUCCEEDED", 1, "w1")
-    folder = fleet.results / task.id
+    folder = served.results / task.id
     assert json.loads((folder / "responses.json").read_text())
     manifest = json.loads((folder / "manifest.json").read_text())
     assert {"responses.json"} <= {item["name"] for item in manifest["artifacts"]}
     assert (folder / "manifest.json").resolve().parent.name == "attempt-1"
-    states = [event.data["state"] for event in fleet.app.event_log.read(task.id) if event.name == "state"]
+    states = [event.data["state"] for event in served.app.event_log.read(task.id) if event.name == "state"]
     assert states == ["QUEUED", "STARTING", "RUNNING", "SUCCEEDED"]
-    steps = [event.data["current"] for event in fleet.app.event_log.read(task.id) if event.name == "progress"]
+    steps = [event.data["current"] for event in served.app.event_log.read(task.id) if event.name == "progress"]
     assert steps == sorted(steps) and steps[-1] == 3
-    celery_result = fleet.app.AsyncResult(task.id)
+    celery_result = served.app.AsyncResult(task.id)
     assert eventually(lambda: celery_result.state == "SUCCESS")
     assert celery_result.get(timeout=5)["output"] == {"n": 1}
 
 
-def test_a_failing_child_fails_its_task_with_the_cause(fleet: TestFleet) -> None:
-    fleet.start_worker("w1")
-    task = submit(fleet.echo(fail={"type": "Boom", "message": "no luck", "retryable": False}), app=fleet.app)
+def test_a_failing_child_fails_its_task_with_the_cause(served: TestFleet) -> None:
+    task = submit(served.echo(fail={"type": "Boom", "message": "no luck", "retryable": False}), app=served.app)
 
     with pytest.raises(TaskFailed, match="no luck"):
         task.get(timeout=30)
 
     assert task.record().error == {"type": "Boom", "message": "no luck", "retryable": False}
     with pytest.raises(Exception, match="no luck"):
-        fleet.app.AsyncResult(task.id).get(timeout=10)
+        served.app.AsyncResult(task.id).get(timeout=10)
 
 
 @pytest.mark.parametrize(
@@ -58,9 +56,8 @@ def test_a_failing_child_fails_its_task_with_the_cause(fleet: TestFleet) -> None
         ({"silent": True, "exit_code": 0}, "NoFinish"),
     ],
 )
-def test_exit_code_and_finish_event_must_agree(fleet: TestFleet, fields: dict, kind: str | None) -> None:
-    fleet.start_worker("w1")
-    task = submit(fleet.echo(**fields), app=fleet.app)
+def test_exit_code_and_finish_event_must_agree(served: TestFleet, fields: dict, kind: str | None) -> None:
+    task = submit(served.echo(**fields), app=served.app)
 
     record = task.wait(timeout=30)
 
@@ -102,19 +99,18 @@ def test_nothing_outlives_a_worker_that_is_killed(fleet: TestFleet) -> None:
     eventually(lambda: not running(tree), within=5, what="every process of the tree gone")
 
 
-def test_a_time_out_stops_a_silent_child(fleet: TestFleet) -> None:
-    fleet.start_worker("w1")
-    spec = {**fleet.echo(sleep_seconds=60, silent=True), "timeout": "1s"}
-    task = submit(spec, app=fleet.app)
+def test_a_time_out_stops_a_silent_child(served: TestFleet) -> None:
+    spec = {**served.echo(sleep_seconds=60, silent=True), "timeout": "1s"}
+    task = submit(spec, app=served.app)
 
     record = task.wait(timeout=20)
 
     assert (record.state, record.error["type"]) == ("FAILED", "TimeLimitExceeded")
 
 
-def test_a_killed_child_is_told_apart(fleet: TestFleet) -> None:
-    worker = fleet.start_worker("w1")
-    task = submit({**fleet.echo(sleep_seconds=60), "retry": {"max_attempts": 1}}, app=fleet.app)
+def test_a_killed_child_is_told_apart(served: TestFleet) -> None:
+    worker = served.workers[0]
+    task = submit({**served.echo(sleep_seconds=60), "retry": {"max_attempts": 1}}, app=served.app)
     child = eventually(
         lambda: next((p for p in worker.children() if "executors" in " ".join(p.cmdline()[-2:]) and _is_child(p)), None)
     )
@@ -143,15 +139,14 @@ def test_an_idempotency_key_returns_the_first_task(fleet: TestFleet) -> None:
     assert fleet.broker.client.llen(first.record().queue) == 2
 
 
-def test_a_failed_task_can_be_queued_again_under_its_id(fleet: TestFleet) -> None:
-    fleet.start_worker("w1")
-    task = submit(fleet.echo(fail={"message": "once"}), app=fleet.app)
+def test_a_failed_task_can_be_queued_again_under_its_id(served: TestFleet) -> None:
+    task = submit(served.echo(fail={"message": "once"}), app=served.app)
     assert task.wait(timeout=30).state == "FAILED"
 
     assert task.retry()
 
     eventually(lambda: task.record().attempt == 2 and task.record().state == "FAILED")
-    assert (fleet.results / task.id / "attempt-2").is_dir()
+    assert (served.results / task.id / "attempt-2").is_dir()
 
 
 def test_the_child_sees_no_broker_address_and_no_token(fleet: TestFleet) -> None:
@@ -210,8 +205,7 @@ def _tree_of(worker: object, at_least: int) -> list[int]:
     return eventually(tree, what="shim, child and grandchildren running")
 
 
-def test_a_handle_works_from_another_place(fleet: TestFleet) -> None:
-    fleet.start_worker("w1")
-    task = submit(fleet.echo(output=5), app=fleet.app)
+def test_a_handle_works_from_another_place(served: TestFleet) -> None:
+    task = submit(served.echo(output=5), app=served.app)
 
-    assert Task(task.id, fleet.app).get(timeout=30)["output"] == 5
+    assert Task(task.id, served.app).get(timeout=30)["output"] == 5

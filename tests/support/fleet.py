@@ -165,13 +165,17 @@ class WorkerProcess:
 
 
 class TestFleet:
-    """A broker, an app that talks to it, and the workers that a test starts; everything ends with the test."""
+    """A broker, an app that talks to it, and the workers that a test starts; everything ends with the test.
+
+    `options` are given to every worker.
+    """
 
     __test__ = False
 
-    def __init__(self, folder: Path, env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, folder: Path, env: Mapping[str, str] | None = None, options: Sequence[str] = ()) -> None:
         self.folder = folder
         self.env = dict(env or {})
+        self.options = tuple(options)
         self.broker = Broker(folder / "broker")
         self.settings = Settings.load(
             env={
@@ -196,7 +200,12 @@ class TestFleet:
     def spawn_worker(self, name: str, *options: str, env: Mapping[str, str] | None = None) -> WorkerProcess:
         """Start a worker without waiting for it, with the fleet's environment and then `env`."""
         worker = WorkerProcess(
-            self.settings.redis_url or "", self.folder, name, *options, env={**self.env, **(env or {})}
+            self.settings.redis_url or "",
+            self.folder,
+            name,
+            *self.options,
+            *options,
+            env={**self.env, **(env or {})},
         )
         self.workers.append(worker)
         return worker

@@ -56,8 +56,8 @@ local function ring(ready, queue, seconds, hops)
   for _, class in ipairs(redis.call('ZRANGEBYSCORE', known, 0, '+inf')) do
     if wake(ready, class, token, seconds) then return end
   end
-  for _, class in ipairs(redis.call('SMEMBERS', prefix .. 'gpuflow.classes')) do
-    if not redis.call('ZSCORE', known, class) then wake(ready, class, token, seconds) end
+  for _, class in ipairs(redis.call('ZDIFF', 2, prefix .. 'gpuflow.classes', known)) do
+    wake(ready, class, token, seconds)
   end
 end
 

@@ -1,5 +1,6 @@
 -- Put messages whose lease has ended back to the front of their lists, and delayed ones whose time has come into
--- theirs. One step, on the server's clock; every consumer and beat take it every second.
+-- theirs. One step, on the server's clock; every consumer and beat take it every second, and it does its work at most
+-- about twice a second for all of them together: what a sweep costs the server does not grow with the fleet.
 --
 -- KEYS[1] gpuflow.leases  KEYS[2] gpuflow.unacked  KEYS[3] gpuflow.owners  KEYS[4] gpuflow.ready
 -- KEYS[5] gpuflow.sweep  KEYS[6] gpuflow.delayed  KEYS[7] gpuflow.parked
@@ -7,6 +8,7 @@
 -- ARGV[1] lease in seconds  ARGV[2] longest gap between sweeps in seconds
 -- ARGV[3] most messages to move in one step  ARGV[4] doorbell token seconds
 -- ARGV[5] prefix of the workers' heartbeat keys  ARGV[6] how many demand queues to look into
+-- ARGV[7] seconds after a sweep in which another one does nothing, unless there was more than it could move
 --
 -- Messages of stock producers are in no index: a few demand queues, chosen at random, are entered anew each time.
 -- After a pause or a clock that jumped, nobody could renew: every lease gets one term of grace.
@@ -40,10 +42,13 @@ end
 
 local time = redis.call('TIME')
 local now = time[1] + time[2] / 1000000
-local at, run, hold = unpack(redis.call('HMGET', KEYS[5], 'at', 'run', 'hold'))
+local at, run, hold, more = unpack(redis.call('HMGET', KEYS[5], 'at', 'run', 'hold', 'more'))
 local last = tonumber(at or '-1')
 hold = tonumber(hold or '0')
-redis.call('HSET', KEYS[5], 'at', string.format('%.6f', now))
+if now >= last and now - last < tonumber(ARGV[7]) and more ~= '1' then
+  return {0, 0, run or '', hold > now and 1 or 0}
+end
+redis.call('HSET', KEYS[5], 'at', string.format('%.6f', now), 'more', '0')
 local gathering = 0
 if hold > now then
   gathering = 1
@@ -58,14 +63,16 @@ if hold > now then
     gathering = 0
   end
 end
-local restored, graced = 0, 0
+local restored, graced, most = 0, 0, tonumber(ARGV[3])
+local ended = {}
 if now < last or now - last > tonumber(ARGV[2]) then
   local held = redis.call('ZRANGE', KEYS[1], 0, -1)
   local ends = now + tonumber(ARGV[1])
   for _, tag in ipairs(held) do redis.call('ZADD', KEYS[1], ends, tag) end
   graced = #held
 else
-  for _, tag in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, ARGV[3])) do
+  ended = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, most)
+  for _, tag in ipairs(ended) do
     local raw = redis.call('HGET', KEYS[2], tag)
     local held = redis.call('HGET', KEYS[3], tag)
     if raw and held then
@@ -75,7 +82,8 @@ else
     end_lease(KEYS[1], KEYS[2], KEYS[3], tag)
   end
 end
-for _, tag in ipairs(redis.call('ZRANGEBYSCORE', KEYS[6], '-inf', now, 'LIMIT', 0, ARGV[3])) do
+local due = redis.call('ZRANGEBYSCORE', KEYS[6], '-inf', now, 'LIMIT', 0, most)
+for _, tag in ipairs(due) do
   local parked = redis.call('HGET', KEYS[7], tag)
   if parked then
     local side = string.find(parked, '\n', 1, true)
@@ -93,4 +101,5 @@ end
 for _, queue in ipairs(redis.call('SRANDMEMBER', KEYS[10], ARGV[6])) do
   refresh(KEYS[4], queue)
 end
+if #ended == most or #due == most then redis.call('HSET', KEYS[5], 'more', '1') end
 return {restored, graced, run or '', gathering}

@@ -139,3 +139,26 @@ def test_a_held_notice_raises_nothing(state):
         cancellation.check()
     notice()
     cancellation.check()
+
+
+BLOCKED = """
+import signal, sys, threading
+from executors import cancellation
+
+cancellation.install()
+def tell():  # the handler runs in this thread, so nothing interrupts the main one
+    signal.pthread_kill(threading.get_ident(), signal.Signals[sys.argv[1]])
+threading.Timer(0.3, tell).start()
+try:
+    threading.Event().wait(3600)
+except cancellation.Cancelled as end:
+    print(type(end).__name__)
+"""
+
+
+@pytest.mark.parametrize(("name", "raised"), [("SIGUSR1", "Preempted"), ("SIGTERM", "Cancelled")])
+def test_a_signal_that_interrupts_nothing_is_noticed(name, raised):
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED, name], capture_output=True, text=True, timeout=60, env=child_environment()
+    )
+    assert (done.stdout.strip(), done.stderr) == (raised, "")

@@ -1,0 +1,167 @@
+"""Which message of a queue the pop takes for whom: by the Lua step alone, on a real broker."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import pytest
+
+from gpuflow.broker.gate import Choice, Taste
+from gpuflow.broker.keys import Keys
+from gpuflow.broker.look import Look
+from gpuflow.broker.priorities import list_key, list_keys
+from gpuflow.broker.scripts import broker_script
+from tests.support.fleet import Broker
+
+KEYS = Keys()
+#: Messages of one queue that are looked at, at most.
+DEPTH = 20
+
+
+class Queues:
+    """Demand queues of an own broker, filled with messages of a given age."""
+
+    def __init__(self, broker: Broker) -> None:
+        self.client = broker.client
+        self._numbers = count()
+
+    def clear(self) -> Queues:
+        self.client.flushall()
+        return self
+
+    def put(self, name: str, queue: str = "gpu", *, age: float = 0.0, priority: int = 5, **hints: Any) -> None:
+        seconds, micros = self.client.time()
+        content = {
+            "at": seconds + micros / 1e6 - age,
+            **hints,
+            "body": "",
+            "headers": {"id": name},
+            "properties": {"delivery_tag": f"{name}-{next(self._numbers)}"},
+        }
+        text = json.dumps(content).replace('{"at": ', '{"at":', 1)
+        self.client.lpush(list_key(queue, priority), text)
+        self.client.zadd(KEYS.ready, {queue: 1})
+
+    def pop(self, *choices: Choice | str, **taste: Any) -> str | None:
+        """Return the name of the message that a consumer of this taste gets from these queues."""
+        chosen = [Choice(queue=one) if isinstance(one, str) else one for one in choices or ("gpu",)]
+        queues = [choice.queue for choice in chosen]
+        look = Look(queues=queues, chosen=chosen)
+        keys = [KEYS.leases, KEYS.unacked, KEYS.owners, KEYS.ready, KEYS.unreadable, KEYS.sweep, KEYS.bell("me")]
+        args = ["me", 60, look.to_json(["@mine"], Taste(**taste), 0)]
+        _, raw, _ = broker_script("pop")(self.client, [*keys, *list_keys(queues)], args)
+        return json.loads(raw)["headers"]["id"] if raw else None
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
+    made = Broker(tmp_path_factory.mktemp("broker"))
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def queues(broker: Broker) -> Queues:
+    return Queues(broker).clear()
+
+
+def test_other_task_types_are_passed_over_as_deep_as_one_looks(queues: Queues) -> None:
+    for _ in range(DEPTH - 1):
+        queues.put("echo", x="echo")
+    queues.put("inference", x="inference")
+    queues.put("no-type")
+
+    assert queues.pop(types=("inference",)) == "inference"
+    assert queues.pop(types=("inference",)) == "no-type", "a stock producer gives no hints"
+    queues.put("echo", x="echo")
+    queues.put("too-deep", x="inference")
+    assert queues.pop(types=("inference",)) is None
+    assert queues.pop() == "echo"
+    assert queues.pop(types=("inference",)) == "too-deep"
+
+
+def test_without_types_all_is_taken_and_with_none_nothing_that_has_one(queues: Queues) -> None:
+    queues.put("echo", x="echo")
+
+    assert queues.pop(types=()) is None
+    assert queues.pop() == "echo"
+
+
+def test_a_model_that_nobody_has_is_anybodys(queues: Queues) -> None:
+    queues.put("m", m="model")
+
+    assert queues.pop(patience_seconds=60) == "m"
+
+
+def test_a_model_that_another_has_is_left_to_it_for_the_patience(queues: Queues) -> None:
+    queues.client.set(KEYS.warm("model"), "warm")
+    queues.put("old", m="model", age=70)
+    queues.put("m", m="model", age=50)
+    queues.put("plain")
+
+    assert queues.pop(patience_seconds=60) == "old"
+    assert queues.pop(patience_seconds=60) == "plain"
+    assert queues.pop(patience_seconds=60) is None
+    assert queues.pop(patience_seconds=60, models=("other",)) is None
+    assert queues.pop(patience_seconds=60, models=("model",)) == "m"
+
+
+def test_a_worker_takes_its_models_first_unless_the_head_has_waited_long(queues: Queues) -> None:
+    queues.put("first", age=20)
+    queues.put("second", age=10)
+    queues.put("mine", m="model")
+    queues.put("mine-too", m="model")
+
+    assert queues.pop(models=("model",), patience_seconds=2) == "mine"
+    queues.client.flushall()
+    queues.put("first", age=31)
+    queues.put("mine", m="model")
+    assert queues.pop(models=("model",), patience_seconds=2) == "first"
+    assert queues.pop(models=("model",), patience_seconds=2) == "mine"
+    queues.put("first", age=0.1)
+    queues.put("mine", m="model")
+    assert queues.pop(models=("model",), patience_seconds=0) == "first", "no patience: in order"
+
+
+def test_priority_goes_before_taste_and_age_between_queues(queues: Queues) -> None:
+    queues.put("mine", m="model")
+    queues.put("urgent", priority=7)
+    queues.put("older", "gpu-a100", age=5)
+
+    found = [queues.pop("gpu", "gpu-a100", models=("model",), patience_seconds=60) for _ in range(3)]
+
+    assert found == ["urgent", "older", "mine"]
+
+
+def test_on_borrowed_gpus_a_task_must_say_how_long_it_takes(queues: Queues) -> None:
+    queues.put("endless")
+    queues.put("long", t=100.5)
+    queues.put("short", t=10)
+
+    assert queues.pop(Choice(queue="gpu", most_seconds=9.5)) is None
+    assert queues.pop(Choice(queue="gpu", most_seconds=60)) == "short"
+    assert queues.pop(Choice(queue="gpu", most_seconds=200)) == "long"
+    assert queues.pop() == "endless"
+
+
+def test_what_nobody_can_read_hides_nothing_and_is_kept(queues: Queues) -> None:
+    queues.client.lpush("gpu", '{"at":1.5,no json', "nothing")
+    queues.put("good")
+
+    assert queues.pop() == "good"
+    assert queues.client.llen(KEYS.unreadable) == 2
+
+
+def test_a_hint_is_read_from_the_front_alone(queues: Queues) -> None:
+    """What a user writes into a task cannot pass for a hint."""
+    queues.put("plain", x="echo")
+    raw = queues.client.rpop("gpu").replace('"body": ""', '"body": "\\"x\\": \\"inference\\""')
+    queues.client.rpush("gpu", raw)
+
+    assert queues.pop(types=("inference",)) is None
+    assert queues.pop(types=("echo",)) == "plain"
