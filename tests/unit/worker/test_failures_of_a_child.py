@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from gpuflow.worker.judging import failed
 from gpuflow.worker.child import ChildEnd
+from gpuflow.worker.judging import failed
 
 KILLED = ChildEnd(exit_code=None, signal=signal.SIGKILL)
 
