@@ -100,7 +100,7 @@ def _progress(emitter: Emitter) -> Any:
     from tqdm.auto import tqdm
 
     class Progress(tqdm):  # type: ignore[misc,type-arg]
-        """Tells the bytes of the whole download as events; draws nothing."""
+        """Tells the bytes of the whole download as events, its end included; draws nothing."""
 
         def __init__(self, *args: Any, **options: Any) -> None:
             self._counts = str(options.get("desc") or "").startswith("Reconstructing")
@@ -110,7 +110,8 @@ def _progress(emitter: Emitter) -> Any:
         def update(self, n: float | None = 1) -> None:
             self._arrived += int(n or 0)
             now = time.monotonic()
-            if self._counts and self.total and now - self._told_at >= _TELL_SECONDS:
+            due = now - self._told_at >= _TELL_SECONDS or self._arrived >= (self.total or 0)
+            if self._counts and self.total and due:
                 self._told_at = now
                 emitter.progress(min(self._arrived, self.total), self.total, "byte")
 

@@ -35,7 +35,7 @@ class GpuFields:
 
     def base(self) -> Requirement:
         """Return which GPUs are asked for, whole ones."""
-        return _checked(
+        return checked(
             lambda: Requirement(
                 gpu_count=self.count,
                 gpu_count_max=self.count_max,
@@ -71,7 +71,7 @@ class GpuFields:
 
     def requirement(self) -> Requirement:
         """Return what is asked for."""
-        return _checked(lambda: self.conditions(self.base()))
+        return checked(lambda: self.conditions(self.base()))
 
 
 def read_gpu(gpu: object, *, strict: bool) -> GpuFields:
@@ -175,7 +175,8 @@ def _compute(value: object) -> str | None:
     return found[1]
 
 
-def _checked(build: Any) -> Requirement:
+def checked(build: Any) -> Requirement:
+    """Return the requirement that `build` makes; one that contradicts itself is InvalidTemplate."""
     try:
         requirement: Requirement = build()
     except InvalidTemplate:

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from gpuflow.errors import GPUFlowError, InvalidTemplate
+from gpuflow.errors import InvalidTemplate
 from gpuflow.routing.accelerators import format_accelerators, parse_accelerators
-from gpuflow.routing.gpu_fields import GpuFields, read_gpu
+from gpuflow.routing.gpu_fields import GpuFields, checked, read_gpu
 from gpuflow.routing.requirement import Requirement
 from gpuflow.routing.units import cpus, disk_gib, host_memory_mib
 
@@ -53,7 +53,7 @@ def requirement_from_resources(
         "disk_gib": _amount(hardware.get("disk"), disk_gib, "disk", "100Gi or 100GB"),
         "labels": _labels(given.get("labels")),
     }
-    return tuple(_checked(lambda ask=ask: replace(ask, **common)) for ask in alternatives)
+    return tuple(checked(lambda ask=ask: replace(ask, **common)) for ask in alternatives)
 
 
 def format_resources(requirement: Requirement) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def _both(accelerators: object, long_form: GpuFields | None) -> tuple[Requiremen
             f"resources: accelerators {accelerators!r} and hardware.gpu "
             f"({format_accelerators(long_form.base())}) ask for different GPUs; keep one of them"
         )
-    return tuple(_checked(lambda ask=ask: long_form.conditions(ask)) for ask in alternatives)
+    return tuple(checked(lambda ask=ask: long_form.conditions(ask)) for ask in alternatives)
 
 
 def _amount(value: object, read: Any, field: str, example: str) -> Any:
@@ -145,13 +145,3 @@ def _refuse_unknown(given: Mapping[str, Any], known: frozenset[str], where: str)
     for key in given:
         if key not in known:
             raise InvalidTemplate(f"{where} has an unknown field {key!r}; it knows {', '.join(sorted(known))}")
-
-
-def _checked(build: Any) -> Requirement:
-    try:
-        requirement: Requirement = build()
-    except InvalidTemplate:
-        raise
-    except GPUFlowError as error:
-        raise InvalidTemplate(f"resources: {error}") from error
-    return requirement

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +48,21 @@ def check(
         assert state is None or record.state is state, f"{record.id} ended {record.state}: {record.error}"
         check_attempts(fleet, record, rolled_back=rolled_back)
         check_result(fleet, record)
-    eventually(lambda: not leftovers(fleet), within=within, what="an empty broker") if leftovers(fleet) else None
-    eventually(lambda: not orphans(fleet, task_ids), within=10, what="no process of the tasks") if orphans(
-        fleet, task_ids
-    ) else None
+    _gone(lambda: leftovers(fleet), within, "an empty broker")
+    _gone(lambda: orphans(fleet, task_ids), 10, "no process of the tasks")
     for record in records:
         check_celery(fleet, record)
         now = fleet.app.ledger.get(record.id)
         assert (now.state, now.attempt, now.manifest) == (record.state, record.attempt, record.manifest)
     return records
+
+
+def _gone(found: Callable[[], dict[Any, Any]], within: float, what: str) -> None:
+    """Wait until nothing is found any more; fail with what is."""
+    deadline = time.monotonic() + within
+    while left := found():
+        assert time.monotonic() < deadline, f"{what} was not seen within {within:g} s; there is: {left}"
+        time.sleep(0.05)
 
 
 def _ended(fleet: TestFleet, task_id: str, within: float) -> TaskRecord:

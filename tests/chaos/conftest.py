@@ -8,27 +8,16 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.faults import Fault
+from tests.fixtures.fleets import OPTIONS, fleet
 from tests.support.fleet import TestFleet
+
+__all__ = ["OPTIONS", "fleet"]
 
 #: Term of a lease in these tests, in seconds.
 LEASE_SECONDS = 3
 LEASE = {"GPUFLOW_LEASE_SEC": str(LEASE_SECONDS)}
 #: Options of a worker that can be told to die.
 MORTAL = ("--include", "faults,tallies")
-
-
-#: Celery's workers look for others at their start for a whole second, and these tests start many.
-OPTIONS = ("--without-mingle",)
-
-
-@pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[TestFleet]:
-    """A real broker and whatever workers the test starts."""
-    made = TestFleet(tmp_path, options=OPTIONS)
-    try:
-        yield made
-    finally:
-        made.close()
 
 
 @pytest.fixture(scope="module")

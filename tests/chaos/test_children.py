@@ -24,14 +24,6 @@ def start_pair(fleet: TestFleet) -> list[WorkerProcess]:
     return [fleet.start_worker(name, "--max-jobs", "1", env=LEASE) for name in ("w1", "w2")]
 
 
-def both_serve(fleet: TestFleet, queue: str = "cpu") -> Callable[[], bool]:
-    def served() -> bool:
-        entries = Fleet(fleet.app.redis, fleet.app.keys).workers()
-        return sum(queue in entry.queues for entry in entries) == 2
-
-    return served
-
-
 def by_role(workers: list[WorkerProcess], task: Task) -> tuple[WorkerProcess, WorkerProcess]:
     """Return the worker that runs the task, and the other one."""
     eventually(lambda: task.state == "RUNNING", what="a running task")
@@ -44,7 +36,6 @@ def test_a_killed_child_is_tried_again_on_another_worker(fleet: TestFleet) -> No
     spec = {**fleet.echo(sleep_seconds=3, output="done"), "retry": {"backoff_seconds": 0.2}}
     task = submit(spec, app=fleet.app)
     busy, idle = by_role(workers, task)
-    eventually(both_serve(fleet), what="both workers on the queue")
 
     eventually(busy.supervised)[0].kill()
 

@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
+from tests.fixtures.fleets import OPTIONS, fleet
 from tests.support.fleet import TestFleet
 
-#: Celery's workers look for others at their start for a whole second, and each test starts its own. The fleets
-#: that test_transport makes, and the soak's workers, start as users start them.
-OPTIONS = ("--without-mingle",)
-
-
-@pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[TestFleet]:
-    """A real broker and whatever workers the test starts."""
-    made = TestFleet(tmp_path, options=OPTIONS)
-    try:
-        yield made
-    finally:
-        made.close()
+__all__ = ["OPTIONS", "fleet"]
 
 
 @pytest.fixture(scope="module")

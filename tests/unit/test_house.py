@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -260,3 +261,9 @@ def test_every_key_is_in_the_docs() -> None:
         keys.reserved("<tag>"),
     ]
     assert [key for key in (*fixed, *made) if f"`{key}`" not in text] == []
+
+
+def test_no_two_test_modules_share_a_name() -> None:
+    """One run of all tests (the environment ml) imports each by its name alone."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
