@@ -1,5 +1,7 @@
 """The child process: reads one request on stdin, runs its executor, writes events on stdout.
 
+`python -m executors session` serves many requests on one loaded model instead, see `executors.sessions`.
+
 Exit codes: 0 completed, 1 failed, 2 a request that cannot be read or is of no known task type, 143 cancelled or
 preempted.
 """
@@ -10,7 +12,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from executors import cancellation
 from executors.base import MERGED, Executor, ExecutorError, plain
@@ -110,5 +112,13 @@ def _fail(emitter: Emitter, error: Exception, code: int) -> int:
     return code
 
 
+def _session() -> NoReturn:
+    from executors.sessions.serving import main as serve
+
+    serve()
+
+
 if __name__ == "__main__":
+    if sys.argv[1:] == ["session"]:
+        _session()
     sys.exit(main())

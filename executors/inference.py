@@ -29,12 +29,12 @@ class Inference(Executor):
         model, tokenizer, name = load(request, emitter)
         import torch
 
-        from executors.generation.engine import Engine
+        from executors.generation.engine import Engine, Weights
 
         if sampling.seed is not None:
             torch.manual_seed(sampling.seed)
         emitter.status("working")
-        engine = Engine(model, tokenizer, sampling)
+        engine = Engine(Weights(model, tokenizer), sampling)
         result = result_of(_answer_all(prompts, engine, tokenizer, inference, emitter), name)
         write_responses(request, emitter, result)
         return result

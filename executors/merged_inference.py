@@ -77,10 +77,11 @@ def answer_children(children: Sequence[MergedChild], load: Load, emitter: Emitte
             results |= {call.child.id: failed(error) for call in group}
             continue
         emitter.status("working")
-        defaults = model.generation_config
+        from executors.generation.engine import Weights
+
+        weights = Weights(model, tokenizer)
         for batch in _groups(group, lambda call: call.batch_key):
-            model.generation_config = defaults
-            _answer_alike(batch, model, tokenizer, name, results)
+            _answer_alike(batch, weights, name, results)
             emitter.progress(len(results), len(children), "child")
     return results
 
@@ -105,16 +106,16 @@ def _groups(calls: Sequence[_Call], key: Callable[[_Call], str]) -> Iterator[lis
     yield from found.values()
 
 
-def _answer_alike(calls: Sequence[_Call], model: Any, tokenizer: Any, name: str, results: dict[str, Result]) -> None:
+def _answer_alike(calls: Sequence[_Call], weights: Any, name: str, results: dict[str, Result]) -> None:
     """Answer calls of one model and one sampling, and write the files of each."""
     from executors.generation.engine import Engine
 
-    engine = Engine(model, tokenizer, calls[0].sampling)
+    engine = Engine(weights, calls[0].sampling)
     together: list[_Call] = []
     batches = [together]
     for call in calls:
         try:
-            call.texts = [render(prompt, tokenizer, call.inference) for prompt in call.prompts]
+            call.texts = [render(prompt, weights.tokenizer, call.inference) for prompt in call.prompts]
             # All rows of a batch have the room that its longest prompt leaves: who needs more of it is answered alone.
             if engine.leaves_room(max(engine.count_tokens(text) for text in call.texts)):
                 together.append(call)

@@ -59,11 +59,15 @@ def run_merged(executor: Executor, request: Request, emitter: Emitter) -> Result
     Raises ExecutorError: BadInput where the list is none; and the error of the children when each of them failed in a
     way that another attempt may mend, so that there is one.
     """
-    children = _children(request)
+    children = children_of(request)
     good = [child for child in children if child.error is None]
-    done = {child.id: failed(child.error) for child in children if child.error is not None}
-    if good:
-        done |= executor.run_children(request, good, emitter)
+    return joined(request, children, executor.run_children(request, good, emitter) if good else {}, emitter)
+
+
+def joined(request: Request, children: Sequence[MergedChild], done: Mapping[str, Result], emitter: Emitter) -> Result:
+    """Write and return the result value of a merged request from what came of its children. Raises as `run_merged`."""
+    bad = {child.id: failed(child.error) for child in children if child.error is not None}
+    done = {**done, **bad}
     results = {child.id: plain(done.get(child.id) or _no_result(child)) for child in children}
     errors = [result["error"] for result in results.values() if set(result) == {"error"}]
     if len(errors) == len(results) and all(error.get("retryable") for error in errors):
@@ -94,7 +98,8 @@ def _no_result(child: MergedChild) -> Result:
     return failed(ExecutorError("NoResult", f"the executor gave no result for child {child.id}"))
 
 
-def _children(request: Request) -> list[MergedChild]:
+def children_of(request: Request) -> list[MergedChild]:
+    """Return the children of a merged request, those that cannot be made with their error. Raises BadInput."""
     given = request.spec.get(MERGED)
     if not isinstance(given, Sequence) or isinstance(given, str) or not given:
         raise ExecutorError("BadInput", f"{MERGED} must be a list of {{id, spec}} with at least one entry")

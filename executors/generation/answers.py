@@ -13,10 +13,14 @@ from gpuflow.protocol import Emitter
 
 def batch_size(inference: Mapping[str, Any], sampling: Sampling) -> int:
     """Return how many prompts go through the model at once: the task's `batch_size`, or what suits the device."""
+    return max(1, int(inference.get("batch_size") or default_rows()) // sampling.n)
+
+
+def default_rows() -> int:
+    """Return how many rows go through the model at once where the task does not say: what suits the device."""
     import torch
 
-    wanted = int(inference.get("batch_size") or (32 if torch.cuda.is_available() else 8))
-    return max(1, wanted // sampling.n)
+    return 32 if torch.cuda.is_available() else 8
 
 
 def tell_deltas(rows: Sequence[Row], prompt: Prompt, emitter: Emitter) -> None:
@@ -43,8 +47,8 @@ def item_of(prompt: Prompt, rows: Sequence[Row], prompt_tokens: int) -> dict[str
     return item
 
 
-def result_of(items: Sequence[Mapping[str, Any]], model: str) -> dict[str, Any]:
-    """Return the result value of answered items."""
+def result_of(items: Sequence[Mapping[str, Any]], model: str, engine: str = "transformers") -> dict[str, Any]:
+    """Return the result value of answered items; `engine` is the one that ran."""
     prompt_tokens = sum(item["usage"]["prompt_tokens"] for item in items)
     completion_tokens = sum(item["usage"]["completion_tokens"] for item in items)
     usage = {
@@ -52,4 +56,4 @@ def result_of(items: Sequence[Mapping[str, Any]], model: str) -> dict[str, Any]:
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
     }
-    return {"items": list(items), "usage": usage, "model": model, "engine": "transformers"}
+    return {"items": list(items), "usage": usage, "model": model, "engine": engine}

@@ -53,24 +53,42 @@ class _OccurrencePenalty(LogitsProcessor):
         )
 
 
-class Engine:
-    """A loaded model that answers batches of prompts. One thread at a time."""
+class Weights:
+    """A loaded model and its tokenizer, for any number of engines.
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> None:
-        self._model = model.eval()
-        self._tokenizer = tokenizer
-        self._sampling = sampling
+    The sampling defaults of the checkpoint would fill what a task leaves out: they are read once, here, and taken away.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.model = model.eval()
+        self.tokenizer = tokenizer
         defaults = model.generation_config
         ends = defaults.eos_token_id if defaults.eos_token_id is not None else tokenizer.eos_token_id
-        ends = [ends] if isinstance(ends, int) else list(ends or ())
-        self._end_tokens = [] if sampling.ignore_eos else ends
-        self._end_tokens = [*self._end_tokens, *sampling.stop_token_ids]
-        # Sampling defaults of the checkpoint would fill what the task leaves out: start from a clean one.
+        self.end_tokens: tuple[int, ...] = (ends,) if isinstance(ends, int) else tuple(ends or ())
         model.generation_config = GenerationConfig(
             pad_token_id=tokenizer.pad_token_id, bos_token_id=defaults.bos_token_id, eos_token_id=None
         )
         config = model.config.get_text_config()
-        self._context_tokens: int | None = getattr(config, "max_position_embeddings", None)
+        self.context_tokens: int | None = getattr(config, "max_position_embeddings", None)
+
+    def encode(self, texts: Sequence[str], **options: Any) -> Any:
+        """Return the tokens of rendered prompts. A chat template writes its own begin token."""
+        return self.tokenizer(list(texts), add_special_tokens=self.tokenizer.chat_template is None, **options)
+
+
+class Engine:
+    """A loaded model that answers batches of prompts with one way of sampling. One thread at a time.
+
+    `model` stands in for that of the weights: the same one with adapters.
+    """
+
+    def __init__(self, weights: Weights, sampling: Sampling, model: Any = None) -> None:
+        self._weights = weights
+        self._model = weights.model if model is None else model
+        self._tokenizer = weights.tokenizer
+        self._sampling = sampling
+        self._end_tokens = [*(() if sampling.ignore_eos else weights.end_tokens), *sampling.stop_token_ids]
+        self._context_tokens = weights.context_tokens
 
     @property
     def sampling(self) -> Sampling:
@@ -83,16 +101,11 @@ class Engine:
 
     def count_tokens(self, text: str) -> int:
         """Return the number of tokens of a rendered prompt."""
-        return len(self._encode([text])["input_ids"][0])
-
-    def _encode(self, texts: Sequence[str], **options: Any) -> Any:
-        # A chat template writes its own begin token.
-        special = self._tokenizer.chat_template is None
-        return self._tokenizer(list(texts), add_special_tokens=special, **options)
+        return len(self._weights.encode([text])["input_ids"][0])
 
     def answer(self, texts: Sequence[str], watch: Watcher) -> list[list[Row]]:
         """Return for each prompt its `n` finished rows. Raises ExecutorError: BadInput for too long a prompt."""
-        batch = self._encode(texts, return_tensors="pt", padding=True).to(self._model.device)
+        batch = self._weights.encode(texts, return_tensors="pt", padding=True).to(self._model.device)
         length = batch["input_ids"].shape[1]
         arguments = self._sampling.generate_arguments()
         arguments["max_new_tokens"] = self._room(length)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from executors.generation.parameters import Sampling
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "abort"]
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -53,6 +53,11 @@ class Row:
             self.finish_reason = "length"
             if self._sampling.stop:
                 self._cut_at_stop()
+
+    def abort(self) -> None:
+        """End the answer where it is: nobody waits for it any more."""
+        if self.finish_reason is None:
+            self.finish_reason = "abort"
 
     def _extend(self, *, final: bool) -> None:
         before = self._decode(self._tokens[self._window : self._read])

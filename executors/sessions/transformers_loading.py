@@ -1,0 +1,63 @@
+"""Loads the base model of a session with transformers: that of `model`, or of the checkpoint; never with adapters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from executors.modeling.libraries import prepare_libraries
+from executors.modeling.location import Location
+from executors.sessions.lines import Opening
+from gpuflow.protocol import Emitter, Request
+from gpuflow.spec.references import resolve_env
+
+
+def locate_base(opening: Opening, emitter: Emitter) -> Location:
+    """Return where the model of a session is, prepared if need be. Raises ExecutorError."""
+    import os
+
+    from executors.modeling.loading import locate
+
+    spec = resolve_env({"model": opening.spec.get("model") or {}}, os.environ)
+    spec["model"] = {**spec["model"], "adapters": None}
+    name = (opening.spec.get("embedding") or {}).get("model")
+    if name and not spec["model"].get("source"):
+        spec["model"]["source"] = named_source(name)
+    request = Request(
+        task_id="session",
+        task_type=opening.task_type,
+        spec=spec,
+        output_dir="",
+        cache_dir=opening.cache_dir,
+        checkpoint_path=opening.checkpoint_path,
+    )
+    return locate(request, emitter)[0]
+
+
+def named_source(name: str) -> dict[str, Any]:
+    """Return the source of a model that is given by a bare name: a shipped preset, a folder, or a hub id."""
+    from gpuflow.spec.presets import list_presets
+
+    return {"identifier": name, "type": "preset"} if name in list_presets("models") else {"identifier": name}
+
+
+def load_base(opening: Opening, emitter: Emitter, *, padding_side: str) -> tuple[Location, Any, Any, str | None]:
+    """Return location, model, tokenizer and resolved revision."""
+    prepare_libraries()
+    emitter.status("loading", "loading the model")
+    import torch
+
+    from executors.modeling.loading import load_model, load_tokenizer
+    from executors.modeling.precision import inference_options
+
+    location = locate_base(opening, emitter)
+    tokenizer = load_tokenizer(location, padding_side=padding_side)
+    options = {**inference_options(location), **((opening.spec.get("model") or {}).get("transformers") or {})}
+    if torch.cuda.device_count() > 1:
+        options.setdefault("device_map", "auto")
+    model = load_model(location, options)
+    return location, model, tokenizer, revision_of(model.config, location)
+
+
+def revision_of(config: Any, location: Location) -> str | None:
+    """Return the commit of a model of the hub, else the revision that was asked for; None for a folder."""
+    return getattr(config, "_commit_hash", None) or location.options.get("revision")
