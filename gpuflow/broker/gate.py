@@ -12,21 +12,27 @@ ANY_TIME: Final = -1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A queue to take from now; with `most_seconds`, a task alone whose time limit is no longer."""
+    """A queue to take from now; with `most_seconds`, a task alone whose time limit is no longer.
+
+    `with_gpus` says whether its tasks get GPUs.
+    """
 
     queue: str
     most_seconds: float = ANY_TIME
+    with_gpus: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Taste:
     """Which messages of a queue a consumer takes.
 
-    Of `types` alone; None: all of gpuflow's own, and those of users in `user_types`. Of its `models` before others;
+    Of `types` alone (`routing.offers`), of `gpu_types` from queues whose tasks get GPUs; None for `types`: all of
+    gpuflow's own, and those of users in `user_types`; None for `gpu_types`: as `types`. Of its `models` before others;
     a message whose model another worker has is left to that one for `patience_seconds`.
     """
 
     types: tuple[str, ...] | None = None
+    gpu_types: tuple[str, ...] | None = None
     user_types: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
     patience_seconds: float = 0.0

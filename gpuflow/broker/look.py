@@ -103,4 +103,7 @@ class Look:
         }
         if taste.types is not None:
             how["types"] = taste.types
+        if taste.gpu_types is not None:
+            how["gpu_types"] = taste.gpu_types
+            how["with_gpus"] = [False] * len(self.plain) + [choice.with_gpus for choice in self.chosen]
         return json.dumps(how)

@@ -40,8 +40,8 @@ def executor() -> None:
 def list_executors(as_json: bool) -> None:
     """List the task types that have an executor here; each is imported, and what is wrong with it is said."""
     from gpuflow.cli import output
-    from gpuflow.cli.executor_child import described
     from gpuflow.settings import Settings
+    from gpuflow.worker.user_environments import described
 
     rows = described(Settings.load())
     if as_json:
@@ -76,14 +76,14 @@ def run(file: str, folder: str | None, as_json: bool) -> int:
     {...}}. Progress, events and log go to stderr, the result to stdout; with --json every event is a line on stdout,
     and the last line says how it ended. Exit codes: 0 completed, 1 failed, 2 bad input, 130 Ctrl-C.
     """
-    from gpuflow.cli.executor_child import start_of
+    from gpuflow.cli.executor_child import child_start
     from gpuflow.cli.executor_view import EventLines, EventView
     from gpuflow.settings import Settings
     from gpuflow.worker.standalone import Standalone, deadline_of
 
     settings = Settings.load()
     request = _read(file, folder, settings)
-    start = start_of(request, settings)
+    start = child_start(request, settings)
     view = EventLines() if as_json else EventView()
     runner = Standalone(
         request,

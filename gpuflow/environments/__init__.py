@@ -6,27 +6,36 @@ are loaded by the environment's own Python, in a child process.
 """
 
 from gpuflow.environments.building import Built, create
+from gpuflow.environments.choice import Choice, State, choose, offers_of
 from gpuflow.environments.definition import DEFAULT, Definition, UnknownEnvironment, Variant, load, names
 from gpuflow.environments.installing import Progress
 from gpuflow.environments.places import Place
-from gpuflow.environments.standing import Ready, Standing, examine, find, python_of, standings, working
+from gpuflow.environments.standing import Ready, Standing, examine, find, note_problem, python_of, standings, working
+from gpuflow.environments.states import Snapshot, snapshot
 
 __all__ = [
     "DEFAULT",
     "Built",
+    "Choice",
     "Definition",
     "Place",
     "Progress",
     "Ready",
+    "Snapshot",
     "Standing",
+    "State",
     "UnknownEnvironment",
     "Variant",
+    "choose",
     "create",
     "examine",
     "find",
     "load",
     "names",
+    "note_problem",
+    "offers_of",
     "python_of",
+    "snapshot",
     "standings",
     "working",
 ]

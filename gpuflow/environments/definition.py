@@ -10,6 +10,7 @@ import difflib
 import hashlib
 import json
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
@@ -19,7 +20,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from gpuflow.errors import GPUFlowError
 from gpuflow.settings import Settings
-from gpuflow.spec.presets import list_presets, load_preset
+from gpuflow.spec.presets import list_presets, preset_path
 from gpuflow.spec.reading import read_file
 
 #: For machines without a GPU, or with one.
@@ -88,10 +89,14 @@ class CheckPart(_Part):
 
 
 class Definition(_Part):
-    """One environment. `task_types` maps a task type to the modules that its executor loads."""
+    """One environment. `task_types` maps a task type to the modules that its executor loads.
+
+    `engine` is what answers in it, for task types that have a choice.
+    """
 
     name: str
     description: str = ""
+    engine: str = ""
     task_types: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     python: Annotated[str, AfterValidator(_specifier)] = ">=3.11"
     variants: dict[Variant, Recipe] = Field(min_length=1)
@@ -126,6 +131,11 @@ def names(settings: Settings) -> list[str]:
     return sorted({*list_presets(_KIND), *own})
 
 
+def is_own(name: str) -> bool:
+    """Say whether an environment is one of the user's, not a shipped one."""
+    return name not in list_presets(_KIND)
+
+
 def load(settings: Settings, name: str) -> Definition:
     """Return an environment. Raises UnknownEnvironment naming near matches, GPUFlowError for a file with mistakes."""
     known = names(settings)
@@ -133,22 +143,27 @@ def load(settings: Settings, name: str) -> Definition:
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
         mend = f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(known)}"
         raise UnknownEnvironment(f"no environment {name[:60]!r}; {mend}")
-    if name in list_presets(_KIND):
-        data, place = load_preset(_KIND, name), f"environments/{name}"
-    else:
-        path = settings.env_dir / f"{name}.yaml"
-        data, place = _own(path), str(path)
+    path = preset_path(_KIND, name) if name in list_presets(_KIND) else settings.env_dir / f"{name}.yaml"
     try:
-        return Definition.model_validate({**data, "name": name})
+        return _parsed(name, path, path.stat().st_mtime_ns)
+    except OSError as error:
+        raise GPUFlowError(f"{path} cannot be read: {error.strerror}; mend its rights") from None
+
+
+@lru_cache(maxsize=64)
+def _parsed(name: str, path: Path, _: int) -> Definition:
+    """Read a definition, once for each state of its file: a worker asks before each child."""
+    try:
+        return Definition.model_validate({**_read(path), "name": name})
     except ValidationError as error:
         mistakes = "; ".join(
             f"{'.'.join(map(str, one['loc'])) or 'file'}: {one['msg'].removeprefix('Value error, ')}"
             for one in error.errors(include_url=False, include_input=False)
         )
-        raise GPUFlowError(f"{place} is not a valid environment: {mistakes}") from None
+        raise GPUFlowError(f"{path} is not a valid environment: {mistakes}") from None
 
 
-def _own(path: Path) -> dict[str, object]:
+def _read(path: Path) -> dict[str, object]:
     document = read_file(path)
     if not isinstance(document.data, dict):
         raise GPUFlowError(f"{path} is not a mapping; write fields with names")

@@ -159,3 +159,12 @@ def examine(settings: Settings, standing: Standing) -> Finding | None:
         with contextlib.suppress(OSError):  # it may be another user's
             place.note_check(standing.marker.folder, found.problem, time.time())
     return found
+
+
+def note_problem(settings: Settings, ready: Ready, problem: str) -> None:
+    """Remember that a built environment has let a child down: it counts as broken until a check says otherwise."""
+    if ready.variant is None:
+        return
+    folder = ready.python.parent.parent
+    with contextlib.suppress(OSError):  # it may be another user's
+        Place(settings, ready.name, ready.variant).note_check(folder.name, problem, time.time())

@@ -7,6 +7,7 @@ What a worker does not tell is None there. Read from the entry's `load`, beside 
 | `families` | list of text, or null | the demand queues of its -Q; null: it has none and serves all |
 | `executors` | list of text, or null | those of --executors; null: all |
 | `userTypes` | list of text | task types of users' own executors that are registered there |
+| `offers` | {cpu: {names, lacking}, gpu: ...} | what it runs for tasks without GPUs and with; `routing.offers` |
 | `freeGpus` | list of UUIDs | GPUs that no task of gpuflow holds, on the whole machine |
 | `freeJobs` | number, or null | how many more tasks it could start; null: no limit |
 | `foreignMib` | UUID -> MiB | GPUs that are held back because of processes outside gpuflow, and what these use |
@@ -25,6 +26,7 @@ from gpuflow.fleet.registry import Fleet, WorkerEntry
 from gpuflow.ledger.ledger import Ledger
 from gpuflow.ledger.records import TaskRecord
 from gpuflow.routing.capability import CAPABILITY_SCHEMA, Capability
+from gpuflow.routing.offers import Offers
 from gpuflow.routing.queues import is_demand_queue
 from gpuflow.routing.views import Reservation, RunningTask, WorkerView
 
@@ -55,6 +57,8 @@ def view_of(entry: WorkerEntry, records: Mapping[str, TaskRecord], now: float) -
         families=_families(entry),
         executors=_texts(load.get("executors")),
         user_types=_texts(load.get("userTypes")),
+        offers=_offers(load, "cpu"),
+        gpu_offers=_offers(load, "gpu"),
         free_gpus=_texts(load.get("freeGpus")),
         free_jobs=load["freeJobs"] if isinstance(load.get("freeJobs"), int) else None,
         tasks=tuple(_running(task, records.get(task), now) for task in entry.tasks),
@@ -78,6 +82,13 @@ def _families(entry: WorkerEntry) -> tuple[str, ...] | None:
     if any(not is_demand_queue(name) and not name.startswith("gpuflow.") for name in entry.queues):
         return None
     return tuple(name for name in entry.queues if is_demand_queue(name))
+
+
+def _offers(load: Mapping[str, Any], kind: str) -> Offers | None:
+    try:
+        return Offers.from_dict(_mapping(load.get("offers"))[kind])
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None  # an older worker, or one without GPUs
 
 
 def _running(task_id: str, record: TaskRecord | None, now: float) -> RunningTask:

@@ -1,7 +1,8 @@
 """What a worker may know of a message before it takes it: hints at the front of its text. Pure.
 
-`x` is the task type (a worker with --executors runs some alone), `m` the model (a worker that has it takes it first),
-`t` the time limit in seconds (what may run on GPUs that are reserved for later). broker/lua/pop.lua reads them.
+`x` is what it asks to be run by (`routing.offers`: a worker takes what it offers), `m` the model (a worker that has it
+takes it first), `t` the time limit in seconds (what may run on GPUs that are reserved for later). broker/lua/pop.lua
+reads them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
+from gpuflow.routing.offers import asked_name
 from gpuflow.spec.units import duration_seconds
 
 _DIGITS: Final = 16
@@ -27,7 +29,7 @@ def model_key(spec: Mapping[str, Any]) -> str:
 
 def hints(spec: Mapping[str, Any]) -> dict[str, Any]:
     """Return the hints of a canonical spec."""
-    found: dict[str, Any] = {"x": str(spec["taskType"])}
+    found: dict[str, Any] = {"x": asked_name(spec)}
     if key := model_key(spec):
         found["m"] = key
     if spec.get("timeout"):

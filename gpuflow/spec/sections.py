@@ -29,6 +29,7 @@ USED_BY: Final[Mapping[str, frozenset[str]]] = {
     "training": _TRAINERS,
     "lora": _TRAINERS - {"sft"},
     "inference": frozenset({"inference", "embedding", "rag"}),
+    "engine": frozenset({"inference", "embedding", "rag"}),
     "reward_model": frozenset({"ppo", "grpo"}),
     "generation": frozenset({"ppo", "grpo"}),
     "qdrant": frozenset({"rag"}),

@@ -21,6 +21,7 @@ from gpuflow.routing.queues import is_demand_queue
 from gpuflow.routing.requirement import Requirement
 from gpuflow.worker.demands import Demands
 from gpuflow.worker.machine_gpus import MachineGpus
+from gpuflow.worker.offering import Offering
 from gpuflow.worker.recent_models import RecentModels
 from gpuflow.worker.reserving import Reserving, Room
 from gpuflow.worker.slots import CONTROL_SLOTS, Allocation, Limits, SlotClass
@@ -39,8 +40,7 @@ class Admission:
         gpus: MachineGpus,
         reserving: Reserving,
         *,
-        types: tuple[str, ...] | None = None,
-        user_types: tuple[str, ...] = (),
+        offering: Offering | None = None,
         patience_seconds: float = 0.0,
     ) -> None:
         self.demands = demands
@@ -48,8 +48,7 @@ class Admission:
         self.reserving = reserving
         self.models = RecentModels()
         self.draining = False
-        self._types = types
-        self._user_types = user_types
+        self._offering = offering
         self._patience_seconds = patience_seconds
         self._gpus = gpus
         self._held: dict[str, Allocation] = {}
@@ -83,9 +82,10 @@ class Admission:
     @property
     def taste(self) -> Taste:
         """Which messages of a queue this worker takes first, and which not at all."""
+        offers = self._offering
         return Taste(
-            types=self._types,
-            user_types=self._user_types,
+            types=None if offers is None else tuple(offers.plain.names),
+            gpu_types=None if offers is None or offers.same else tuple(offers.with_gpus.names),
             models=self.models.names(),
             patience_seconds=self._patience_seconds,
         )
@@ -106,7 +106,7 @@ class Admission:
                 if hold is not None or not asked.gpu_count:
                     self._chosen = hold
                     served = (one for one in rooms if self._served_by(one[0], one[1], asked, gpus))
-                    return [Choice(queue=name, most_seconds=its.most_seconds) for name, its in served][:MOST_CHOSEN]
+                    return [self._choice(name, its) for name, its in served][:MOST_CHOSEN]
         return []
 
     def chosen_none(self) -> None:
@@ -292,6 +292,10 @@ class Admission:
             return True
         unsaid = [one for one in held if not one.gpus and not (one.requirement and one.requirement.cpu)]
         return len(unsaid) < limits.cpu_jobs
+
+    def _choice(self, queue: str, room: Room) -> Choice:
+        with_gpus = self._asked(queue).gpu_count > 0
+        return Choice(queue=queue, most_seconds=room.most_seconds, with_gpus=with_gpus)
 
     def _asked(self, queue: str) -> Requirement:
         return self.demands.requirement(queue) or Requirement()

@@ -42,7 +42,10 @@ LOG_TAIL: Final = 4000
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How an attempt ended: the result value of a completed one, or the error record of any other."""
+    """How an attempt ended: the result value of a completed one, or the error record of any other.
+
+    `began` says whether its child had told a single event, or was ended by a signal before it could.
+    """
 
     completed: bool
     result: dict[str, Any] = field(default_factory=dict)
@@ -50,6 +53,7 @@ class Outcome:
     stop: StopReason | None = None
     artifacts: tuple[str, ...] = ()
     log_tail: str = ""
+    began: bool = True
 
 
 class _LogFile:
@@ -121,6 +125,7 @@ class Attempt:
         self._events: list[str] = []
         self._progress: dict[str, Any] | None = None
         self._finish: Mapping[str, Any] | None = None
+        self._began = False
         self._result: dict[str, Any] = {}
         self._artifacts: list[str] = []
 
@@ -240,6 +245,7 @@ class Attempt:
             return Event(name="log", data={"message": self.redactor.text(note)}, at=event.at)
 
     def _handle(self, event: Event) -> None:
+        self._began = self._began or event.name != "log"
         if event.name == "finish":
             self._finish = event.data
         elif event.name == "result":
@@ -284,4 +290,11 @@ class Attempt:
         if succeeded(finish, end) and self._stop not in ("lost", "superseded"):
             return Outcome(completed=True, result=self._result, artifacts=artifacts, log_tail=self._log_tail)
         error = failed(finish, end) if self._stop is None else stopped(self._stop, seconds, self._deadline_seconds)
-        return Outcome(completed=False, error=error, stop=self._stop, artifacts=artifacts, log_tail=self._log_tail)
+        return Outcome(
+            completed=False,
+            error=error,
+            stop=self._stop,
+            artifacts=artifacts,
+            log_tail=self._log_tail,
+            began=self._began or not end.exit_code,
+        )

@@ -31,12 +31,14 @@ from gpuflow.worker.event_batches import EventBatches
 from gpuflow.worker.housekeeping import Housekeeping
 from gpuflow.worker.machine_gpus import MachineGpus
 from gpuflow.worker.main import CannotStart
+from gpuflow.worker.offering import Offering
 from gpuflow.worker.preflight import require_durable, require_own_id
 from gpuflow.worker.presence import PresenceThread
 from gpuflow.worker.reserving import Reserving
 from gpuflow.worker.runtime import Runtime, current, find, install
 from gpuflow.worker.slots import Limits
 from gpuflow.worker.stopping import Stopper
+from gpuflow.worker.user_environments import environments_of
 
 log = get_logger("gpuflow.worker")
 
@@ -129,13 +131,15 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
         machine_gpus = MachineGpus(capability.gpus, app.settings.lock_dir)
         own_types = user_types(app.settings.executors)
         types = parse_executors(executors, own_types)
+        named = dict.fromkeys(TASK_OF_TYPE) | environments_of(app.settings, own_types)
+        taken = {name: named[name] for name in types} if types is not None else named
+        offering = Offering(app.settings, taken, gpus=bool(capability.gpus))
         table.gate = admission = Admission(
             Demands(app.redis, app.keys, capability, families=worker.asked_queues, cost=cost),
             limits,
             machine_gpus,
             Reserving(machine_gpus, app.redis, app.keys, worker.worker_id),
-            types=types,
-            user_types=own_types,
+            offering=offering,
             patience_seconds=app.settings.model_patience_seconds,
         )
         table.reclaim = lambda free, new_run: app.ledger.reclaim(
@@ -153,6 +157,7 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
             asked_queues=worker.asked_queues,
             executors=types,
             user_types=own_types,
+            offering=offering,
             machine_gpus=machine_gpus,
         )
         runtime.stopper = Stopper(runtime, float(app.conf.worker_soft_shutdown_timeout or 0))

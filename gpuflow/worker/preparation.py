@@ -30,6 +30,7 @@ from gpuflow.settings import Settings
 from gpuflow.worker.environment import child_environment, given_variables, python_path
 from gpuflow.worker.results import ResultsFolder, attempt_and_step
 from gpuflow.worker.secret_sources import redactor_of, reference_values, secrets_of
+from gpuflow.worker.starting import Start
 
 log = get_logger("gpuflow.preparation")
 
@@ -52,6 +53,7 @@ class Prepared:
 def prepare(
     spec: Mapping[str, Any],
     *,
+    start: Start,
     task_id: str,
     attempt: int,
     gpus: Sequence[str],
@@ -103,6 +105,7 @@ def prepare(
             executors=settings.executors,
         ),
     )
+    environment = start.variables(environment)
     return Prepared(
         request=request,
         environment=environment,

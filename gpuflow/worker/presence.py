@@ -44,6 +44,7 @@ class PresenceThread(threading.Thread):
         """Beat until stopped; a broker that is away is tried again at the next turn."""
         settings = self.runtime.app.settings
         next_beat = try_again = next_watch = 0.0
+        next_look = time.monotonic() + settings.heartbeat_interval_seconds
         watch = GpuWatch(self.runtime)
         while not self._stop_event.wait(0.25):
             if time.monotonic() >= next_watch:
@@ -51,6 +52,9 @@ class PresenceThread(threading.Thread):
                 next_watch = time.monotonic() + WATCH_SECONDS
             changed = self._summary() != self._written
             now = time.monotonic()
+            if now >= next_look:
+                self.runtime.offering.look()
+                next_look = time.monotonic() + settings.heartbeat_interval_seconds
             if now < try_again or (not changed and now < next_beat):
                 continue
             try:
@@ -161,6 +165,7 @@ class PresenceThread(threading.Thread):
             "families": None if families is None else list(families),
             "executors": None if self.runtime.executors is None else list(self.runtime.executors),
             "userTypes": list(self.runtime.user_types),
+            "offers": self.runtime.offering.to_dict(),
         }
         if hardware.gpus:
             load |= self._gpu_load()

@@ -20,6 +20,7 @@ from gpuflow.worker.admission import Admission
 from gpuflow.worker.attempt import Attempt
 from gpuflow.worker.judging import StopReason
 from gpuflow.worker.machine_gpus import MachineGpus
+from gpuflow.worker.offering import Offering
 
 if TYPE_CHECKING:
     from gpuflow.worker.presence import PresenceThread
@@ -40,6 +41,7 @@ class Runtime:
     ephemeral: bool = False
     executors: tuple[str, ...] | None = None
     user_types: tuple[str, ...] = ()
+    offering: Offering
     asked_queues: tuple[str, ...] | None = None
     running: dict[str, Attempt] = field(default_factory=dict)
     connected: bool = False

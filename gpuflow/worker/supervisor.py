@@ -6,7 +6,6 @@ counts and links, and it does so only after the record says so.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final, Literal, NoReturn, TypeVar
@@ -34,6 +33,7 @@ from gpuflow.worker.results import ResultsFolder
 from gpuflow.worker.retries import AVOID_SECONDS, Again, decide
 from gpuflow.worker.runtime import Runtime, current
 from gpuflow.worker.secret_sources import scrubbed
+from gpuflow.worker.starting import EnvironmentNotReady, Start
 
 log = get_logger("gpuflow.supervisor")
 
@@ -115,12 +115,15 @@ class Delivery:
         runtime, number, settings = self.runtime, holder.attempt, self.runtime.app.settings
         limit = duration_seconds(self.spec["timeout"]) if self.spec.get("timeout") else None
         allocation = runtime.admission.claim(self.tag, limit)
+        gpus = allocation.gpus if allocation else ()
         try:
+            start = runtime.offering.start_of(self.spec, gpus=bool(gpus))
             prepared = prepare(
                 self.spec,
+                start=start,
                 task_id=self.id,
                 attempt=number,
-                gpus=allocation.gpus if allocation else (),
+                gpus=gpus,
                 folder=self.folder,
                 settings=settings,
                 worker_id=runtime.worker_id,
@@ -133,7 +136,7 @@ class Delivery:
             prepared.request,
             self.ledger,
             holder,
-            argv=[sys.executable, "-P", "-m", "executors"],
+            argv=start.argv,
             environment=prepared.environment,
             log_path=self.folder.log_path(number),
             grace_seconds=settings.grace_seconds,
@@ -160,7 +163,21 @@ class Delivery:
             if self.uploads is not None:
                 self.uploads.finish(upload=outcome is not None and goes_on(outcome))
             runtime.end(self.id)
-        return scrubbed(outcome, prepared.output_dir, prepared.redactor)
+        return scrubbed(self._by_engine(outcome, start), prepared.output_dir, prepared.redactor)
+
+    def _by_engine(self, outcome: Outcome, start: Start) -> Outcome:
+        """Name the engine in the result, and the environment in the error of a child that it did not even begin."""
+        if outcome.completed:
+            engine = {"engine": start.engine} if start.engine and "children" not in outcome.result else {}
+            return replace(outcome, result={**engine, **outcome.result})
+        if outcome.began or outcome.stop is not None or not start.use.variant:
+            return outcome
+        broken = EnvironmentNotReady(
+            f"the child could not begin in environment {start.use.name}: {(outcome.error or {}).get('message')}; "
+            f"run `gpuflow env check {start.use.name}` on worker {self.runtime.worker_id}"
+        )
+        self.runtime.offering.let_down(start, "a child could not begin in it")
+        return replace(outcome, error=cause_of(broken))
 
     def _wake(self) -> None:
         """Let the consumers of the machine look for the next task while this one is committed."""

@@ -70,6 +70,19 @@ def queues(broker: Broker) -> Queues:
     return Queues(broker).clear()
 
 
+def test_what_is_taken_may_differ_for_tasks_that_get_gpus(queues: Queues) -> None:
+    taste = {"types": ("inference", "inference:vllm"), "gpu_types": ("inference",)}
+    gpu = Choice(queue="gpu", with_gpus=True)
+    queues.put("needs-vllm", x="inference:vllm")
+    queues.put("needs-vllm-too", queue="cpu", x="inference:vllm")
+    queues.put("any", x="inference")
+
+    assert queues.pop(gpu, "cpu", **taste) == "needs-vllm-too"
+    assert queues.pop(gpu, "cpu", **taste) == "any"
+    assert queues.pop(gpu, "cpu", **taste) is None
+    assert queues.pop("gpu", **{**taste, "gpu_types": None}) == "needs-vllm", "as for tasks without"
+
+
 def test_other_task_types_are_passed_over_as_deep_as_one_looks(queues: Queues) -> None:
     for _ in range(DEPTH - 1):
         queues.put("echo", x="echo")

@@ -10,7 +10,8 @@
 --   bell     seconds that a doorbell token may lie unread
 --   groups   groups of waiters to register in: plain queues, and the class of this worker
 --   limits   for each queue, the longest time limit in seconds of a task that may be taken, or -1
---   types    the task types that this worker runs; none: all without a dot, and user_types (names with a dot)
+--   types    what this worker runs (routing/offers.py); none: all without a dot, and user_types (names with a dot)
+--   gpu_types, with_gpus   the same for queues whose tasks get GPUs, and for each queue whether they do; none: types
 --   models   the models that this worker has   patience: seconds to leave a task to a worker that has its model
 --
 -- Returns {list, message, names}; with '' for both when nothing was taken: then the doorbell is registered in the same
@@ -33,6 +34,7 @@ local function as_set(names)
 end
 
 local types, models = as_set(look.types or look.user_types), as_set(look.models)
+local gpu_types = look.gpu_types and as_set(look.gpu_types) or types
 local choosy = next(models) ~= nil
 
 -- Return the hints of a message, and when it was queued.
@@ -44,10 +46,10 @@ local function hints_of(raw)
     limit = string.match(front, '"t": ([%d.]+)')}, tonumber(at)
 end
 
-local function may_take(hints, at, most_seconds)
+local function may_take(hints, at, most_seconds, mine)
   if most_seconds >= 0 and not (hints.limit and tonumber(hints.limit) <= most_seconds) then return false end
   local limited = hints.type and (look.types or string.find(hints.type, '.', 1, true))
-  if limited and not types[hints.type] then return false end
+  if limited and not mine[hints.type] then return false end
   if hints.model and not models[hints.model] and now - at < look.patience then
     return redis.call('EXISTS', prefix_of(ready) .. 'gpuflow.warm:' .. hints.model) == 0
   end
@@ -55,13 +57,13 @@ local function may_take(hints, at, most_seconds)
 end
 
 -- Return the message of one list that this worker should take next, and when it was queued.
-local function best_of(list, most_seconds)
+local function best_of(list, most_seconds, mine)
   local first, first_at
   for depth = 1, DEPTH do
     local raw = redis.call('LINDEX', list, -depth)
     if not raw then break end
     local hints, at = hints_of(raw)
-    if may_take(hints, at, most_seconds) then
+    if may_take(hints, at, most_seconds, mine) then
       if not choosy or (hints.model and models[hints.model]) then return raw, at end
       if not first then first, first_at = raw, at end
       if now - first_at > LONGEST * look.patience then break end
@@ -81,7 +83,8 @@ end
 local function best_from(first)
   local list, raw, at
   for i = 0, look.queues - 1 do
-    local found, queued = best_of(KEYS[first + i], look.limits[i + 1])
+    local mine = look.with_gpus and look.with_gpus[i + 1] and gpu_types or types
+    local found, queued = best_of(KEYS[first + i], look.limits[i + 1], mine)
     if found and (not list or queued < at) then list, raw, at = KEYS[first + i], found, queued end
   end
   return list, raw
