@@ -2,9 +2,10 @@
 
     merge_children: [{id, spec}]          ->  result {"children": {id: {...result} | {"error": {...}}}}
 
-A child's spec is laid over that of the request, section by section, so that what is common may stand there once. Its
-files go to `children/<id>/` of the output folder, and its events carry `child: <id>`. Called by `__main__`, and by
-executors with a way of their own to run several children.
+A child's spec is laid over that of the request, section by section, so that what is common may stand there once; so is
+its `checkpoint_path`. One whose inputs cannot be had has an `error` in place of a spec. Its files go to `children/<id>/`
+of the output folder, and its events carry `child: <id>`. Called by `__main__`, and by executors with a way of their own
+to run several children.
 """
 
 from __future__ import annotations
@@ -115,15 +116,18 @@ def _child(entry: Any, request: Request, common: Mapping[str, Any]) -> MergedChi
     child_id = entry.get("id") if isinstance(entry, Mapping) else None
     if not isinstance(child_id, str) or not _SAFE_ID.fullmatch(child_id):
         raise ExecutorError("BadInput", f"an entry of {MERGED} has no usable id: letters, digits, '.', '_' and '-'")
-    own = entry.get("spec")
-    folders = {
+    own, failure = entry.get("spec"), entry.get("error")
+    places = {
+        "checkpoint_path": entry.get("checkpoint_path", request.checkpoint_path),
         "output_dir": str(Path(request.output_dir) / "children" / child_id),
         "checkpoint_dir": None
         if request.checkpoint_dir is None
         else str(Path(request.checkpoint_dir) / "children" / child_id),
     }
-    bare = replace(request, task_id=child_id, spec=common, resume_from=None, **folders)
+    bare = replace(request, task_id=child_id, spec=common, resume_from=None, **places)
     try:
+        if isinstance(failure, Mapping):
+            raise ExecutorError(failure["type"], failure["message"], retryable=bool(failure.get("retryable")))
         if not isinstance(own, Mapping):
             raise ExecutorError("BadInput", f"child {child_id} has no spec; give an object")
         return MergedChild(id=child_id, request=replace(bare, spec={**common, **resolve_env(own, os.environ)}))
