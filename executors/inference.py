@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from executors.base import Executor, write_responses
 from executors.data.sources import read_entries
 from executors.generation.answers import batch_size, item_of, result_of, tell_deltas
+from executors.generation.meter import Meter
 from executors.generation.parameters import read_sampling
 from executors.generation.prompts import Prompt, read_prompts, render
 from executors.merging import MergedChild, Result
@@ -68,8 +69,6 @@ def load(request: Request, emitter: Emitter) -> tuple[Any, Any, str]:
 def _answer_all(
     prompts: Sequence[Prompt], engine: Any, tokenizer: Any, inference: Mapping[str, Any], emitter: Emitter
 ) -> list[dict[str, Any]]:
-    from executors.generation.engine import Meter
-
     meter = Meter()
     size = batch_size(inference, engine.sampling)
     stream = bool(inference.get("stream"))

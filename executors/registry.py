@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 EXECUTORS: Final[Mapping[str, str]] = {
     "echo": "executors.echo:Echo",
     "inference": "executors.inference:Inference",
+    "embedding": "executors.embedding:Embedding",
     "sft": "executors.sft:SupervisedTuning",
     "lora_sft": "executors.sft:SupervisedTuning",
 }

@@ -1,8 +1,8 @@
 """Which of the waiting prompts go through the model together: requests of one kind, fairly mixed. Pure, thread-safe.
 
-A call is a request that has been read; a unit is one prompt of it. Calls with equal `key` may share a batch. A call that
-is `alone` shares with nobody, its units stay in order: so is one whose answer depends on the generator of random
-numbers. A unit that is `alone` is a batch by itself.
+A call is a request that has been read; a unit is one prompt of it. Calls with equal `key` may share a batch. A call
+that is `alone` shares with nobody, as its answer depends on the generator of random numbers. A unit that is `alone` is
+a batch by itself.
 """
 
 from __future__ import annotations
@@ -85,15 +85,16 @@ class BatchQueue(Generic[C]):
         if first.units[0].alone:
             batch = [first.units.popleft()]
             served = [first]
-        elif first.call.alone:
-            batch = [first.units.popleft() for _ in range(min(size, len(first.units)))]
-            served = [first]
         else:
-            served = [
-                line
-                for line in self._lines
-                if line.call.key == first.call.key and not line.call.alone and not line.units[0].alone
-            ]
+            served = (
+                [first]
+                if first.call.alone
+                else [
+                    line
+                    for line in self._lines
+                    if line.call.key == first.call.key and not line.call.alone and not line.units[0].alone
+                ]
+            )
             batch = _mixed(served, size)
         self._requeue(served)
         return batch

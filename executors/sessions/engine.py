@@ -56,10 +56,10 @@ class Engine(ABC):
     def running(self) -> int:
         """How many of the calls of `run` the engine works on now; the others wait."""
 
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027  (most engines cannot be gone)
         """Raise EngineDied if the engine is gone. Costs nothing: it is called often."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  (there may be nothing to free)
         """Free what the engine holds. The process ends after it, and kills what is left."""
 
 

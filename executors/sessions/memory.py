@@ -1,6 +1,6 @@
 """GPU memory that a session holds: what its GPUs had free before loading, less what they have free after.
 
-Read by NVML, so that the process itself opens no GPU: vLLM's engine is another process. Without NVML there is no figure.
+Read by NVML, so that the process itself opens no GPU: vLLM's engine is another process. Without NVML: no figure.
 """
 
 from __future__ import annotations

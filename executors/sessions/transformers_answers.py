@@ -1,4 +1,4 @@
-"""Batches of prompts on transformers: the work of an inference session. Greedy and seeded answers stay what they are alone.
+"""Batches of prompts on transformers: the work of an inference session.
 
 Requests of one sampling share batches. A seeded request that is not greedy shares with nobody, and the state of the
 random numbers goes with it from batch to batch. A prompt that leaves less room than max_tokens is a batch by itself,
@@ -16,7 +16,8 @@ import torch
 
 from executors.data.sources import read_entries
 from executors.generation.answers import batch_size, default_rows, item_of, result_of, tell_deltas
-from executors.generation.engine import Engine, Meter, Weights
+from executors.generation.engine import Engine, Weights
+from executors.generation.meter import Meter
 from executors.generation.parameters import Sampling, read_sampling
 from executors.generation.prompts import Prompt, read_prompts, render
 from executors.generation.rows import Row

@@ -1,7 +1,7 @@
 """The engine of a session on transformers: one model, one thread that runs batches, requests mixed into them.
 
 What a batch does is the business of its `work`: answers (`transformers_answers`) or vectors (`transformers_vectors`).
-A batch that fails is run again call by call, so that one bad request fails alone; a fault of the device ends the engine.
+A batch that fails is run again call by call, so that one bad request fails alone; a device fault ends the engine.
 """
 
 from __future__ import annotations

@@ -40,11 +40,14 @@ def named_source(name: str) -> dict[str, Any]:
     return {"identifier": name, "type": "preset"} if name in list_presets("models") else {"identifier": name}
 
 
-def load_base(opening: Opening, emitter: Emitter, *, padding_side: str) -> tuple[Location, Any, Any, str | None]:
-    """Return location, model, tokenizer and resolved revision."""
+def load_base(
+    opening: Opening, emitter: Emitter, *, padding_side: str, headless: bool = False
+) -> tuple[Location, Any, Any, str | None]:
+    """Return location, model (`headless`: without its output layer), tokenizer and resolved revision."""
     prepare_libraries()
     emitter.status("loading", "loading the model")
     import torch
+    from transformers import AutoModel, AutoModelForCausalLM
 
     from executors.modeling.loading import load_model, load_tokenizer
     from executors.modeling.precision import inference_options
@@ -54,7 +57,7 @@ def load_base(opening: Opening, emitter: Emitter, *, padding_side: str) -> tuple
     options = {**inference_options(location), **((opening.spec.get("model") or {}).get("transformers") or {})}
     if torch.cuda.device_count() > 1:
         options.setdefault("device_map", "auto")
-    model = load_model(location, options)
+    model = load_model(location, options, AutoModel if headless else AutoModelForCausalLM)
     return location, model, tokenizer, revision_of(model.config, location)
 
 

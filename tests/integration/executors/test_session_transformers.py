@@ -13,6 +13,7 @@ import pytest
 
 from tests.fixtures.executor_child import Ended
 from tests.fixtures.session_child import Caller, SessionChild, outputs, streamed
+from tests.fixtures.tiny_adapter import make_tiny_adapter
 
 pytestmark = pytest.mark.ml
 
@@ -167,6 +168,33 @@ def test_merged_calls_are_answered_each_in_its_own_folder(caller: Caller) -> Non
     assert (caller.out("merged") / "children" / "a" / "responses.json").is_file()
     told = {event["path"] for event in caller.session.of("merged", "artifact")}
     assert told == {"children/a/responses.json", "children/c/responses.json", "responses.json"}
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    folder = tmp_path_factory.mktemp("adapter")
+    return make_tiny_adapter(tiny_model, folder / "adapter", folder / "merged")
+
+
+def test_each_request_has_its_own_adapter(
+    caller: Caller, adapter: Path, tmp_path: Path, run: Callable[..., Ended]
+) -> None:
+    items, greedy = ["Hello Ana", "Dear Bo"], {"inference": {"max_tokens": 12, "temperature": 0}}
+    data = {"data": {"type": "list", "items": items}}
+    tuned = {"model": {"adapters": [{"type": "lora", "path": str(adapter)}]}, **greedy}
+    twice = {"model": {"adapters": [{"path": str(adapter), "weight": 0.5}] * 2}, **greedy}
+    expected = outputs(run("inference", {**data, **greedy}, model=adapter.parent / "merged").result)
+    for _ in range(2):  # the second time it is on the model already
+        caller.run("tuned", *items, spec=tuned)
+        caller.run("plain", *items, max_tokens=12)
+        caller.run("twice", *items, spec=twice)
+        found = {id: outputs(caller.session.result(id)) for id in ("tuned", "plain", "twice")}
+        caller.session.forget()
+
+    assert found["tuned"] == expected
+    assert found["plain"] == outputs(run("inference", {**data, **greedy}).result)
+    assert found["plain"] != expected
+    assert found["twice"] == expected
 
 
 def test_close_ends_it_when_the_open_requests_have_ended(fresh: SessionChild, tmp_path: Path) -> None:
