@@ -1,4 +1,4 @@
-"""Parts of warm sessions that need no model: lines, batches, sides, arguments, texts."""
+"""Parts of warm sessions that need no model: lines, requests, batches, sides."""
 
 from __future__ import annotations
 
@@ -17,16 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from executors.base import ExecutorError
-from executors.modeling.location import Location
 from executors.sessions.adapters import adapters_of, rank
 from executors.sessions.batching import BatchQueue, Unit
 from executors.sessions.channel import RequestEmitter, SessionEmitter, listen
 from executors.sessions.lines import Abort, BadLine, Close, Opening, Ping, Run, read_operation
 from executors.sessions.requests import read_request
 from executors.sessions.sides import Sides
-from executors.sessions.vllm_arguments import engine_arguments, lora_arguments, sampling_arguments
-from executors.vectors.pooling import Pooling, read_pooling
-from executors.vectors.texts import read_texts
 from gpuflow.protocol import Request
 
 # -- lines -------------------------------------------------------------------------------------------------------
@@ -292,93 +288,3 @@ async def test_who_no_longer_waits_holds_nobody_up() -> None:
 async def _pass(sides: Sides, side: bool) -> None:
     async with sides.on(side):
         pass
-
-
-# -- vLLM's arguments --------------------------------------------------------------------------------------------
-
-KNOWN = {"max_model_len", "tensor_parallel_size", "pipeline_parallel_size", "disable_log_stats", "enable_lora"}
-
-
-def test_engine_arguments_follow_from_the_gpus_unless_given() -> None:
-    assert engine_arguments({"max_model_len": 8}, ["GPU-1", "GPU-2"], KNOWN) == {
-        "max_model_len": 8,
-        "tensor_parallel_size": 2,
-        "disable_log_stats": True,
-    }
-    assert "tensor_parallel_size" not in engine_arguments({"pipeline_parallel_size": 2}, ["a", "b"], KNOWN)
-    assert "tensor_parallel_size" not in engine_arguments({}, [], KNOWN)
-
-
-@pytest.mark.parametrize(("name", "says"), [("max_modle_len", "max_model_len"), ("model", "set by gpuflow")])
-def test_unknown_engine_arguments_are_named(name: str, says: str) -> None:
-    with pytest.raises(ExecutorError, match=says):
-        engine_arguments({name: 1}, [], KNOWN)
-
-
-def test_room_for_adapters_follows_from_their_ranks() -> None:
-    assert lora_arguments({}, []) == {}
-    assert lora_arguments({}, [4]) == {"enable_lora": True, "max_lora_rank": 16, "max_loras": 4}
-    assert lora_arguments({"max_loras": 1}, [40]) == {"enable_lora": True, "max_lora_rank": 64}
-    assert lora_arguments({"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}, []) == {}
-    with pytest.raises(ExecutorError, match="at most 512"):
-        lora_arguments({}, [1024])
-
-
-def test_sampling_arguments_are_those_of_the_schema() -> None:
-    inference = {"temperature": 0, "stream": True, "system_prompt": "x", "top_p": None, "logit_bias": {"5": 1.0}}
-    assert sampling_arguments(inference) == {"temperature": 0, "max_tokens": 256, "logit_bias": {5: 1.0}}
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "says"),
-    [("temprature", 1, "temperature"), ("output_kind", 1, "use stream"), ("logit_bias", {"x": 1}, "token ids")],
-)
-def test_unknown_sampling_arguments_are_named(name: str, value: Any, says: str) -> None:
-    with pytest.raises(ExecutorError, match=says):
-        sampling_arguments({name: value})
-
-
-# -- vectors -----------------------------------------------------------------------------------------------------
-
-
-def test_texts_of_entries() -> None:
-    texts = read_texts(["a", {"text": "b"}, {"x": 1, "passage": "c"}], {}, "query: ")
-    assert [text.text for text in texts] == ["query: a", "query: b", "query: c"]
-    assert [text.text for text in read_texts([{"x": "a", "text": "b"}], {"columns": {"text": "x"}})] == ["a"]
-
-
-@pytest.mark.parametrize(("entry", "says"), [({"x": 1}, "its columns are: x"), (7, "int"), ("", "str")])
-def test_an_entry_without_text_is_named(entry: Any, says: str) -> None:
-    with pytest.raises(ExecutorError, match=says):
-        read_texts([entry], {})
-
-
-def _sentence_model(folder: Path, pooling: dict[str, Any], *modules: str) -> Location:
-    kinds = [{"type": f"sentence_transformers.models.{kind}", "path": f"1_{kind}"} for kind in modules]
-    (folder / "modules.json").write_text(json.dumps(kinds))
-    (folder / "1_Pooling").mkdir()
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
-    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 64}')
-    return Location(name="model", place=str(folder))
-
-
-def test_pooling_is_what_the_model_says(tmp_path: Path) -> None:
-    assert read_pooling(Location(name="bare", place=str(tmp_path))) == Pooling(mode="mean", normalize=True)
-    said = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False, "word_embedding_dimension": 8}
-    location = _sentence_model(tmp_path, said, "Transformer", "Pooling")
-    assert read_pooling(location) == Pooling(mode="cls", normalize=False, max_tokens=64)
-
-
-@pytest.mark.parametrize(
-    ("pooling", "modules", "says"),
-    [
-        ({"pooling_mode": "mean"}, ("Transformer", "Pooling", "Dense"), "Dense"),
-        ({"pooling_mode": "weightedmean"}, ("Transformer", "Pooling"), "weightedmean"),
-        ({"pooling_mode_max_tokens": True, "pooling_mode_cls_token": True}, ("Pooling",), "and"),
-    ],
-)
-def test_pooling_that_is_not_done_here_is_refused(
-    tmp_path: Path, pooling: dict[str, Any], modules: tuple[str, ...], says: str
-) -> None:
-    with pytest.raises(ExecutorError, match=says):
-        read_pooling(_sentence_model(tmp_path, pooling, *modules))
