@@ -1,6 +1,6 @@
-"""A child as `python -m executors`, to which something happens at its first progress event: `faulty_child.py FAULT`.
+"""A child as `python -m executors`, to which something happens: `faulty_child.py FAULT EVENT`, at the first such event.
 
-So every executor meets the same accidents in the middle of its work, without a line for them in its own code.
+So every executor meets the same accidents in its work, without a line for them in its own code.
 """
 
 from __future__ import annotations
@@ -74,16 +74,19 @@ def leave(_: Emitter) -> NoReturn:
 
 FAULTS = {f.__name__: f for f in (litter, crash, memory, cuda, slow, hang, contradict, leave)}
 
+#: Those that no code of an executor could catch or answer to.
+AT_ONCE = frozenset({"crash", "hang", "contradict", "leave"})
+
 
 def main() -> int:
-    fault = FAULTS[sys.argv[1]] if len(sys.argv) > 1 else None
+    fault, event = (FAULTS[sys.argv[1]], sys.argv[2]) if len(sys.argv) > 1 else (None, "")
     emit = Emitter.emit
     struck = False
 
     def strike(self: Emitter, name: str, **data: Any) -> None:
         nonlocal struck
         emit(self, name, **data)
-        if name == "progress" and fault is not None and not struck:
+        if name == event and fault is not None and not struck:
             struck = True
             fault(self)
 

@@ -14,7 +14,7 @@ import psutil
 from gpuflow.protocol import Event, Request
 from gpuflow.settings import Settings
 from gpuflow.worker.standalone import Ended, Standalone, environment_for
-from tests.conformance.faulty_child import HANGING
+from tests.conformance.faulty_child import AT_ONCE, HANGING
 from tests.conformance.providers import Provider
 
 _CHILD = Path(__file__).with_name("faulty_child.py")
@@ -74,6 +74,13 @@ class Runs:
             self.done[name] = self._run(name, spec, fault, stop_at, deadline_seconds, grace_seconds)
         return self.done[name]
 
+    def _struck_at(self, fault: str) -> str:
+        """Return the event at which a fault strikes: in the middle of the work.
+
+        What ends a process at once is the same for any code of an executor: a large library is not loaded for it.
+        """
+        return "worker" if self.provider.needs_ml and fault in AT_ONCE else "progress"
+
     def _run(
         self,
         name: str,
@@ -103,7 +110,7 @@ class Runs:
         runner = Standalone(
             request,
             environment=environment,
-            argv=[sys.executable, "-P", str(_CHILD), *([fault] if fault else [])],
+            argv=[sys.executable, "-P", str(_CHILD), *([fault, self._struck_at(fault)] if fault else [])],
             on_event=on_event,
             deadline_seconds=deadline_seconds,
             grace_seconds=grace_seconds,

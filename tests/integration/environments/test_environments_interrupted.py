@@ -58,11 +58,11 @@ def test_kill_9_in_the_middle_leaves_no_process_and_nothing_that_counts(
     eventually(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, what="the child to end")
     eventually(lambda: workshop.status() == "absent", what="the lock to be free")
     assert len(workshop.folders()) == 1  # what was half built: it counts for nothing
-    assert workshop.run("check", "tiny").returncode == 1
+    assert workshop.call("check", "tiny").returncode == 1
 
     workshop.define()
     if hang is in_pip:
-        assert workshop.run("remove", "tiny").returncode == 0
+        assert workshop.call("remove", "tiny").returncode == 0
         assert workshop.folders() == []
         return
     assert workshop.create().returncode == 0

@@ -18,9 +18,9 @@ from tests.support.environments import YAML_VERSION, Workshop
 
 
 def test_it_is_listed_found_and_checked(built: Workshop) -> None:
-    row = next(row for row in json.loads(built.run("list", "--json").stdout) if row["name"] == "tiny")
-    path = built.run("path", "tiny").stdout.strip()
-    checked = json.loads(built.run("check", "tiny", "--json").stdout)
+    row = next(row for row in json.loads(built.call("list", "--json").stdout) if row["name"] == "tiny")
+    path = built.call("path", "tiny").stdout.strip()
+    checked = json.loads(built.call("check", "tiny", "--json").stdout)
 
     assert (row["status"], row["variant"], row["path"], row["task_types"]) == ("ready", "cpu", path, ["tiny"])
     assert row["size_bytes"] > 1_000_000
@@ -84,7 +84,7 @@ def test_what_breaks_is_found_by_check_kept_from_workers_and_mended_by_force(bui
     (folder,) = built.folders()
     next(folder.glob("lib/python*/site-packages/tinydep.py")).write_text("raise ValueError('rotten')")
 
-    checked = built.run("check", "tiny")
+    checked = built.call("check", "tiny")
 
     assert checked.returncode == 1
     assert "import tinydep: ValueError: rotten" in checked.stdout
@@ -119,7 +119,7 @@ def test_check_compares_what_is_installed_with_the_pins(
     before = (info / "METADATA").read_text("utf-8") if not made else None
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {dist_info}\nVersion: {new_version}\n", "utf-8")
 
-    broken = built.run("check", "tiny")
+    broken = built.call("check", "tiny")
     if before is None:
         (info / "METADATA").unlink()
         info.rmdir()
@@ -128,7 +128,7 @@ def test_check_compares_what_is_installed_with_the_pins(
 
     assert broken.returncode == 1
     assert problem in broken.stdout
-    assert built.run("check", "tiny").returncode == 0  # and what it found is remembered
+    assert built.call("check", "tiny").returncode == 0  # and what it found is remembered
     assert built.status() == "ready"
 
 
@@ -137,7 +137,7 @@ def test_other_pins_make_it_outdated_until_it_is_created_again(built: Workshop) 
 
     assert built.status() == "outdated"
     assert "tiny" not in working(built.settings)
-    assert "pins are not those" in built.run("check", "tiny").stdout
+    assert "pins are not those" in built.call("check", "tiny").stdout
 
     built.define(description="pins as before, another text", check={"imports": []})
 
@@ -153,12 +153,12 @@ def test_a_python_that_has_gone_is_seen_without_a_check(built: Workshop) -> None
     try:
         assert built.status() == "broken"
         assert "tiny" not in working(built.settings)
-        assert "--force" in built.run("check", "tiny").stdout
+        assert "--force" in built.call("check", "tiny").stdout
     finally:
         python.unlink()
         python.symlink_to(target)
     assert built.status() == "broken"  # the check found it so, and a check takes it back
-    assert built.run("check", "tiny").returncode == 0
+    assert built.call("check", "tiny").returncode == 0
     assert built.status() == "ready"
 
 
@@ -181,7 +181,7 @@ def test_what_is_in_use_is_not_removed(built: Workshop) -> None:
     ) as user:
         assert user.stdout is not None
         user.stdout.readline()
-        refused = built.run("remove", "tiny")
+        refused = built.call("remove", "tiny")
         user.communicate("\n")
 
     assert refused.returncode == 1
@@ -194,23 +194,23 @@ def test_a_check_that_hangs_is_ended_in_time(built: Workshop, tmp_path: Path) ->
     code = f"import os, signal; open({str(told)!r}, 'w').write(str(os.getpid())); signal.pause()"
     built.define(recipe={"code": code}, check={"timeout_seconds": 3})
 
-    failed = built.run("check", "tiny")
+    failed = built.call("check", "tiny")
     built.define()
 
     assert failed.returncode == 1
     assert "its check was not done after 3 s" in failed.stdout
     assert not told.exists() or not psutil.pid_exists(int(told.read_text()))
-    assert built.run("check", "tiny").returncode == 0
+    assert built.call("check", "tiny").returncode == 0
 
 
 def test_remove_leaves_nothing_of_it(workshop: Workshop) -> None:
     assert workshop.create().returncode == 0
 
-    removed = workshop.run("remove", "tiny")
+    removed = workshop.call("remove", "tiny")
 
     assert "freed" in removed.stdout
     assert workshop.status() == "absent"
     assert [path.name for path in (workshop.env_dir / "tiny").iterdir()] == ["cpu.lock"]
-    assert "not built" in workshop.run("remove", "tiny").stderr
-    assert workshop.run("check", "tiny").returncode == 1
-    assert workshop.run("path", "tiny").returncode == 1
+    assert "not built" in workshop.call("remove", "tiny").stderr
+    assert workshop.call("check", "tiny").returncode == 1
+    assert workshop.call("path", "tiny").returncode == 1
