@@ -70,9 +70,16 @@ class Weights:
         config = model.config.get_text_config()
         self.context_tokens: int | None = getattr(config, "max_position_embeddings", None)
 
-    def encode(self, texts: Sequence[str], **options: Any) -> Any:
-        """Return the tokens of rendered prompts. A chat template writes its own begin token."""
-        return self.tokenizer(list(texts), add_special_tokens=self.tokenizer.chat_template is None, **options)
+    def encode(self, texts: Sequence[str]) -> Any:
+        """Return the tokens of rendered prompts; in any thread. A chat template writes its own begin token."""
+        return self.tokenizer(list(texts), add_special_tokens=self.tokenizer.chat_template is None)
+
+    def batch(self, texts: Sequence[str]) -> Any:
+        """Return rendered prompts as padded tensors.
+
+        Padded after encoding: to encode with padding changes the tokenizer, which other threads may be using.
+        """
+        return self.tokenizer.pad(self.encode(texts), return_tensors="pt")
 
 
 class Engine:
@@ -104,7 +111,7 @@ class Engine:
 
     def answer(self, texts: Sequence[str], watch: Watcher) -> list[list[Row]]:
         """Return for each prompt its `n` finished rows. Raises ExecutorError: BadInput for too long a prompt."""
-        batch = self._weights.encode(texts, return_tensors="pt", padding=True).to(self._model.device)
+        batch = self._weights.batch(texts).to(self._model.device)
         length = batch["input_ids"].shape[1]
         arguments = self._sampling.generate_arguments()
         arguments["max_new_tokens"] = self._room(length)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -38,6 +39,7 @@ class VllmEngine(Engine):
         self._open = 0
         self._max_requests = 1
         self._adapters: dict[str, int] = {}
+        self._naming = threading.Lock()
         self._sides: Sides | None = None
 
     def load(self, opening: Opening, emitter: Emitter) -> Loaded:
@@ -185,5 +187,6 @@ class VllmEngine(Engine):
             )
         from vllm.lora.request import LoRARequest
 
-        number = self._adapters.setdefault(adapter.digest, len(self._adapters) + 1)
+        with self._naming:  # requests are read in several threads
+            number = self._adapters.setdefault(adapter.digest, len(self._adapters) + 1)
         return LoRARequest(lora_name=adapter.digest, lora_int_id=number, lora_path=str(adapter.path))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -11,6 +12,9 @@ from executors.vectors.pooling import Mode, Pooling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+#: Cutting changes a tokenizer as long as it lasts, so one thread at a time.
+_TOKENIZING: Final = threading.Lock()
 
 
 class Encoder:
@@ -48,10 +52,11 @@ def pooled(states: torch.Tensor, mask: torch.Tensor, mode: Mode) -> torch.Tensor
 def tokenized(
     texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_tokens: int | None
 ) -> tuple[list[list[int]], list[bool]]:
-    """Return the tokens of texts, cut to `max_tokens`, and whether each was cut."""
-    whole: Mapping[str, Any] = tokenizer(list(texts))
-    if max_tokens is None:
-        return list(whole["input_ids"]), [False] * len(texts)
-    short: Mapping[str, Any] = tokenizer(list(texts), truncation=True, max_length=max_tokens)
+    """Return the tokens of texts, cut to `max_tokens`, and whether each was cut. In any thread."""
+    with _TOKENIZING:
+        whole: Mapping[str, Any] = tokenizer(list(texts))
+        if max_tokens is None:
+            return list(whole["input_ids"]), [False] * len(texts)
+        short: Mapping[str, Any] = tokenizer(list(texts), truncation=True, max_length=max_tokens)
     cut = [len(one) < len(other) for one, other in zip(short["input_ids"], whole["input_ids"], strict=True)]
     return list(short["input_ids"]), cut
