@@ -3,9 +3,9 @@
     merge_children: [{id, spec}]          ->  result {"children": {id: {...result} | {"error": {...}}}}
 
 A child's spec is laid over that of the request, section by section, so that what is common may stand there once; so is
-its `checkpoint_path`. One whose inputs cannot be had has an `error` in place of a spec. Its files go to `children/<id>/`
-of the output folder, and its events carry `child: <id>`. Called by `__main__`, and by executors with a way of their own
-to run several children.
+its `checkpoint_path`. One whose inputs cannot be had has an `error` in place of a spec. Files of a child go to
+`children/<id>/` of the output folder, and its events carry `child: <id>`. Called by `__main__`, and by executors with a
+way of their own to run several children.
 """
 
 from __future__ import annotations
