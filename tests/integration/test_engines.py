@@ -111,8 +111,8 @@ def test_one_that_breaks_fails_the_attempt_not_the_worker_and_is_offered_no_more
 
     assert worker.process.poll() is None
     assert submit(fleet.echo(output=1), app=fleet.app).get(timeout=30)["output"] == 1
-    (told,) = explain(task.id, app=fleet.app)
-    assert "cannot be used: a child could not begin in it; run `gpuflow env create vllm" in told.verdict
+    broken = "cannot be used: a child could not begin in it; run `gpuflow env create vllm"
+    eventually(lambda: broken in explain(task.id, app=fleet.app)[0].verdict, what="the worker to tell")
     assert task.state == "QUEUED"
 
     build(tmp_path, ANSWERS)
