@@ -12,7 +12,7 @@ class Lease:
 
     `task` and `attempt` name the attempt that a supervisor has begun; `beat_at` is when that supervisor was last
     alive (monotonic seconds), None while nobody has to be. `delivery` tells the times apart that this process got the
-    message.
+    message. `over` is how the lease is to end (`ack`, `front`) once the server can be told.
     """
 
     queue: str
@@ -23,4 +23,5 @@ class Lease:
     task: str = ""
     attempt: int | None = None
     beat_at: float | None = None
+    over: str = ""
     on_lost: list[Callable[[], None]] = field(default_factory=list)

@@ -179,6 +179,21 @@ class LeaseTable:
             log.warning("lease_lost", tag=tag, at=how)
         return bool(done)
 
+    def settle_surely(self, tag: str, how: str) -> None:
+        """End a lease; while the server cannot be told, the lease is kept, and the keeper tells it later."""
+        try:
+            self.settle(tag, how)
+        except RedisError as error:
+            lease = self._leases.get(tag)
+            if lease is not None:
+                lease.over = how
+                log.warning("end_of_lease_told_later", tag=tag, how=how, cause=str(error))
+
+    def _settle_what_is_over(self) -> None:
+        for tag, lease in self.held().items():
+            if lease.over:
+                self.settle(tag, lease.over)
+
     def release_unstarted(self) -> int:
         """Put every message that nothing works on back to the front; return how many. Errors leave it to the sweep."""
         count = 0
@@ -255,6 +270,7 @@ class LeaseTable:
                     self._renew()
                     next_renewal = now + self.lease_seconds / 3
                 self.reaffirm()
+                self._settle_what_is_over()
             except RedisError as error:
                 log.warning("leases_not_renewed", cause=str(error), held=len(self._leases))
                 self._give_up_expired()
@@ -328,17 +344,3 @@ class LeaseTable:
 
 def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
-
-
-class _Process:
-    table: LeaseTable | None = None
-
-
-def install(table: LeaseTable) -> None:
-    """Make `table` the one that every channel of this process uses (a worker does this once at its start)."""
-    _Process.table = table
-
-
-def installed() -> LeaseTable | None:
-    """Return the lease table of this process, if it is a worker."""
-    return _Process.table

@@ -19,8 +19,9 @@ from kombu.utils.encoding import bytes_to_str
 from kombu.utils.json import dumps, loads
 from redis.exceptions import NoScriptError, OutOfMemoryError, ReadOnlyError
 
+from gpuflow.broker.installed import installed
 from gpuflow.broker.keys import Keys
-from gpuflow.broker.leases import LeaseTable, installed, keeper_timeout_seconds
+from gpuflow.broker.leases import LeaseTable, keeper_timeout_seconds
 from gpuflow.broker.look import FAR_NAMES, FAR_SECONDS, PAGE_NAMES, RESCAN_SECONDS, Look
 from gpuflow.broker.messages import LeaseMessage, LeaseQoS
 from gpuflow.broker.priorities import PRIORITY_STEPS, SEPARATOR, list_key, list_keys, queue_of

@@ -91,10 +91,12 @@ class SupervisorPool(TaskPool):  # type: ignore[misc]
         request = args[2] if len(args) > 2 and isinstance(args[2], dict) else {}
         tag = (request.get("properties") or {}).get("delivery_tag")
         job = Job(str(args[1]) if len(args) > 1 else "")
+        runtime = find()
+        delivery = runtime.leases.delivery(tag) if tag and runtime is not None else None
 
         def run() -> Any:
-            runtime = find()
-            if tag and runtime is not None and not runtime.leases.holds(tag):
+            # A message that was returned may be here again by now: then that delivery of it is run, and not this one.
+            if tag and runtime is not None and (delivery is None or runtime.leases.delivery(tag) != delivery):
                 log.info("returned_message_not_run", task=job.task_id)
                 return None
             if tag and runtime is not None:
