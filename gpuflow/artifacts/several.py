@@ -85,4 +85,8 @@ class _Run(Generic[T, R]):
             if self.stopping:
                 raise _Stopped
             if self._progress is not None:
-                self._progress(count)
+                try:
+                    self._progress(count)
+                except BaseException:
+                    self.stopping = True  # before another thread tells
+                    raise
