@@ -12,7 +12,8 @@ class Lease:
 
     `task` and `attempt` name the attempt that a supervisor has begun; `beat_at` is when that supervisor was last
     alive (monotonic seconds), None while nobody has to be. `delivery` tells the times apart that this process got the
-    message.
+    message. `owed` is how it ends on a server that could not be told when the work was over ("" for not at all).
+    `returning` is true from the moment at which a message that has not begun is put back.
     """
 
     queue: str
@@ -20,6 +21,8 @@ class Lease:
     list_key: str = ""
     raw: str = ""
     started: bool = False
+    returning: bool = False
+    owed: str = ""
     task: str = ""
     attempt: int | None = None
     beat_at: float | None = None
