@@ -10,8 +10,7 @@ import itertools
 import math
 import threading
 import time
-import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final
 
 import redis
@@ -19,7 +18,7 @@ from redis.exceptions import NoScriptError, RedisError
 
 from gpuflow.broker.gate import Gate, OpenGate
 from gpuflow.broker.keys import Keys
-from gpuflow.broker.lease import Lease
+from gpuflow.broker.lease import Lease, Reclaim, new_token
 from gpuflow.broker.scripts import broker_script
 from gpuflow.broker.sweeper import BELL_SECONDS, Sweeper
 from gpuflow.logs import get_logger
@@ -31,15 +30,6 @@ log = get_logger("gpuflow.leases")
 GIVE_UP_SHARE: Final = 0.85
 #: So many of the consumers that share GPUs are woken when some are given back.
 MOST_WOKEN: Final = 8
-
-
-#: Takes back leases that nobody holds: tag -> lease, and whether the server run is new; returns the tags now held.
-Reclaim = Callable[[Mapping[str, Lease], bool], set[str]]
-
-
-def new_token() -> str:
-    """Return a token that no other process has."""
-    return uuid.uuid4().hex
 
 
 class LeaseTable:
@@ -188,9 +178,21 @@ class LeaseTable:
             log.warning("lease_to_be_settled", tag=tag, how=how, cause=str(error))
             self.gate.settled(tag)
 
+    def over(self, tag: str) -> None:
+        """Note that nothing works on the message any more."""
+        lease = self._leases.get(tag)
+        if lease is not None:
+            lease.over_at = time.monotonic()
+
     def settle_owed(self) -> None:
-        """Tell the server of the leases whose work was over while it was away. Raises redis errors."""
+        """Tell the server of the leases whose work was over while it was away. Raises redis errors.
+
+        Celery's loop can drop an acknowledgement beside one that fails: the message goes back a term later.
+        """
         for tag, lease in self.held().items():
+            if not lease.owed and lease.over_at + self.lease_seconds < self._ticked_at < math.inf:
+                log.error("lease_never_settled", tag=tag, queue=lease.queue)
+                lease.owed = "front"
             if lease.owed:
                 self.settle(tag, lease.owed)
 

@@ -108,6 +108,8 @@ class SupervisorPool(TaskPool):  # type: ignore[misc]
             try:
                 return apply_target(target, args, kwargs or {}, callback, accept_callback)
             finally:
+                if leases is not None and leases.delivery(tag) == delivery:
+                    leases.over(tag)
                 job.close()
                 self._jobs.pop(job.task_id, None)
 

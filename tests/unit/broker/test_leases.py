@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -95,3 +96,26 @@ def test_a_message_that_is_being_put_back_does_not_begin(table: LeaseTable, serv
     assert begun == [False]
     assert server.settled == [("a", "front")]
     assert table.holds("b")
+
+
+def test_an_end_that_nobody_tells_puts_the_message_back_after_a_term(
+    table: LeaseTable, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [time.monotonic()]
+    monkeypatch.setattr("gpuflow.broker.leases.time.monotonic", lambda: now[0])
+    for tag in ("told", "dropped", "at work"):
+        table.take(tag, "queue")
+        table.start(tag)
+    table.over("told"), table.over("dropped")
+    table.settle_surely("told", "ack")
+    table.settle_owed()
+    assert server.settled == [("told", "ack")]
+
+    now[0] += table.lease_seconds + 1
+    table.settle_owed()
+    assert len(server.settled) == 1, "Celery's loop may be away, and tells it when it is back"
+    table.tick()
+    table.settle_owed()
+
+    assert server.settled == [("told", "ack"), ("dropped", "front")]
+    assert list(table.held()) == ["at work"]
