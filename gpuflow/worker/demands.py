@@ -140,7 +140,8 @@ class Demands:
     def names(self) -> tuple[str, ...]:
         """Return the queues that were seen and are served."""
         with self._lock:
-            return tuple(sorted(name for name, requirement in self._known.items() if requirement is not None))
+            served = [name for name, requirement in self._known.items() if requirement is not None]
+        return tuple(sorted(served))
 
     def forget(self) -> None:
         """Decide anew about every queue: one may have been forgotten by the fleet, and made again."""
