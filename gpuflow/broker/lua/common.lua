@@ -24,16 +24,22 @@ end
 -- Enter a demand queue into the index by its best head: priority first, then time; take out an empty one.
 local function refresh(ready, queue)
   local base = prefix_of(ready) .. queue
+  local lists = {}
   for level = 9, 0, -1 do
-    local list = level == 5 and base or base .. SEPARATOR .. (level == 0 and 10 or level)
+    lists[10 - level] = level == 5 and base or base .. SEPARATOR .. (level == 0 and 10 or level)
+  end
+  if redis.call('EXISTS', unpack(lists)) == 0 then
+    redis.call('ZREM', ready, queue)
+    return
+  end
+  for place, list in ipairs(lists) do
     local raw = redis.call('LINDEX', list, -1)
     if raw then
       local tenths_of_ms = math.floor(tonumber(queued_at(raw) or '0') * 10000)
-      redis.call('ZADD', ready, string.format('%.0f', (9 - level) * 1e14 + tenths_of_ms), queue)
+      redis.call('ZADD', ready, string.format('%.0f', (place - 1) * 1e14 + tenths_of_ms), queue)
       return
     end
   end
-  redis.call('ZREM', ready, queue)
 end
 
 local function wake(ready, group, token, seconds)
