@@ -1,11 +1,8 @@
-"""The lease table of this process. A worker installs it once at its start, and every channel of the process uses it."""
+"""The lease table of this process. A worker installs one at its start; the transport and the ledger ask for it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from gpuflow.broker.leases import LeaseTable
+from gpuflow.broker.leases import LeaseTable
 
 
 class _Process:
@@ -13,7 +10,7 @@ class _Process:
 
 
 def install(table: LeaseTable) -> None:
-    """Make `table` the one that every channel of this process uses."""
+    """Make `table` the one that every channel of this process uses (a worker does this once at its start)."""
     _Process.table = table
 
 

@@ -52,7 +52,7 @@ class LeaseQoS(virtual.QoS):  # type: ignore[misc]
         super().append(message, delivery_tag)
 
     def ack(self, delivery_tag: str) -> None:
-        """End the lease, now or once the server is back; a LOST one is logged and changes nothing."""
+        """End the lease, now or when the server is back; a LOST one is logged and changes nothing."""
         self.channel.leases.settle_surely(delivery_tag, "ack")
         super().ack(delivery_tag)
 

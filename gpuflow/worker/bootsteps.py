@@ -18,6 +18,7 @@ from celery.worker.control import control_command, inspect_command
 from kombu import Exchange, Queue
 
 from gpuflow.broker import installed, leases
+from gpuflow.broker.lease import new_token
 from gpuflow.errors import GPUFlowError, InvalidSettings
 from gpuflow.fleet.disk import free_mib
 from gpuflow.fleet.hardware import probe
@@ -106,7 +107,7 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
         table = leases.LeaseTable(
             app.keys,
             app.settings.lease_seconds,
-            owner=f"{worker.worker_id}:{leases.new_token()}",
+            owner=f"{worker.worker_id}:{new_token()}",
             member=worker.worker_id,
         )
         machine_gpus = MachineGpus(capability.gpus, app.settings.lock_dir)

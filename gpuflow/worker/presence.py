@@ -136,9 +136,10 @@ class PresenceThread(threading.Thread):
         return WorkerState.BUSY if self.runtime.admission.jobs() else WorkerState.IDLE
 
     def _summary(self) -> tuple[Any, ...]:
+        """Return what is told at once when it changes; the queues that were seen are told with the next beat."""
         admission = self.runtime.admission
         running = tuple(sorted(self.runtime.running))
-        return (self._state(), self._queues(), admission.demands.name, admission.models.names(), running)
+        return (self._state(), admission.demands.name, admission.models.names(), running)
 
     def _queues(self) -> tuple[str, ...]:
         """Return the queues served by name, and the demand queues that were seen and are served."""
