@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import redis
+from kombu.utils.encoding import bytes_to_str
 from redis.exceptions import NoScriptError, RedisError
 
 from gpuflow.broker.gate import Gate, OpenGate
@@ -309,7 +310,7 @@ class LeaseTable:
             answer = self._ask_to_renew([self.owner, self.lease_seconds, "" if new_run else self._run or "", *alive])
             if answer is None:
                 return  # Another server run: the sweep that follows sees to it.
-            taken, free = ({_text(tag) for tag in tags} for tags in answer)
+            taken, free = ({bytes_to_str(tag) for tag in tags} for tags in answer)
             unsure = free | taken if new_run else free
             begun = {tag: alive[tag] for tag in unsure if alive[tag].started and alive[tag].raw}
             kept = self.reclaim(begun, new_run) if self.reclaim is not None and begun else set()
@@ -345,7 +346,3 @@ class LeaseTable:
                 if self.member:
                     self.client.sadd(self.keys.present, self.member)
                 self._run = swept.run
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
