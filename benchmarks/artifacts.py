@@ -207,7 +207,7 @@ def capped(folder: Path, seconds: int) -> dict[str, Any]:
 def main() -> None:
     """Measure all rows."""
     arguments = harness.options(__doc__ or "")
-    size, rounds = (256 << 20, 3) if arguments.quick else (512 << 20, 9)
+    size, rounds = (128 << 20, 3) if arguments.quick else (512 << 20, 9)
     with tempfile.TemporaryDirectory(prefix="gpuflow-bench-") as name:
         folder = Path(name)
         source = folder / "source" / "artifact.bin"
