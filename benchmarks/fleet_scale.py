@@ -56,7 +56,7 @@ class Sizes:
     task_seconds: float = 0.4
     requirements: tuple[int, ...] = (50, 1000, 5000)
     real: int = 10
-    idle_seconds: float = 6.0
+    idle_seconds: float = 5.0
     probes: int = 120
     submits: int = 1000
 

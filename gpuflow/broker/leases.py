@@ -186,12 +186,10 @@ class LeaseTable:
             lease.over_at = time.monotonic()
 
     def settle_owed(self) -> None:
-        """Tell the server of the leases whose work was over while it was away. Raises redis errors.
-
-        Celery's loop can drop an acknowledgement beside one that fails: the message goes back a term later.
-        """
+        """Tell the server of work that ended while it was away. Raises redis errors."""
         for tag, lease in self.held().items():
             if not lease.owed and lease.over_at + self.lease_seconds < self._ticked_at < math.inf:
+                # Celery's loop drops acknowledgements that wait beside one that fails.
                 log.error("lease_never_settled", tag=tag, queue=lease.queue)
                 lease.owed = "front"
             if lease.owed:

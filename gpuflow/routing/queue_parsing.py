@@ -1,7 +1,7 @@
 """What a demand queue asks for, read from its name. Pure.
 
-So a worker asks nobody about a queue that waits, and -Q may name one before anybody has submitted to it. What a queue
-asks for is stored beside it too, for names that were cut and for people.
+So a worker asks nobody about a queue that waits, and -Q may name one before anybody has submitted to it. The
+requirement is stored beside a queue too, for names that were cut and for people.
 """
 
 from __future__ import annotations
