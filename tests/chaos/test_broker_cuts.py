@@ -109,7 +109,7 @@ def test_what_was_popped_in_an_answer_that_never_came_is_given_back(fleet: TestF
     assert "unknown_leases_returned" in worker.log()
 
 
-def test_an_acknowledgement_that_could_not_be_told_is_told_later(
+def test_a_task_that_ends_on_a_dead_line_leaves_nothing_once_it_is_mended(
     fleet: TestFleet, proxy: Proxy, tmp_path: Path
 ) -> None:
     # Given a plain task on a worker whose line is dead
@@ -120,7 +120,7 @@ def test_an_acknowledgement_that_could_not_be_told_is_told_later(
 
     # When it ends, and then the line is mended
     (tmp_path / "go").touch()
-    eventually(lambda: "lease_to_be_settled" in worker.log(), what="the acknowledgement that fails")
+    eventually(lambda: "leases_not_renewed" in worker.log(), what="a worker that knows of its dead line")
     proxy.allow()
 
     # Then nothing of it is left, although the worker lives on
