@@ -4,16 +4,21 @@
 
 Rows (a ratio above 1 means that ours is better):
 
-* upload_mb_per_second          the local store's `put`, with digest, rename and fsync, next to plain `cp`, which has
-                                none of them: it only fills the page cache
-* upload_synced_mb_per_second   the same next to `cp` and `sync` of the copy: as safe on the disk, still without digest
-* upload_digested_mb_per_second the same next to `cp` and `sha256sum` of the copy: the digest is what bounds ours
+* upload_mb_per_second          an attempt of four equal files and a manifest, as a worker stores a model of several
+                                shards (`upload_attempt` to a local store: digests, renames, fsyncs), next to `cp -r`
+                                of the same folder, which has none of them: it only fills the page cache
+* upload_one_file_mb_per_second the same bytes in one file (`put`), next to `cp`: one stream of SHA-256, on one core
+* digest_mb_per_second          that SHA-256 alone, nothing stored, next to the same `cp`: the bound of any store that
+                                takes the digest of one file
+* upload_synced_mb_per_second   one file next to `cp` and `sync` of the copy: as safe on the disk, still without digest
+* upload_digested_mb_per_second one file next to `cp` and `sha256sum` of the copy, which is not on the disk then
 * http_mb_per_second            the http store's `get` from the results service, with digest and fsync, next to a plain
                                 download of the same file (urllib, neither) from a static file server of uvicorn
 * capped_mb_per_second          four transfers at once, two up and two down over http, under one cap of a process, next
                                 to the cap itself: within a tenth of 1 is right, above or below
 
-Ours and the peer take turns on a warm page cache, each writes a new file, and the medians are compared.
+Ours and the peer take turns on a warm page cache, now the one first and now the other; each writes what is not there
+yet, after a `sync`; the medians are compared, and the first round does not count.
 """
 
 from __future__ import annotations
@@ -55,43 +60,72 @@ asyncio.run(uvicorn.Server(uvicorn.Config(app, log_level="warning")).serve([list
 """
 
 
-def turns(rounds: int, size: int, *, ours: Callable[[Path], object], peer: Callable[[Path], object], at: Path) -> Any:
-    """Let both write the file `at`, in turns, and return the medians of their megabytes per second."""
-    rates: tuple[list[float], list[float]] = ([], [])
+def turns(rounds: int, size: int, at: Path, *, ours: Callable[[], object], peer: Callable[[], object]) -> list[float]:
+    """Let both move `size` bytes to `at`, in turns, and return the medians of their megabytes per second."""
+    moves, rates = (ours, peer), ([], [])
     for number in range(rounds + 1):
-        for found, move in zip(rates, (ours, peer), strict=True):
-            at.unlink(missing_ok=True)
+        for which in (0, 1) if number % 2 else (1, 0):
+            clear(at)
             os.sync()
             started = time.perf_counter()
-            move(at)
+            moves[which]()
             seconds = time.perf_counter() - started
-            assert at.stat().st_size == size
             if number:  # the first round warms the caches
-                found.append(size / MEGABYTE / seconds)
-    at.unlink()
+                rates[which].append(size / MEGABYTE / seconds)
+    clear(at)
     return [statistics.median(found) for found in rates]
+
+
+def clear(place: Path) -> None:
+    """Remove a file or a folder."""
+    if place.is_dir():
+        shutil.rmtree(place)
+    place.unlink(missing_ok=True)
+
+
+def shell(command: str, *paths: Path) -> Callable[[], object]:
+    """Return what runs a command, in which "$0", "$1" are the paths."""
+    return lambda: subprocess.run(["sh", "-c", command, *paths], check=True)
 
 
 def upload(folder: Path, source: Path, rounds: int) -> Iterator[dict[str, Any]]:
     """Measure the local store."""
+    from gpuflow.artifacts.destination import upload_attempt
+    from gpuflow.artifacts.partial import file_digest
     from gpuflow.artifacts.store import open_store
     from gpuflow.settings import Settings
 
-    store = open_store(folder.as_uri(), settings=Settings())
-    for metric, peer_name, tail in (
-        ("upload_mb_per_second", "cp", ""),
-        ("upload_synced_mb_per_second", "cp and sync", '; sync "$1"'),
-        ("upload_digested_mb_per_second", "cp and sha256sum", '; sha256sum "$1" > /dev/null'),
-    ):
-        command = f'cp "$0" "$1"{tail}'
-        ours, peer = turns(
-            rounds,
-            source.stat().st_size,
-            ours=lambda target: store.put(source, target.name),
-            peer=lambda target, command=command: subprocess.run(["sh", "-c", command, source, target], check=True),
-            at=folder / "moved",
-        )
-        yield harness.row(metric, ours, peer, "MB/s", more_is_better=True, peer_name=peer_name)
+    store, size = open_store(folder.as_uri(), settings=Settings()), source.stat().st_size
+    shards, at = split(source, folder / "shards"), folder / "task-1"
+    names = sorted(path.name for path in shards.iterdir())
+
+    def several() -> None:
+        upload_attempt(store, shards, at.name, 1, names)
+
+    def one() -> None:
+        store.put(source, at.name)
+
+    def row(metric: str, ours: Callable[[], object], peer: Callable[[], object], peer_name: str) -> dict[str, Any]:
+        rates = turns(rounds, size, at, ours=ours, peer=peer)
+        return harness.row(metric, *rates, "MB/s", more_is_better=True, peer_name=peer_name)
+
+    copy = shell('exec cp "$0" "$1"', source, at)
+    yield row("upload_mb_per_second", several, shell('exec cp -r "$0" "$1"', shards, at), "cp -r of four files")
+    yield row("upload_one_file_mb_per_second", one, copy, "cp")
+    yield row("digest_mb_per_second", lambda: file_digest(source), copy, "cp")
+    yield row("upload_synced_mb_per_second", one, shell('cp "$0" "$1"; sync "$1"', source, at), "cp and sync")
+    digested = shell('cp "$0" "$1"; sha256sum "$1" > /dev/null', source, at)
+    yield row("upload_digested_mb_per_second", one, digested, "cp and sha256sum")
+
+
+def split(source: Path, folder: Path) -> Path:
+    """Make a folder of four files, which together are the source, and a manifest."""
+    folder.mkdir()
+    with source.open("rb") as stream:
+        for number in range(4):
+            (folder / f"model-{number + 1}-of-4.bin").write_bytes(stream.read(source.stat().st_size // 4))
+    (folder / "manifest.json").write_text("{}")
+    return folder
 
 
 def serve(kind: str, folder: Path) -> tuple[subprocess.Popen[str], str]:
@@ -124,12 +158,13 @@ def http(folder: Path, source: Path, rounds: int) -> dict[str, Any]:
     try:
         store = open_store(f"{service_url}/api/v1/results", settings=Settings(), token=TOKEN)
         stored = store.put(source, "task-1/moved")
+        target = folder / "moved"
         ours, peer = turns(
             rounds,
             stored.size,
-            ours=lambda target: store.get("task-1/moved", target, sha256=stored.sha256),
-            peer=lambda target: plain_download(f"{static_url}/{source.name}", target),
-            at=folder / "moved",
+            target,
+            ours=lambda: store.get("task-1/moved", target, sha256=stored.sha256),
+            peer=lambda: plain_download(f"{static_url}/{source.name}", target),
         )
     finally:
         for server in (service, static):
@@ -172,7 +207,7 @@ def capped(folder: Path, seconds: int) -> dict[str, Any]:
 def main() -> None:
     """Measure all rows."""
     arguments = harness.options(__doc__ or "")
-    size, rounds = (128 << 20, 3) if arguments.quick else (512 << 20, 7)
+    size, rounds = (128 << 20, 3) if arguments.quick else (512 << 20, 9)
     with tempfile.TemporaryDirectory(prefix="gpuflow-bench-") as name:
         folder = Path(name)
         source = folder / "source" / "artifact.bin"

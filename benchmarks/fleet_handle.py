@@ -14,6 +14,8 @@ import harness
 #: Simulated workers of one process.
 PER_PROCESS = 50
 DEADLINE_SECONDS = 60.0
+#: Seconds between two words on how far the fleet is.
+TELL_SECONDS = 5.0
 
 
 class Clients:
@@ -65,12 +67,16 @@ class Clients:
     def wait_for(self, count: int) -> None:
         """Wait until so many tasks are done since `begin`; give up when none is for a while."""
         done, seen_at = 0, time.monotonic()
+        tell_at = seen_at + TELL_SECONDS
         while done < count:
             now = self.tell("report")
             if now > done:
                 done, seen_at = now, time.monotonic()
             elif time.monotonic() - seen_at > DEADLINE_SECONDS:
                 raise SystemExit(f"{done} of {count} tasks are done, and none for {DEADLINE_SECONDS:g} s")
+            if time.monotonic() >= tell_at:
+                harness.progress(f"{done} of {count} tasks are done")
+                tell_at += TELL_SECONDS
             time.sleep(0.1)
 
     def stop(self) -> None:

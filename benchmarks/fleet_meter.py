@@ -27,6 +27,7 @@ class Reading:
     sent_bytes: float
     received_bytes: float
     memory_bytes: float
+    dataset_bytes: float
     connections: float
     by_command: Mapping[str, float] = field(default_factory=dict)
 
@@ -54,6 +55,7 @@ class Meter:
             sent_bytes=info["total_net_output_bytes"],
             received_bytes=info["total_net_input_bytes"],
             memory_bytes=info["used_memory"],
+            dataset_bytes=info["used_memory_dataset"],
             connections=info["connected_clients"],
             by_command={
                 name.removeprefix(prefix): stats["calls"] for name, stats in info.items() if name.startswith(prefix)
@@ -72,6 +74,7 @@ class Meter:
             sent_bytes=now.sent_bytes - before.sent_bytes,
             received_bytes=now.received_bytes - before.received_bytes,
             memory_bytes=now.memory_bytes - before.memory_bytes,
+            dataset_bytes=now.dataset_bytes - before.dataset_bytes,
             connections=now.connections - before.connections,
             by_command=calls,
         )

@@ -42,6 +42,34 @@ def show_check(check: dict[str, Any], count: int) -> None:
     )
 
 
+def say(run: Any) -> None:
+    """Print what was found with one fleet and one number of requirements."""
+    lines = [f"{run.workers} workers, {run.requirements} requirements:"]
+    if run.served is not None:
+        redis_ms = run.served.cpu_seconds / run.tasks * 1e3
+        lines += [
+            f"{run.tasks} tasks: {run.submit_rate:.0f} submits/s of one process, {run.tasks / run.served.seconds:.0f} "
+            f"tasks/s served, {run.served.commands / run.tasks:.0f} commands and {redis_ms:.2f} ms of Redis each",
+            f"  most of them: {_most(run.served.per(run.tasks))}",
+            f"a task of priority 9 while all are busy waits {_latency(run.loaded_latency)}",
+        ]
+    lines.append(
+        f"idle: {run.idle.commands / run.idle.seconds / run.workers:.1f} commands/s of each worker"
+        + (f", {run.fleet_bytes / run.workers / 1024:.0f} KiB of Redis" if run.fleet_bytes else "")
+        + f"; a task waits {_latency(run.idle_latency)}"
+    )
+    print("\n  ".join(lines), flush=True)
+
+
+def _latency(seconds: list[float]) -> str:
+    return f"{percentile(seconds, 50) * 1e3:.1f} ms (p50), {percentile(seconds, 99) * 1e3:.1f} ms (p99)"
+
+
+def _most(shares: dict[str, float]) -> str:
+    most = sorted(shares.items(), key=lambda item: -item[1])[:8]
+    return ", ".join(f"{name} {share:.1f}" for name, share in most)
+
+
 def extrapolate(runs: list[Any], check: dict[str, Any], count: int) -> None:
     """Print what a fleet of LARGE would cost, and how many workers each part carries."""
     largest = max(runs, key=lambda run: (run.workers, -run.requirements))
@@ -104,6 +132,12 @@ def rows_of(runs: list[Any], check: dict[str, Any], sizes: Any) -> list[dict[str
     less("redis_time_per_task_flat", served(large, "cpu_seconds") * 1e3, served(small, "cpu_seconds") * 1e3, "ms", few)
     less("memory_per_worker_flat", large.fleet_bytes / large.workers, small.fleet_bytes / small.workers, "bytes", few)
     rate("submit_rate_flat", large, small, few)
+    for between in sizes.fleets[1:-1]:
+        one, name = flat[between], f"{small.workers} workers; ours: {between}"
+        less(f"commands_per_worker_{between}", idle(one, "commands"), idle(small, "commands"), "cmds/s", name)
+        less(
+            f"memory_per_worker_{between}", one.fleet_bytes / between, small.fleet_bytes / small.workers, "bytes", name
+        )
     name = f"{fewest} requirements"
     base = wide[fewest]
     for kinds in dict.fromkeys((usual, most)):
@@ -113,7 +147,7 @@ def rows_of(runs: list[Any], check: dict[str, Any], sizes: Any) -> list[dict[str
             for percent in (50, 99):
                 ours, peer = (percentile(getattr(one, kind), percent) for one in (run, base))
                 less(f"{kind}_p{percent}_{kinds}", ours, peer, "s", name)
-        ours, peer = (one.submitted.memory_bytes / (sizes.tasks_per_worker * one.workers) for one in (run, base))
+        ours, peer = (one.submitted.dataset_bytes / (sizes.tasks_per_worker * one.workers) for one in (run, base))
         less(f"memory_per_task_{kinds}", ours, peer, "bytes", name)
     stock, real = check["stock"], check["real"]
     queues = f"stock Celery worker with {usual} queues"

@@ -5,18 +5,20 @@
 10,000 tasks over 50, 1,000 and 5,000 distinct requirements, 200 workers; besides, 50 workers with as many tasks each,
 and 100 that are idle. The workers are simulated (fleet_clients.py): the classes of a real worker on a real broker,
 without Celery and without children. Ten real ones are measured next to ten simulated ones first. Commands are those
-that the server counts, those inside Lua steps included.
+that the server counts, those inside Lua steps included. Progress goes to standard error.
 
 Rows (a ratio above 1 means that ours, or the larger fleet, is better):
 
 * cost_per_worker_flat     commands per second of an idle worker, largest fleet next to the smallest
 * cost_per_task_flat       commands of a task from pop to acknowledgement, the same; each worker has as many tasks
 * redis_time_..._flat      the same two as time of the server's core
-* submit_rate_flat         submits per second of one process, the same
+* submit_rate_flat         submits per second of one process, the same; of the first 1,000 tasks, one by one. The others
+                           are copies of these, queued in pipelines (fleet_bulk.py)
 * submit_rate_N            submits per second over N requirements, next to the fewest
 * idle_latency_..._N       seconds from submit to pop over N requirements, next to the fewest, on an idle fleet;
                            `loaded`: of a task of priority 9 while every worker is busy
 * memory_...               bytes of Redis for each worker, and for each queued task
+* ..._per_worker_N         the first rows for the fleet between
 * idle_commands, ...       a real idle worker next to one of stock Celery that is given as many queues
 """
 
@@ -31,10 +33,11 @@ from typing import Any
 
 import harness
 import psutil
+from fleet_bulk import recorded, send
 from fleet_clients import ACCELERATORS
 from fleet_handle import Clients, live, wait_until
 from fleet_meter import Meter, Reading
-from fleet_report import extrapolate, rows_of, show_check
+from fleet_report import extrapolate, rows_of, say, show_check
 
 #: Seconds between two tasks of priority 9 while the fleet is busy, and between two on an idle one.
 LOADED_EVERY = 0.25
@@ -53,8 +56,9 @@ class Sizes:
     task_seconds: float = 0.4
     requirements: tuple[int, ...] = (50, 1000, 5000)
     real: int = 10
-    idle_seconds: float = 6.0
+    idle_seconds: float = 5.0
     probes: int = 120
+    submits: int = 1000
 
 
 QUICK = Sizes(
@@ -65,6 +69,7 @@ QUICK = Sizes(
     real=2,
     idle_seconds=1.5,
     probes=30,
+    submits=60,
 )
 
 
@@ -105,11 +110,15 @@ class Bench:
     def spec(self, number: int, kinds: int, priority: int | None = None) -> dict[str, Any]:
         """Return the spec of a task: the requirements take turns, and are others than those of every run before."""
         which = number % kinds
-        resources: dict[str, Any] = {"hardware": {"memory": f"{1024 + self._asked + which}Mi"}}
-        if ACCELERATORS[which % len(ACCELERATORS)]:
-            resources["accelerators"] = ACCELERATORS[which % len(ACCELERATORS)]
+        resources: dict[str, Any] = {"hardware": {"memory": f"{self.memory_mib(which)}Mi"}}
+        if accelerator := ACCELERATORS[which % len(ACCELERATORS)]:
+            resources["accelerators"] = accelerator
         spec = {"taskType": "inference", "model": MODEL, "data": {"items": ["Hello"]}, "resources": resources}
         return spec if priority is None else {**spec, "priority": priority}
+
+    def memory_mib(self, which: int) -> int:
+        """Return what sets one requirement of this run apart from all others."""
+        return 1024 + self._asked + which
 
     def submit(self, *args: Any) -> str:
         """Submit one task; returns its id."""
@@ -126,7 +135,6 @@ class Bench:
         if load:
             self.load(run)
         self.look_idle(run)
-        say(run)
         self._asked += kinds
         return run
 
@@ -135,10 +143,9 @@ class Bench:
         clients, meter, sizes = self.clients, self.meter, self.sizes
         run.tasks = sizes.tasks_per_worker * run.workers
         clients.tell("closed")
-        before, started = meter.read(), time.perf_counter()
-        for number in range(run.tasks):
-            self.submit(number, run.requirements)
-        run.submit_rate = run.tasks / (time.perf_counter() - started)
+        harness.progress(f"queueing {run.tasks} tasks over {run.requirements} requirements for {run.workers} workers")
+        before = meter.read()
+        self.queue(run)
         run.submitted = meter.since(before)
         clients.begin()
         clients.tell(f"pause {sizes.task_seconds}")
@@ -154,10 +161,25 @@ class Bench:
         run.tasks += len(urgent)
         run.loaded_latency = self.waits(urgent)
 
+    def queue(self, run: Run) -> None:
+        """Submit the first tasks one by one, and queue the rest as copies of the first of each accelerator."""
+        count = min(self.sizes.submits, run.tasks)
+        with recorded() as seen:
+            started = time.perf_counter()
+            for number in range(count):
+                self.submit(number, run.requirements)
+            run.submit_rate = count / (time.perf_counter() - started)
+        copies = (
+            seen[which % len(ACCELERATORS)].copy(self.memory_mib(which))
+            for which in (number % run.requirements for number in range(count, run.tasks))
+        )
+        send(self.app.redis, copies, lambda sent: None if sent % 2500 else harness.progress(f"{count + sent} queued"))
+
     def look_idle(self, run: Run) -> None:
         """Measure the fleet while it has nothing to do, then how fast it takes single tasks."""
         self.clients.tell("pause 0")
         time.sleep(SETTLE_SECONDS)
+        harness.progress(f"{run.workers} workers are idle")
         run.idle = self.meter.over(self.sizes.idle_seconds)
         started = time.perf_counter()
         self.registry.workers()
@@ -180,6 +202,7 @@ class Bench:
         runs = []
         empty = self.meter.read().memory_bytes
         for workers in self.sizes.fleets:
+            harness.progress(f"starting simulated workers, up to {workers}")
             self.clients.grow(workers, self.registry)
             time.sleep(SETTLE_SECONDS)
             grown = self.meter.read().memory_bytes - empty
@@ -188,9 +211,12 @@ class Bench:
             before = self.meter.read().memory_bytes
             runs.append(self.run(workers, usual, load=workers in (self.sizes.fleets[0], self.sizes.fleets[-1])))
             runs[-1].fleet_bytes = grown
+            say(runs[-1])
             empty += self.meter.read().memory_bytes - before
         others = [kinds for kinds in (fewest, most) if kinds != usual]
-        runs += [self.run(self.sizes.fleets[-1], kinds) for kinds in others]
+        for kinds in others:
+            runs.append(self.run(self.sizes.fleets[-1], kinds))
+            say(runs[-1])
         self.clients.stop()
         return runs
 
@@ -211,6 +237,7 @@ class Bench:
             harness.start_worker("gpuflow", self.url, self.folder, "--name", f"real-{number}", "--max-jobs", "1")
             for number in range(count)
         ]
+        harness.progress(f"starting {count} real workers")
         try:
             wait_until(lambda: live(self.registry) >= count, f"{count} real workers are in the registry")
             time.sleep(SETTLE_SECONDS)
@@ -219,6 +246,7 @@ class Bench:
             found["real"] = self.meter.over(self.sizes.idle_seconds)
         finally:
             harness.stop(workers)
+        harness.progress(f"{count} simulated workers, then one of stock Celery")
         self.clients.grow(count, self.registry)
         time.sleep(SETTLE_SECONDS)
         found["simulated"] = self.meter.over(self.sizes.idle_seconds)
@@ -249,18 +277,6 @@ class Bench:
         self.app.close()
         self.app.redis.close()
         self.server.stop()
-
-
-def say(run: Run) -> None:
-    """Print a line on one run."""
-    text = f"{run.workers:>4} workers, {run.requirements:>5} requirements: "
-    if run.served is not None:
-        redis_ms = run.served.cpu_seconds / run.tasks * 1e3
-        spent = f"{run.served.commands / run.tasks:.0f} commands and {redis_ms:.2f} ms of Redis"
-        text += f"{run.tasks} tasks, {run.submit_rate:.0f} submits/s; {run.tasks / run.served.seconds:.0f} tasks/s, "
-        text += f"{spent} each; "
-    assert run.idle is not None
-    print(f"{text}idle {run.idle.commands / run.idle.seconds / run.workers:.1f} commands/s each", flush=True)
 
 
 def main() -> None:

@@ -63,6 +63,14 @@ def ready(app: Any, count: int = 1, deadline_seconds: float = 60) -> None:
             raise SystemExit(f"{count} workers of {app.main} did not answer within {deadline_seconds:g} s")
 
 
+_STARTED = time.monotonic()
+
+
+def progress(text: str) -> None:
+    """Say on standard error what is done now, with the seconds since the start."""
+    print(f"[{time.monotonic() - _STARTED:5.0f} s] {text}", file=sys.stderr, flush=True)
+
+
 def percentile(values: list[float], percent: int) -> float:
     """Return a percentile of values."""
     if len(values) == 1:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpuflow.artifacts.destination import stored_name
+from gpuflow.artifacts.several import several
 from gpuflow.artifacts.store import Progress, Store, StoredFile, check_name
 from gpuflow.errors import ArtifactError
 from gpuflow.protocol import CHECKPOINT_MARKER, is_complete
@@ -61,7 +62,7 @@ class StoredCheckpoint:
 def upload_checkpoint(
     store: Store, folder: Path, task_id: str, attempt: int, *, progress: Progress | None = None
 ) -> None:
-    """Store a complete checkpoint folder, its marker last.
+    """Store a complete checkpoint folder: its files, a few at once, then the index, and its marker last.
 
     Raises CheckpointGone when the folder is removed meanwhile, ArtifactError for a file that cannot be stored and for a
     link that leads out of the folder, OSError.
@@ -72,10 +73,13 @@ def upload_checkpoint(
     except FileNotFoundError:
         raise CheckpointGone(f"{folder} was removed before it could be stored") from None
     place = _place(task_id, attempt, folder.name)
+
+    def put(name: str, told: Progress) -> StoredFile:
+        return store.put(folder / name, f"{place}/{name}", progress=told)
+
     index: dict[str, Any] = {CHECKPOINT_MARKER: {"bytes": len(marker), "sha256": hashlib.sha256(marker).hexdigest()}}
     try:
-        for name in files:
-            stored = store.put(folder / name, f"{place}/{name}", progress=progress)
+        for name, stored in zip(files, several(put, files, progress=progress), strict=True):
             index[name] = {"bytes": stored.size, "sha256": stored.sha256}
     except (ArtifactError, OSError):
         if not is_complete(folder):
@@ -118,8 +122,12 @@ def fetch_checkpoint(store: Store, found: StoredCheckpoint, target: Path, *, pro
     staging = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
     try:
         digests = _contents(store, found, staging)
-        for name in sorted(digests, key=lambda name: (name == CHECKPOINT_MARKER, name)):
-            store.get(f"{found.place}/{name}", staging / name, sha256=digests[name], progress=progress)
+
+        def get(name: str, told: Progress | None) -> StoredFile:
+            return store.get(f"{found.place}/{name}", staging / name, sha256=digests[name], progress=told)
+
+        several(get, sorted(digests.keys() - {CHECKPOINT_MARKER}), progress=progress)
+        get(CHECKPOINT_MARKER, progress)
         shutil.rmtree(target, ignore_errors=True)  # without a marker: not from here
         staging.rename(target)
     except ArtifactError:

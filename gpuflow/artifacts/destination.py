@@ -15,7 +15,8 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from gpuflow.artifacts.placeholders import filled, hiding, names_secret
-from gpuflow.artifacts.store import Store, open_store, shown_url
+from gpuflow.artifacts.several import several
+from gpuflow.artifacts.store import Progress, Store, open_store, shown_url
 from gpuflow.errors import ArtifactError
 from gpuflow.settings import Settings
 
@@ -124,10 +125,17 @@ def stored_name(task_id: str, attempt: int, name: str) -> str:
 
 
 def upload_attempt(store: Store, folder: Path, task_id: str, attempt: int, names: Iterable[str]) -> None:
-    """Store the files of a closed attempt, the manifest last. Raises UploadFailed."""
+    """Store the files of a closed attempt, a few at once, and last, when all are there, the manifest.
+
+    Raises UploadFailed.
+    """
+
+    def put(name: str, progress: Progress | None = None) -> None:
+        store.put(folder / name, stored_name(task_id, attempt, name), progress=progress)
+
     try:
-        for name in [*(name for name in names if name != MANIFEST), MANIFEST]:
-            store.put(folder / name, stored_name(task_id, attempt, name))
+        several(put, [name for name in names if name != MANIFEST])
+        put(MANIFEST)
     except ArtifactError as error:
         raise UploadFailed(str(error)) from error
 

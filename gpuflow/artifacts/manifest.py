@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpuflow.artifacts.archive import pack
+from gpuflow.artifacts.partial import file_digest
 from gpuflow.artifacts.references import INLINE_BYTES, json_bytes, make_reference
+from gpuflow.artifacts.several import several
 from gpuflow.errors import ArtifactError
 
 MANIFEST_SCHEMA: Final = 1
@@ -125,20 +127,18 @@ def _check_json(path: Path) -> None:
 
 
 def _entries(folder: Path, wanted: Iterable[str]) -> Iterable[dict[str, Any]]:
-    found = set()
-    for path in sorted(folder.rglob("*")):
-        name = str(path.relative_to(folder))
-        if (
-            path.is_dir()
-            or path.is_symlink()
-            or name.startswith(".")
-            or path.parts[len(folder.parts)] in _WORKING_FOLDERS
-        ):
-            continue
-        found.add(name)
-        with path.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    paths = [path for path in sorted(folder.rglob("*")) if _is_result(path, folder)]
+    digests = several(lambda path, _: file_digest(path), paths)
+    names = [str(path.relative_to(folder)) for path in paths]
+    for name, path, digest in zip(names, paths, digests, strict=True):
         yield {"name": name, "bytes": path.stat().st_size, "sha256": digest}
     for name in dict.fromkeys(str(item) for item in wanted):
-        if name not in found and not any(other.startswith(f"{name}/") for other in found):
+        if name not in names and not any(other.startswith(f"{name}/") for other in names):
             yield {"name": name, "missing": True}
+
+
+def _is_result(path: Path, folder: Path) -> bool:
+    if path.is_dir() or path.is_symlink():
+        return False
+    inside = path.relative_to(folder)
+    return not inside.parts[0].startswith(".") and inside.parts[0] not in _WORKING_FOLDERS

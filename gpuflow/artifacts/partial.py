@@ -54,6 +54,7 @@ class PartFile:
         self._pending: deque[Future[None]] = deque()
         self._committed = False
         self._flushing_from = 0
+        self._hashed = 0
         self._flushed = -1
         target.parent.mkdir(parents=True, exist_ok=True)
         self.path, self._file = self._open(_short(source_id))
@@ -96,9 +97,7 @@ class PartFile:
         while view:
             view = view[self._file.write(view) :]
         self.size += len(block)
-        if self.size - self._flushing_from >= _FLUSH_BYTES:
-            _start_flush(self._file.fileno(), self._flushing_from, self.size)
-            self._flushing_from = self.size
+        self._flush_up_to(self.size)
 
     def copy(self, source: BinaryIO, passed: Callable[[int], None]) -> None:
         """Let the kernel copy what is left of a file that stands where this one ends, as far as it can.
@@ -108,6 +107,7 @@ class PartFile:
         """
         if sys.platform != "linux":
             return
+        buffer = memoryview(bytearray(BLOCK_BYTES))
         while True:
             try:
                 count = os.copy_file_range(source.fileno(), self._file.fileno(), _COPY_BYTES)
@@ -117,22 +117,26 @@ class PartFile:
                 raise
             if not count:
                 return
-            self._later(self._hash_stored, self.size, self.size + count)
+            self._later(self._hash_stored, self.size, self.size + count, buffer)
             self.size += count
             passed(count)
             self._settle(most_left=_MOST_BEHIND_BYTES // _COPY_BYTES)
+            self._flush_up_to(self._hashed)
 
-    def _hash_stored(self, start: int, end: int) -> None:
+    def _hash_stored(self, start: int, end: int, buffer: memoryview) -> None:
         if sys.platform != "linux":
             return
-        with memoryview(bytearray(min(BLOCK_BYTES, end - start))) as buffer:
-            at = start
-            while at < end:
-                count = os.preadv(self._file.fileno(), [buffer[: end - at]], at)
-                if not count:
-                    raise OSError(errno.EIO, "what was written is not there")
-                self._hash.update(buffer[:count])
-                at += count
+        at = start
+        while at < end:
+            count = os.preadv(self._file.fileno(), [buffer[: end - at]], at)
+            if not count:
+                raise OSError(errno.EIO, "what was written is not there")
+            self._hash.update(buffer[:count])
+            at += count
+        self._hashed = end
+
+    def _flush_up_to(self, end: int) -> None:
+        """Set the disk to work. Of a copy only on what has its digest, which may leave the memory by this."""
         if end - self._flushing_from >= _FLUSH_BYTES:
             _start_flush(self._file.fileno(), self._flushing_from, end)
             self._flushing_from = end

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
@@ -23,10 +24,12 @@ from gpuflow.artifacts.s3_client import ANY_FAULT, PacedBody, connect, is_transi
 from gpuflow.artifacts.store import Progress, StoredFile, Throttle, check_name, check_prefix, shown_url
 from gpuflow.errors import ArtifactError
 
-#: A part of a multipart upload: at least 5 MiB for Amazon, and two of them are in memory at a time.
+#: A part of a multipart upload: at least 5 MiB for Amazon.
 PART_BYTES: Final = 8 << 20
 _MAX_PARTS: Final = 10_000
+#: Parts of one file that are in memory and go over at a time, and how many files of a store may do so; others wait.
 _PARALLEL_PARTS: Final = 2
+_FILES_IN_PARTS: Final = 2
 _DELETE_AT_ONCE: Final = 1000
 #: An upload that nobody has finished for so long is aborted by the next one of the same name: its parts cost money.
 _ABANDONED: Final = timedelta(days=1)
@@ -45,6 +48,7 @@ class S3Store:
         self._bucket = parts.netloc
         self._prefix = unquote(parts.path).strip("/")
         self._throttle, self._part_bytes = throttle, part_bytes
+        self._in_parts = threading.BoundedSemaphore(_FILES_IN_PARTS)
         self._client: Any = connect()
 
     def put(self, source: Path, name: str, *, progress: Progress | None = None) -> StoredFile:
@@ -61,7 +65,8 @@ class S3Store:
                 if size <= self._part_bytes:
                     self._put_at_once(stream.read(), key, digest)
                 else:
-                    self._put_in_parts(stream, key, size, digest, meter)
+                    with self._in_parts:
+                        self._put_in_parts(stream, key, size, digest, meter)
             meter.reached(size)
         return StoredFile(name=name, size=size, sha256=digest, url=self.url(name))
 

@@ -53,6 +53,9 @@ class Gate(Protocol):
     def taste(self) -> Taste:
         """Which messages it takes."""
 
+    def woken_for(self, queue: str) -> None:
+        """A message was published to the demand queue: let the fleet know whether such messages can be taken here."""
+
     def open_queues(self, queues: Sequence[str]) -> list[str]:
         """Return those of `queues` (consumed by name) that a message may be taken from now."""
 
@@ -78,6 +81,9 @@ class OpenGate:
     waits_as = ""
     machine = ""
     taste = Taste()
+
+    def woken_for(self, queue: str) -> None:
+        """Do nothing."""
 
     def open_queues(self, queues: Sequence[str]) -> list[str]:
         """Return all queues."""

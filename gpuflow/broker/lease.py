@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import uuid
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 
@@ -12,7 +14,9 @@ class Lease:
 
     `task` and `attempt` name the attempt that a supervisor has begun; `beat_at` is when that supervisor was last
     alive (monotonic seconds), None while nobody has to be. `delivery` tells the times apart that this process got the
-    message.
+    message. `owed` is how it ends on a server that could not be told when the work was over ("" for not at all).
+    `over_at` is when the work ended (monotonic seconds), which is settled soon after.
+    `returning` is true from the moment at which a message that has not begun is put back.
     """
 
     queue: str
@@ -20,7 +24,19 @@ class Lease:
     list_key: str = ""
     raw: str = ""
     started: bool = False
+    returning: bool = False
+    owed: str = ""
+    over_at: float = math.inf
     task: str = ""
     attempt: int | None = None
     beat_at: float | None = None
     on_lost: list[Callable[[], None]] = field(default_factory=list)
+
+
+#: Takes back leases that nobody holds: tag -> lease, and whether the server run is new; returns the tags now held.
+Reclaim = Callable[[Mapping[str, Lease], bool], set[str]]
+
+
+def new_token() -> str:
+    """Return a token that no other process has."""
+    return uuid.uuid4().hex

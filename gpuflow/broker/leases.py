@@ -10,16 +10,16 @@ import itertools
 import math
 import threading
 import time
-import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final
 
 import redis
+from kombu.utils.encoding import bytes_to_str
 from redis.exceptions import NoScriptError, RedisError
 
 from gpuflow.broker.gate import Gate, OpenGate
 from gpuflow.broker.keys import Keys
-from gpuflow.broker.lease import Lease
+from gpuflow.broker.lease import Lease, Reclaim, new_token
 from gpuflow.broker.scripts import broker_script
 from gpuflow.broker.sweeper import BELL_SECONDS, Sweeper
 from gpuflow.logs import get_logger
@@ -31,20 +31,6 @@ log = get_logger("gpuflow.leases")
 GIVE_UP_SHARE: Final = 0.85
 #: So many of the consumers that share GPUs are woken when some are given back.
 MOST_WOKEN: Final = 8
-
-
-def keeper_timeout_seconds(lease_seconds: float) -> float:
-    """Return how long the keeper waits for one answer: a line that is silently dead must not hold it up."""
-    return max(0.25, min(3.0, lease_seconds / 20))
-
-
-#: Takes back leases that nobody holds: tag -> lease, and whether the server run is new; returns the tags now held.
-Reclaim = Callable[[Mapping[str, Lease], bool], set[str]]
-
-
-def new_token() -> str:
-    """Return a token that no other process has."""
-    return uuid.uuid4().hex
 
 
 class LeaseTable:
@@ -106,15 +92,16 @@ class LeaseTable:
             self._leases[tag] = Lease(queue=queue, delivery=next(self._deliveries), list_key=key, raw=raw)
         self.gate.taken(queue, tag)
 
-    def start(self, tag: str, on_lost: Callable[[], None] | None = None) -> None:
-        """Note that work on the message has begun: a cut connection no longer returns it."""
+    def start(self, tag: str, on_lost: Callable[[], None] | None = None) -> bool:
+        """Note that work on the message begins: a cut connection no longer returns it. False if it is not ours."""
         with self._lock:
             lease = self._leases.get(tag)
-            if lease is None:
-                return
+            if lease is None or lease.returning:
+                return False
             lease.started = True
             if on_lost is not None:
                 lease.on_lost.append(on_lost)
+            return True
 
     def begin(self, tag: str, task: str, attempt: int) -> None:
         """Note which attempt works on the message."""
@@ -175,16 +162,47 @@ class LeaseTable:
         lease = self._drop(tag)
         if lease is not None and self.gate.settled(tag):
             self.wake()
-        if not done:
+        if not done and not (lease and lease.owed):
             log.warning("lease_lost", tag=tag, at=how)
         return bool(done)
+
+    def settle_surely(self, tag: str, how: str) -> None:
+        """End a lease as `settle`; a server that cannot be told now is told when it is back."""
+        try:
+            self.settle(tag, how)
+        except RedisError as error:
+            with self._lock:
+                lease = self._leases.get(tag)
+                if lease is None:
+                    return
+                lease.owed = how
+            log.warning("lease_to_be_settled", tag=tag, how=how, cause=str(error))
+            self.gate.settled(tag)
+
+    def over(self, tag: str) -> None:
+        """Note that nothing works on the message any more."""
+        lease = self._leases.get(tag)
+        if lease is not None:
+            lease.over_at = time.monotonic()
+
+    def settle_owed(self) -> None:
+        """Tell the server of work that ended while it was away. Raises redis errors."""
+        for tag, lease in self.held().items():
+            if not lease.owed and lease.over_at + self.lease_seconds < self._ticked_at < math.inf:
+                # Celery's loop drops acknowledgements that wait beside one that fails.
+                log.error("lease_never_settled", tag=tag, queue=lease.queue)
+                lease.owed = "front"
+            if lease.owed:
+                self.settle(tag, lease.owed)
 
     def release_unstarted(self) -> int:
         """Put every message that nothing works on back to the front; return how many. Errors leave it to the sweep."""
         count = 0
-        for tag, lease in self.held().items():
-            if lease.started:
-                continue
+        with self._lock:
+            unstarted = [tag for tag, lease in self._leases.items() if not (lease.started or lease.owed)]
+            for tag in unstarted:
+                self._leases[tag].returning = True
+        for tag in unstarted:
             try:
                 count += self.settle(tag, "front")
             except RedisError as error:
@@ -215,6 +233,7 @@ class LeaseTable:
         self._stop.set()
         if self._client is not None:
             try:
+                self.settle_owed()
                 for group in self.groups:
                     self._client.srem(self.keys.waiters(group), self.bell)
                 self._client.delete(self.bell)
@@ -234,7 +253,7 @@ class LeaseTable:
 
     def _lost(self, tag: str, why: str) -> None:
         lease = self.forget(tag)
-        if lease is None:
+        if lease is None or lease.owed:
             return
         log.error("lease_lost", tag=tag, queue=lease.queue, why=why)
         for callback in lease.on_lost:
@@ -255,6 +274,7 @@ class LeaseTable:
                     self._renew()
                     next_renewal = now + self.lease_seconds / 3
                 self.reaffirm()
+                self.settle_owed()
             except RedisError as error:
                 log.warning("leases_not_renewed", cause=str(error), held=len(self._leases))
                 self._give_up_expired()
@@ -288,7 +308,7 @@ class LeaseTable:
             answer = self._ask_to_renew([self.owner, self.lease_seconds, "" if new_run else self._run or "", *alive])
             if answer is None:
                 return  # Another server run: the sweep that follows sees to it.
-            taken, free = ({_text(tag) for tag in tags} for tags in answer)
+            taken, free = ({bytes_to_str(tag) for tag in tags} for tags in answer)
             unsure = free | taken if new_run else free
             begun = {tag: alive[tag] for tag in unsure if alive[tag].started and alive[tag].raw}
             kept = self.reclaim(begun, new_run) if self.reclaim is not None and begun else set()
@@ -312,7 +332,7 @@ class LeaseTable:
         """Stop work before its lease can pass to another worker, with time left to kill what runs."""
         if time.monotonic() - self._renewed_at > self.lease_seconds * GIVE_UP_SHARE:
             for tag, lease in self.held().items():
-                if lease.started:
+                if lease.started and not lease.owed:
                     self._lost(tag, "it could not be renewed in time")
 
     def reaffirm(self) -> None:
@@ -324,21 +344,3 @@ class LeaseTable:
                 if self.member:
                     self.client.sadd(self.keys.present, self.member)
                 self._run = swept.run
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
-
-
-class _Process:
-    table: LeaseTable | None = None
-
-
-def install(table: LeaseTable) -> None:
-    """Make `table` the one that every channel of this process uses (a worker does this once at its start)."""
-    _Process.table = table
-
-
-def installed() -> LeaseTable | None:
-    """Return the lease table of this process, if it is a worker."""
-    return _Process.table

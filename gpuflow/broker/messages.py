@@ -52,13 +52,13 @@ class LeaseQoS(virtual.QoS):  # type: ignore[misc]
         super().append(message, delivery_tag)
 
     def ack(self, delivery_tag: str) -> None:
-        """End the lease; a LOST one is logged and changes nothing."""
-        self.channel.leases.settle(delivery_tag, "ack")
+        """End the lease, now or when the server is back; a LOST one is logged and changes nothing."""
+        self.channel.leases.settle_surely(delivery_tag, "ack")
         super().ack(delivery_tag)
 
     def reject(self, delivery_tag: str, requeue: bool = False) -> None:
         """Drop the message, or put it to the front of its list."""
-        self.channel.leases.settle(delivery_tag, "front" if requeue else "ack")
+        self.channel.leases.settle_surely(delivery_tag, "front" if requeue else "ack")
         self._quick_ack(delivery_tag)
 
     def restore_unacked_once(self, stderr: Any = None) -> None:

@@ -19,8 +19,9 @@ from kombu.utils.encoding import bytes_to_str
 from kombu.utils.json import dumps, loads
 from redis.exceptions import NoScriptError, OutOfMemoryError, ReadOnlyError
 
+from gpuflow.broker.installed import installed
 from gpuflow.broker.keys import Keys
-from gpuflow.broker.leases import LeaseTable, installed, keeper_timeout_seconds
+from gpuflow.broker.leases import LeaseTable
 from gpuflow.broker.look import FAR_NAMES, FAR_SECONDS, PAGE_NAMES, RESCAN_SECONDS, Look
 from gpuflow.broker.messages import LeaseMessage, LeaseQoS
 from gpuflow.broker.priorities import PRIORITY_STEPS, SEPARATOR, list_key, list_keys, queue_of
@@ -32,6 +33,11 @@ log = get_logger("gpuflow.transport")
 
 #: Header that carries a record to be written with its message; it never reaches the wire.
 RECORD_HEADER: Final = "gpuflow_record"
+
+
+def keeper_timeout_seconds(lease_seconds: float) -> float:
+    """Return how long the keeper waits for one answer: a line that is silently dead must not hold it up."""
+    return max(0.25, min(3.0, lease_seconds / 20))
 
 
 def delayed(message: Mapping[str, Any]) -> tuple[dict[str, Any], float | str]:
@@ -213,6 +219,8 @@ class Channel(stock.Channel):  # type: ignore[misc]
                 log.warning("nothing_can_be_taken", cause=str(error))
             if not popped:
                 look.woken(reply)
+                if look.woken_for is not None:
+                    self.leases.gate.woken_for(look.woken_for[1])
                 raise Empty
             return self._read_popped(reply)
         finally:

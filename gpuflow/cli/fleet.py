@@ -45,9 +45,9 @@ def queue_rows(app: GPUFlow) -> list[dict[str, Any]]:
 
     fleet = Fleet(app.redis, app.keys)
     registered = fleet.queues()
-    serving = fleet.serving_classes(list(registered))
     prefix = app.keys.prefix
     workers = [worker for worker in fleet.workers() if str(worker.state) != _OFFLINE]
+    serving = fleet.serving_classes(list(registered), workers)
     leased: Any = app.redis.hvals(app.keys.owners)
     running = Counter(queue_of(str(owner).partition("\n")[2].removeprefix(prefix)) for owner in leased)
     rows = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
@@ -17,6 +17,7 @@ import redis
 
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.scripts import broker_script
+from gpuflow.fleet.serving import serving_classes
 from gpuflow.routing.capability import Capability
 
 #: Schema number of a worker entry and its heartbeat.
@@ -227,20 +228,20 @@ class Fleet:
 
     def serves_beside(self, worker_id: str, queue: str) -> bool:
         """Whether a worker other than `worker_id` is there to take tasks of `queue`."""
-        classes = self.serving_classes([queue])[queue]
-        return any(
-            entry.id != worker_id
-            and entry.state in (WorkerState.IDLE, WorkerState.BUSY)
-            and (queue in entry.queues or entry.class_name in classes)
+        there = [
+            entry
             for entry in self.workers()
-        )
+            if entry.id != worker_id and entry.state in (WorkerState.IDLE, WorkerState.BUSY)
+        ]
+        classes = self.serving_classes([queue], there)[queue]
+        return any(queue in entry.queues or entry.class_name in classes for entry in there)
 
-    def serving_classes(self, queues: Sequence[str]) -> dict[str, set[str]]:
-        """Return the classes of workers that have said that they serve each of the demand queues."""
+    def serving_classes(self, queues: Sequence[str], entries: Iterable[WorkerEntry]) -> dict[str, set[str]]:
+        """Return the classes of these workers that serve each of the demand queues."""
         pipe = self.client.pipeline(transaction=False)
         for queue in queues:
-            pipe.zrangebyscore(self.keys.queue_classes(queue), 0, "+inf")
-        return {queue: set(classes) for queue, classes in zip(queues, pipe.execute(), strict=True)}
+            pipe.hget(self.keys.queue(queue), "requirement")
+        return serving_classes(entries, dict(zip(queues, pipe.execute(), strict=True)))
 
     def forget_queues(self, in_use: Collection[str], unused_seconds: float) -> list[str]:
         """Forget the demand queues that nothing was published to for so long and no record `in_use` names."""

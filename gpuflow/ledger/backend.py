@@ -18,7 +18,7 @@ from celery.backends.redis import RedisBackend
 from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
-from gpuflow.broker.leases import installed
+from gpuflow.broker.installed import installed
 from gpuflow.ledger.ledger import Holder, Ledger
 from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger

@@ -1,7 +1,7 @@
 """What a demand queue asks for, read from its name. Pure.
 
-For a queue that -Q names before anybody has submitted to it, and that stock Celery producers send to. A queue that was
-submitted to has its requirement stored beside it.
+So a worker asks nobody about a queue that waits, and -Q may name one before anybody has submitted to it. The
+requirement is stored beside a queue too, for names that were cut and for people.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ A name is `cpu` or `gpu`, then, where asked for and in this order:
     .team=nlp        a label, sorted by name; `.fast` for a label that need only be there; `*` and `?` as
                      above, and every other character outside A-Z a-z 0-9 _ : @ - as %XX
 
-So a name without labels never holds a dot, and different requirements have different names. Past
-MAX_NAME_LENGTH the end is replaced by `-h` and a hash. The requirement is stored beside the queue, never
-read from its name.
+So a name without labels never holds a dot, and different requirements have different names: a name tells
+all (`routing.queue_parsing`). Past MAX_NAME_LENGTH the end is replaced by `-h` and a hash; then the
+requirement that is stored beside the queue tells.
 """
 
 from __future__ import annotations

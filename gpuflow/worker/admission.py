@@ -9,14 +9,14 @@ worker never holds a message that cannot start.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final
 
 from gpuflow.broker.gate import ANY_TIME, Choice, Taste
 from gpuflow.fleet.gpu_locks import Hold
 from gpuflow.routing.capability import Capability
 from gpuflow.routing.families import CONTROL_QUEUE
-from gpuflow.routing.fit import match, share_mib
+from gpuflow.routing.fit import match, share_of
 from gpuflow.routing.queues import is_demand_queue
 from gpuflow.routing.requirement import Requirement
 from gpuflow.worker.demands import Demands
@@ -90,24 +90,46 @@ class Admission:
             patience_seconds=self._patience_seconds,
         )
 
+    def woken_for(self, queue: str) -> None:
+        """Say of a queue of which the doorbell told whether this class serves it."""
+        self.demands.tell(queue)
+
     def fitting(self, ready: Sequence[str], barren: Collection[str] = ()) -> list[str]:
         """Return the demand queues of `ready`, without the barren ones, whose next message could start now."""
-        return [queue for queue, _ in self._rooms(ready, barren)]
+        served = self._served(ready, barren)
+        with self._lock:
+            return [queue for queue, _ in self._rooms(served, ready)]
 
     def choose(self, ready: Sequence[str], barren: Collection[str] = ()) -> list[Choice]:
-        """Take the GPUs for the first queue that fits; return it, and others that what is held now would serve."""
+        """Take the GPUs for the first queue that fits; return it, and others that what is held now would serve.
+
+        What stands behind the last that is chosen is not looked at, unless a task there may need a reservation.
+        """
         self.chosen_none()
-        rooms = self._rooms(ready, barren)
+        served = self._served(ready, barren)
+        chosen: list[Choice] = []
+        waiting: list[tuple[str, Room]] = []
+        first: tuple[Requirement, tuple[str, ...]] | None = None
         with self._lock:
-            for queue, room in rooms:
-                asked = self._asked(queue)
-                gpus = match(asked, room.capability).gpus if asked.gpu_count else ()
-                hold = self._gpus.take(gpus, _share(asked, room.capability, gpus)) if gpus else None
-                if hold is not None or not asked.gpu_count:
-                    self._chosen = hold
-                    served = (one for one in rooms if self._served_by(one[0], one[1], asked, gpus))
-                    return [self._choice(name, its) for name, its in served][:MOST_CHOSEN]
-        return []
+            for queue, room in self._rooms(served, ready):
+                waiting.append((queue, room))
+                first = first or self._hold_for(self._asked(queue), room)
+                if first is None:
+                    continue
+                chosen += [self._choice(name, its) for name, its in waiting if self._served_by(name, its, *first)]
+                waiting.clear()
+                if len(chosen) >= MOST_CHOSEN and (first[1] or not self.capability.gpus):
+                    break
+        return chosen[:MOST_CHOSEN]
+
+    def _hold_for(self, asked: Requirement, room: Room) -> tuple[Requirement, tuple[str, ...]] | None:
+        """Take the GPUs for a task; return its ask with them, None when they cannot be had."""
+        gpus = match(asked, room.capability).gpus if asked.gpu_count else ()
+        hold = self._gpus.take(gpus, share_of(asked, room.capability, gpus)) if gpus else None
+        if hold is None and asked.gpu_count:
+            return None
+        self._chosen = hold
+        return asked, gpus
 
     def chosen_none(self) -> None:
         """Give back what `choose` has taken."""
@@ -129,6 +151,8 @@ class Admission:
                 self.reserving.taken(queue)
             self._held[tag] = allocation
             self.chosen_none()
+        if slot == "job":
+            self.demands.tell(queue)
 
     def settled(self, tag: str) -> bool:
         """Give back what `tag` holds, or leave that to the supervisor that has claimed it; say if that opens a queue.
@@ -237,23 +261,27 @@ class Admission:
             return self._count("control") < CONTROL_SLOTS
         return slot == "plain" and not self.draining and self._count("plain") < self.limits.threads
 
-    def _rooms(self, ready: Sequence[str], barren: Collection[str]) -> list[tuple[str, Room]]:
-        """Return the queues whose next message could start now, each with what it may use."""
+    def _served(self, ready: Sequence[str], barren: Collection[str]) -> Mapping[str, Requirement]:
+        """Return what this worker serves of `ready`, in order, while it takes jobs; looks at the reservation too."""
         if not ready or not self.waits_as:
-            return []
-        served = self.demands.served(name for name in ready if name not in barren)
+            return {}
         self.reserving.look(ready)
-        found: list[tuple[str, Room]] = []
-        with self._lock:
-            offers = {sized: self._gpus.free(self.capability, asks_memory=sized) for sized in (True, False)}
-            for queue, asked in served.items():
-                free = self._free(asked, offers)
-                room = self._room(queue, asked, ready, free)
-                if room is not None:
-                    found.append((queue, room))
-                elif self._may_starve(asked) and not any(self._asked(name).gpu_count for name, _ in found):
-                    self.reserving.claim(queue, asked, self.capability, free, ready)
-        return found
+        return self.demands.served(name for name in ready if name not in barren)
+
+    def _rooms(self, served: Mapping[str, Requirement], ready: Sequence[str]) -> Iterator[tuple[str, Room]]:
+        """Yield the queues whose next message could start now, each with what it may use. Needs the lock."""
+        if not served:
+            return
+        offers = {sized: self._gpus.free(self.capability, asks_memory=sized) for sized in (True, False)}
+        uses_gpus = False
+        for queue, asked in served.items():
+            free = self._free(asked, offers)
+            room = self._room(queue, asked, ready, free)
+            if room is not None:
+                uses_gpus = uses_gpus or asked.gpu_count > 0
+                yield queue, room
+            elif self._may_starve(asked) and not uses_gpus:
+                self.reserving.claim(queue, asked, self.capability, free, ready)
 
     def _free(self, asked: Requirement, offers: Mapping[bool, Capability]) -> Capability:
         """Return this worker with the GPUs that could be given to such a task now."""
@@ -319,10 +347,3 @@ class Admission:
 
     def _count(self, slot: SlotClass) -> int:
         return sum(1 for held in self._held.values() if held.slot == slot)
-
-
-def _share(asked: Requirement, capability: Capability, gpus: tuple[str, ...]) -> int | None:
-    """Return how many MiB of its one GPU a sharing task gets; None for whole GPUs."""
-    if not asked.shares:
-        return None
-    return next(share_mib(asked, gpu) for gpu in capability.gpus if gpu.uuid in gpus)

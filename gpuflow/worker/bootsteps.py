@@ -17,7 +17,8 @@ from celery.worker.consumer.mingle import Mingle
 from celery.worker.control import control_command, inspect_command
 from kombu import Exchange, Queue
 
-from gpuflow.broker import leases
+from gpuflow.broker import installed, leases
+from gpuflow.broker.lease import new_token
 from gpuflow.errors import GPUFlowError, InvalidSettings
 from gpuflow.fleet.disk import free_mib
 from gpuflow.fleet.hardware import probe
@@ -125,7 +126,7 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
         table = leases.LeaseTable(
             app.keys,
             app.settings.lease_seconds,
-            owner=f"{worker.worker_id}:{leases.new_token()}",
+            owner=f"{worker.worker_id}:{new_token()}",
             member=worker.worker_id,
         )
         machine_gpus = MachineGpus(capability.gpus, app.settings.lock_dir)
@@ -145,7 +146,7 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
         table.reclaim = lambda free, new_run: app.ledger.reclaim(
             free, table.owner, table.lease_seconds, new_run=new_run
         )
-        leases.install(table)
+        installed.install(table)
         runtime = Runtime(
             app=app,
             worker_id=worker.worker_id,

@@ -1,8 +1,10 @@
 """Which demand queues this worker serves: decided once for each queue, when it is first seen.
 
-A queue is served when the worker's whole capability satisfies its requirement and -Q does not leave it out. Workers
-that decide alike form a class; the class tells Redis what it serves and how well it suits, so that a publish wakes a
-worker that can use the message (broker/lua/common.lua). Called on the consumer's thread; `names` from any.
+A queue is served when the worker's whole capability satisfies its requirement and -Q does not leave it out. What it
+asks for stands in its name; the broker is asked only where the name was cut. Workers that decide alike form a class.
+A class tells Redis of a queue how well it suits when the doorbell named that queue, or a message of it was taken, so
+that a publish wakes a worker that can use the message (broker/lua/common.lua). What merely waits costs no command.
+Called on the consumer's thread; `names` from any.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
+from functools import lru_cache
 from typing import Any, Final
 
 import redis
@@ -33,6 +36,9 @@ log = get_logger("gpuflow.demands")
 _CLASS_DIGITS: Final = 16
 #: What was decided about queues is decided anew after this many seconds.
 DECIDE_ANEW_SECONDS: Final = 600.0
+
+#: Names are read again and again, by each worker of a process and each time that all is decided anew.
+_read_name: Final = lru_cache(maxsize=16_384)(requirement_of)
 
 
 class Demands:
@@ -56,6 +62,7 @@ class Demands:
         self._known: dict[str, Requirement | None] = {}
         # What was known before it was forgotten: a message that is being taken still needs it.
         self._before: dict[str, Requirement | None] = {}
+        self._told: set[str] = set()
         self._decide_anew_at = time.monotonic() + DECIDE_ANEW_SECONDS
         self.name = self._class_name()
 
@@ -89,6 +96,7 @@ class Demands:
             for name, asked in list(self._known.items()):
                 if asked is not None and asked.disk_gib is not None and not match(asked, self.capability).fits:
                     del self._known[name]
+                    self._told.discard(name)
         if self.name != before:
             self.forget()
             self.enlist()
@@ -132,37 +140,63 @@ class Demands:
     def names(self) -> tuple[str, ...]:
         """Return the queues that were seen and are served."""
         with self._lock:
-            return tuple(sorted(name for name, requirement in self._known.items() if requirement is not None))
+            served = [name for name, requirement in self._known.items() if requirement is not None]
+        return tuple(sorted(served))
 
     def forget(self) -> None:
         """Decide anew about every queue: one may have been forgotten by the fleet, and made again."""
         with self._lock:
-            self._before, self._known = self._known, {}
+            self._before, self._known, self._told = self._known, {}, set()
+
+    def tell(self, name: str) -> None:
+        """Say whether this class serves a queue and how well it suits, unless this worker has said so before."""
+        with self._lock:
+            told, capability, class_name = self._told, self.capability, self.name
+        if name in told:
+            return
+        self.served([name])
+        if name not in self._known:
+            return
+        try:
+            score = self._suits(self._known[name], capability)
+            self.client.zadd(self.keys.queue_classes(name), {class_name: score})
+        except RedisError as error:
+            log.warning("queue_not_told", queue=name, cause=str(error))
+            return
+        told.add(name)  # to what was replaced meanwhile, if the capability has changed
 
     def _learn(self, names: Sequence[str]) -> None:
         with self._lock:
-            known, capability, class_name = self._known, self.capability, self.name
+            known, capability = self._known, self.capability
+        covered = [name for name in names if self._covers(name)]
+        asks: dict[str, Requirement | str | None] = {name: _read_name(name) for name in covered}
         try:
-            pipe = self.client.pipeline(transaction=False)
-            for name in names:
-                pipe.hget(self.keys.queue(name), "requirement")
-            found = {name: raw for name, raw in zip(names, pipe.execute(), strict=True) if raw}
-            decided = {name: self._decide(name, raw, capability) for name, raw in found.items()}
-            pipe = self.client.pipeline(transaction=False)
-            for name, requirement in decided.items():
-                pipe.zadd(self.keys.queue_classes(name), {class_name: self._suits(requirement, capability)})
-            pipe.execute()
+            asks |= self._stored([name for name, asked in asks.items() if asked is None])
         except RedisError as error:
             log.warning("queues_not_read", cause=str(error))
             return
+        decided = dict.fromkeys(set(names).difference(covered))
+        decided |= {name: self._decide(name, asked, capability) for name, asked in asks.items() if asked is not None}
         with self._lock:
             known.update(decided)  # into what was replaced meanwhile, if the capability has changed
 
-    def _decide(self, name: str, raw: str, capability: Capability) -> Requirement | None:
-        if self.families is not None and not any(family_matches(name, family) for family in self.families):
-            return None
+    def _covers(self, name: str) -> bool:
+        """Whether -Q lets this worker serve a queue."""
+        return self.families is None or any(family_matches(name, family) for family in self.families)
+
+    def _stored(self, names: Sequence[str]) -> dict[str, Requirement | str | None]:
+        """Return the requirements that stand beside queues, as JSON, None where there is none. Raises redis errors."""
+        if not names:
+            return {}
+        pipe = self.client.pipeline(transaction=False)
+        for name in names:
+            pipe.hget(self.keys.queue(name), "requirement")
+        return dict(zip(names, pipe.execute(), strict=True))
+
+    def _decide(self, name: str, asked: Requirement | str, capability: Capability) -> Requirement | None:
+        """Return what a queue asks for, None when this worker does not serve it."""
         try:
-            requirement = Requirement.from_dict(json.loads(raw))
+            requirement = asked if isinstance(asked, Requirement) else Requirement.from_dict(json.loads(asked))
         except (GPUFlowError, ValueError, TypeError) as error:
             log.warning("queue_not_served", queue=name, cause=str(error))
             return None

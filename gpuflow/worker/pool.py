@@ -89,16 +89,17 @@ class SupervisorPool(TaskPool):  # type: ignore[misc]
         """Run one task on a thread, within its limits."""
         args = args or ()
         request = args[2] if len(args) > 2 and isinstance(args[2], dict) else {}
-        tag = (request.get("properties") or {}).get("delivery_tag")
+        tag = str((request.get("properties") or {}).get("delivery_tag") or "")
         job = Job(str(args[1]) if len(args) > 1 else "")
+        runtime = find()
+        leases = runtime.leases if tag and runtime is not None else None
+        delivery = leases.delivery(tag) if leases is not None else None
 
         def run() -> Any:
-            runtime = find()
-            if tag and runtime is not None and not runtime.leases.holds(tag):
+            # The message may have come here again since: then another job runs it.
+            if leases is not None and not (leases.delivery(tag) == delivery and leases.start(tag)):
                 log.info("returned_message_not_run", task=job.task_id)
                 return None
-            if tag and runtime is not None:
-                runtime.leases.start(tag)
             job.thread_ident = threading.get_ident()
             if soft_timeout:
                 job.limit(soft_timeout, lambda: self._soft(job, soft_timeout, timeout_callback))
@@ -107,6 +108,8 @@ class SupervisorPool(TaskPool):  # type: ignore[misc]
             try:
                 return apply_target(target, args, kwargs or {}, callback, accept_callback)
             finally:
+                if leases is not None and leases.delivery(tag) == delivery:
+                    leases.over(tag)
                 job.close()
                 self._jobs.pop(job.task_id, None)
 

@@ -24,12 +24,16 @@ log = get_logger("gpuflow.presence")
 
 #: A broker that is away or full is tried again after this many seconds.
 RETRY_SECONDS: Final = 1.0
+#: What it runs is told at most once in so many seconds: a worker of short tasks would write its entry all the time.
+REST_SECONDS: Final = 1.0
+#: Between these states a worker goes with each task.
+_PASSING: Final = (WorkerState.IDLE, WorkerState.BUSY)
 #: So many of the demand queues that a worker serves are named in its entry at most.
 MOST_QUEUES: Final = 200
 
 
 class PresenceThread(threading.Thread):
-    """Writes the entry at once, then every heartbeat interval, and whenever the state changes."""
+    """Writes the entry at once, then every heartbeat interval, and whenever what it tells changes."""
 
     def __init__(self, runtime: Runtime, node: str) -> None:
         super().__init__(name="gpuflow-presence", daemon=True)
@@ -39,6 +43,7 @@ class PresenceThread(threading.Thread):
         self._started_at = time.time()
         self._stop_event = threading.Event()
         self._written: tuple[Any, ...] | None = None
+        self._written_at = 0.0
 
     def run(self) -> None:
         """Beat until stopped; a broker that is away is tried again at the next turn."""
@@ -50,12 +55,11 @@ class PresenceThread(threading.Thread):
             if time.monotonic() >= next_watch:
                 watch.look_quietly()
                 next_watch = time.monotonic() + WATCH_SECONDS
-            changed = self._summary() != self._written
             now = time.monotonic()
             if now >= next_look:
                 self.runtime.offering.look()
                 next_look = time.monotonic() + settings.heartbeat_interval_seconds
-            if now < try_again or (not changed and now < next_beat):
+            if now < try_again or (now < next_beat and not self._is_due(now)):
                 continue
             try:
                 self._renew_class()
@@ -89,7 +93,15 @@ class PresenceThread(threading.Thread):
             version=__version__,
         )
         self.fleet.announce(entry, runtime.app.settings.heartbeat_timeout_seconds)
-        self._written = summary
+        self._written, self._written_at = summary, time.monotonic()
+
+    def _is_due(self, now: float) -> bool:
+        """Whether something has changed that is to be told now."""
+        summary, before = self._summary(), self._written
+        if before is None or summary == before:
+            return before is None
+        passing = summary[0] in _PASSING and before[0] in _PASSING
+        return not passing or now >= self._written_at + REST_SECONDS
 
     def _renew_class(self) -> None:
         """Say again of which class this worker is: with the disk as it is now, and on a server that lost its memory."""
@@ -140,9 +152,10 @@ class PresenceThread(threading.Thread):
         return WorkerState.BUSY if self.runtime.admission.jobs() else WorkerState.IDLE
 
     def _summary(self) -> tuple[Any, ...]:
+        """Return what is told at once when it changes; the queues that were seen are told with the next beat."""
         admission = self.runtime.admission
         running = tuple(sorted(self.runtime.running))
-        return (self._state(), self._queues(), admission.demands.name, admission.models.names(), running)
+        return (self._state(), admission.demands.name, admission.models.names(), running)
 
     def _queues(self) -> tuple[str, ...]:
         """Return the queues served by name, and the demand queues that were seen and are served."""

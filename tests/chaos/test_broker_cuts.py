@@ -6,13 +6,14 @@ import json
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from gpuflow.broker.scripts import broker_script
 from gpuflow.client import submit
 from gpuflow.ledger.states import TaskState
-from tests.chaos.accounting import check
+from tests.chaos.accounting import check, leftovers
 from tests.chaos.conftest import LEASE, LEASE_SECONDS
 from tests.chaos.proxy import Proxy
 from tests.support.fleet import TestFleet, WorkerProcess, running
@@ -106,6 +107,26 @@ def test_what_was_popped_in_an_answer_that_never_came_is_given_back(fleet: TestF
     eventually(lambda: client.llen("cpu") == 1, within=10, what="the message back in its list")
     assert [record.attempt for record in check(fleet, [busy.id, waiting.id])] == [1, 1]
     assert "unknown_leases_returned" in worker.log()
+
+
+def test_a_task_that_ends_on_a_dead_line_leaves_nothing_once_it_is_mended(
+    fleet: TestFleet, proxy: Proxy, tmp_path: Path
+) -> None:
+    # Given a plain task on a worker whose line is dead
+    worker = _behind(fleet, proxy, "w1", "--include", "plain_tasks")
+    fleet.app.send_task("plain_tasks.wait_for", args=(str(tmp_path / "go"),))
+    eventually(lambda: fleet.broker.client.hlen(fleet.app.keys.unacked) == 1, what="it is taken")
+    proxy.refuse()
+
+    # When it ends, and then the line is mended
+    (tmp_path / "go").touch()
+    eventually(lambda: "leases_not_renewed" in worker.log(), what="a worker that knows of its dead line")
+    proxy.allow()
+
+    # Then nothing of it is left, although the worker lives on
+    eventually(lambda: not leftovers(fleet), within=20, what="an empty broker")
+    assert worker.process.poll() is None
+    assert not worker.log().count("lease_lost")
 
 
 def test_cuts_every_second_under_load_lose_and_repeat_nothing(fleet: TestFleet, proxy: Proxy) -> None:

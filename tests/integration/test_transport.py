@@ -157,6 +157,27 @@ def test_a_message_that_nobody_can_read_is_set_aside_and_blocks_nothing(fleet: T
     assert sorted(aside) == sorted(broken * 2)
 
 
+@pytest.mark.parametrize("end", ["ack", "reject"])
+def test_an_end_that_the_broker_could_not_be_told_is_told_when_it_is_back(
+    fleet: TestFleet, connection: kombu.Connection, end: str
+) -> None:
+    kombu.Producer(connection.channel()).publish({}, routing_key="box", exchange="")
+    seen: list[kombu.Message] = []
+    with kombu.Consumer(connection, [kombu.Queue("box")], on_message=seen.append, accept=["json"]):
+        _drain(connection, seen, 1)
+        table = seen[0].channel.leases
+        table.start(seen[0].delivery_tag)
+        fleet.broker.kill()
+        getattr(seen[0], end)()
+        assert table.holds(seen[0].delivery_tag), "it was forgotten before the broker knew"
+        fleet.broker.restart()
+
+        eventually(lambda: not table.holds(seen[0].delivery_tag), what="the end of the lease")
+
+    assert fleet.broker.client.hlen(fleet.app.keys.unacked) == 0
+    assert fleet.broker.client.llen("box") == 0
+
+
 def _drain(connection: kombu.Connection, seen: list[kombu.Message], count: int) -> None:
     while len(seen) < count:
         connection.drain_events(timeout=5)

@@ -41,10 +41,6 @@ class Pipe:
         self._client.asked.append(key)
         self._answers.append(self._client.hashes.get(key))
 
-    def zadd(self, key: str, scores: Mapping[str, float]) -> None:
-        self._client.scores.setdefault(key, {}).update(scores)
-        self._answers.append(1)
-
     def execute(self) -> list[Any]:
         if self._client.before_answer is not None:
             self._client.before_answer()
@@ -67,6 +63,10 @@ class Client:
     def sadd(self, key: str, *names: str) -> int:
         self.classes.update(names)
         return len(names)
+
+    def zadd(self, key: str, scores: Mapping[str, float]) -> int:
+        self.scores.setdefault(key, {}).update(scores)
+        return len(scores)
 
     def zscore(self, key: str, name: str) -> None:
         return None

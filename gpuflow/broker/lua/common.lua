@@ -24,16 +24,22 @@ end
 -- Enter a demand queue into the index by its best head: priority first, then time; take out an empty one.
 local function refresh(ready, queue)
   local base = prefix_of(ready) .. queue
+  local lists = {}
   for level = 9, 0, -1 do
-    local list = level == 5 and base or base .. SEPARATOR .. (level == 0 and 10 or level)
+    lists[10 - level] = level == 5 and base or base .. SEPARATOR .. (level == 0 and 10 or level)
+  end
+  if redis.call('EXISTS', unpack(lists)) == 0 then
+    redis.call('ZREM', ready, queue)
+    return
+  end
+  for place, list in ipairs(lists) do
     local raw = redis.call('LINDEX', list, -1)
     if raw then
       local tenths_of_ms = math.floor(tonumber(queued_at(raw) or '0') * 10000)
-      redis.call('ZADD', ready, string.format('%.0f', (9 - level) * 1e14 + tenths_of_ms), queue)
+      redis.call('ZADD', ready, string.format('%.0f', (place - 1) * 1e14 + tenths_of_ms), queue)
       return
     end
   end
-  redis.call('ZREM', ready, queue)
 end
 
 local function wake(ready, group, token, seconds)
@@ -45,8 +51,9 @@ local function wake(ready, group, token, seconds)
 end
 
 -- Wake one consumer that waits for a message of `queue`: of a demand queue, one of the class that suits best, and one
--- of each class that has not said yet whether it serves it. The token names the queue, so that a consumer that cannot
--- take from it now wakes the next one, `hops` times at most. A token that nobody reads expires after `seconds`.
+-- of each class that has not said yet whether it serves it and says so then. The token names the queue, so that a
+-- consumer that cannot take from it now wakes the next one, `hops` times at most. A token that nobody reads expires
+-- after `seconds`.
 local function ring(ready, queue, seconds, hops)
   local token = (hops or 16) .. ' ' .. queue
   if wake(ready, queue, token, seconds) then return end
@@ -54,7 +61,7 @@ local function ring(ready, queue, seconds, hops)
   local known = prefix .. 'queue:' .. queue .. ':classes'
   if redis.call('EXISTS', prefix .. 'queue:' .. queue) == 0 then return end
   for _, class in ipairs(redis.call('ZRANGEBYSCORE', known, 0, '+inf')) do
-    if wake(ready, class, token, seconds) then return end
+    if wake(ready, class, token, seconds) then break end
   end
   for _, class in ipairs(redis.call('ZDIFF', 2, prefix .. 'gpuflow.classes', known)) do
     wake(ready, class, token, seconds)
@@ -76,18 +83,19 @@ local function fall_back_in(ready, task, seconds)
   redis.call('ZADD', prefix_of(ready) .. 'gpuflow.fallbacks', now[1] + now[2] / 1000000 + seconds, task)
 end
 
--- Put a message into its list: 'front' (it is next) or 'back'.
+-- Put a message into its list: 'front' (it is next) or 'back'. One of a stock producer in a demand queue counts too.
 local function put(ready, list, side, raw, seconds)
   redis.call(side == 'front' and 'RPUSH' or 'LPUSH', list, raw)
   local queue = queue_of(ready, list)
-  if queued_at(raw) then refresh(ready, queue) end
+  if queued_at(raw) or redis.call('EXISTS', prefix_of(ready) .. 'queue:' .. queue) == 1 then refresh(ready, queue) end
   ring(ready, queue, seconds)
 end
 
 -- Take a waiting message out of its list; returns whether it was there.
 local function take_out(ready, list, raw)
   local found = redis.call('LREM', list, -1, raw) > 0
-  if found and queued_at(raw) then refresh(ready, queue_of(ready, list)) end
+  local queue = queue_of(ready, list)
+  if found and (queued_at(raw) or redis.call('ZSCORE', ready, queue)) then refresh(ready, queue) end
   return found
 end
 

@@ -24,6 +24,8 @@ local time = redis.call('TIME')
 local now = time[1] + time[2] / 1000000
 -- Messages of one list that are looked at beyond its head, where the head is not for this worker.
 local DEPTH = 20
+-- Lua passes no more arguments at once than some thousand.
+local MANY = 1000
 -- A head that has waited for so many times the patience goes before tasks whose model this worker has.
 local LONGEST = 15
 
@@ -79,9 +81,15 @@ local function tag_of(raw)
   return type(tag) == 'string' and tag
 end
 
+-- Whether anything waits in some of the lists: one command for many, as most of them are empty.
+local function any_waits(first, last)
+  return last - first >= MANY or redis.call('EXISTS', unpack(KEYS, first, last)) > 0
+end
+
 -- Return the best message of one priority, and its list.
 local function best_from(first)
   local list, raw, at
+  if not any_waits(first, first + look.queues - 1) then return end
   for i = 0, look.queues - 1 do
     local mine = look.with_gpus and look.with_gpus[i + 1] and gpu_types or types
     local found, queued = best_of(KEYS[first + i], look.limits[i + 1], mine)
@@ -91,6 +99,7 @@ local function best_from(first)
 end
 
 local function take()
+  if look.queues == 0 or not any_waits(8, #KEYS) then return end
   for first = 8, #KEYS, look.queues do
     local list, raw = best_from(first)
     while list do
