@@ -103,7 +103,7 @@ def _labels(ask: Requirement, capability: Capability) -> Iterator[Reason]:
             yield reason("label", asked, f"{key}={value}", f"the worker has {key}={value}")
 
 
-def share_of(asked: Requirement, capability: Capability, gpus: tuple[str, ...]) -> int | None:
+def shared_mib(asked: Requirement, capability: Capability, gpus: tuple[str, ...]) -> int | None:
     """Return how many MiB of its one GPU a sharing task gets; None for whole GPUs."""
     if not asked.shares:
         return None

@@ -16,7 +16,7 @@ from gpuflow.broker.gate import ANY_TIME, Choice, Taste
 from gpuflow.fleet.gpu_locks import Hold
 from gpuflow.routing.capability import Capability
 from gpuflow.routing.families import CONTROL_QUEUE
-from gpuflow.routing.fit import match, share_of
+from gpuflow.routing.fit import match, shared_mib
 from gpuflow.routing.queues import is_demand_queue
 from gpuflow.routing.requirement import Requirement
 from gpuflow.worker.demands import Demands
@@ -125,7 +125,7 @@ class Admission:
     def _hold_for(self, asked: Requirement, room: Room) -> tuple[Requirement, tuple[str, ...]] | None:
         """Take the GPUs for a task; return its ask with them, None when they cannot be had."""
         gpus = match(asked, room.capability).gpus if asked.gpu_count else ()
-        hold = self._gpus.take(gpus, share_of(asked, room.capability, gpus)) if gpus else None
+        hold = self._gpus.take(gpus, shared_mib(asked, room.capability, gpus)) if gpus else None
         if hold is None and asked.gpu_count:
             return None
         self._chosen = hold
