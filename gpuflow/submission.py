@@ -90,7 +90,7 @@ def submission_header(
         "kind": "task",
         "id": task_id,
         "requirement": json.dumps(requirement.to_dict()),
-        "hints": hints(spec),
+        "hints": hints(spec, [queue_text] if queue is not None else [queue_name(one) for one in alternatives]),
         "fields": fields,
     }
     if len(alternatives) > 1 and queue is None:

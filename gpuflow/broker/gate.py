@@ -14,12 +14,13 @@ ANY_TIME: Final = -1.0
 class Choice:
     """A queue to take from now; with `most_seconds`, a task alone whose time limit is no longer.
 
-    `with_gpus` says whether its tasks get GPUs.
+    `with_gpus` says whether its tasks get GPUs; with `warm_only`, tasks alone that a warm session here can answer.
     """
 
     queue: str
     most_seconds: float = ANY_TIME
     with_gpus: bool = False
+    warm_only: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,14 +28,16 @@ class Taste:
     """Which messages of a queue a consumer takes.
 
     Of `types` alone (`routing.offers`), of `gpu_types` from queues whose tasks get GPUs; None for `types`: all of
-    gpuflow's own, and those of users in `user_types`; None for `gpu_types`: as `types`. Of its `models` before others;
-    a message whose model another worker has is left to that one for `patience_seconds`.
+    gpuflow's own, and those of users in `user_types`; None for `gpu_types`: as `types`. Of its `sessions` (those with a
+    place) and `models` before others; a message whose model another worker has is left to that one for
+    `patience_seconds`.
     """
 
     types: tuple[str, ...] | None = None
     gpu_types: tuple[str, ...] | None = None
     user_types: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
+    sessions: tuple[str, ...] = ()
     patience_seconds: float = 0.0
 
 
@@ -68,8 +71,14 @@ class Gate(Protocol):
     def chosen_none(self) -> None:
         """Nothing was taken after `choose`."""
 
-    def taken(self, queue: str, tag: str) -> None:
-        """A message of `queue` was leased under `tag`; it uses what `choose` has held for it."""
+    def cold(self, queue: str) -> None:
+        """A message of `queue` was left where it was, as only a warm session could have taken it: make room for it."""
+
+    def taken(self, queue: str, tag: str, session: str = "") -> None:
+        """A message of `queue` was leased under `tag`: it gets a place in a session, or what `choose` has held for it.
+
+        `session` is the name of the sessions that can answer it, "" for none.
+        """
 
     def settled(self, tag: str) -> bool:
         """The message of `tag` was acknowledged, put back or lost; say whether more may be taken than before."""
@@ -100,7 +109,10 @@ class OpenGate:
     def chosen_none(self) -> None:
         """Do nothing."""
 
-    def taken(self, queue: str, tag: str) -> None:
+    def cold(self, queue: str) -> None:
+        """Do nothing."""
+
+    def taken(self, queue: str, tag: str, session: str = "") -> None:
         """Do nothing."""
 
     def settled(self, tag: str) -> bool:

@@ -98,9 +98,12 @@ class Look:
             "groups": groups,
             "limits": [-1] * len(self.plain) + [choice.most_seconds for choice in self.chosen],
             "models": taste.models,
+            "sessions": taste.sessions,
             "user_types": taste.user_types,
             "patience": taste.patience_seconds,
         }
+        if any(choice.warm_only for choice in self.chosen):
+            how["warm_only"] = [False] * len(self.plain) + [choice.warm_only for choice in self.chosen]
         if taste.types is not None:
             how["types"] = taste.types
         if taste.gpu_types is not None:

@@ -229,13 +229,15 @@ class Channel(stock.Channel):  # type: ignore[misc]
 
     def _read_popped(self, reply: Any) -> bool:
         gate, look = self.leases.gate, self._look
-        key, raw, names = reply or (b"", b"", [])
+        key, raw, names, cold = reply or (b"", b"", [], b"")
         look.page = [bytes_to_str(name) for name in names]
         if key:
             self._deliver_leased(bytes_to_str(key), bytes_to_str(raw))
             return True
         gate.chosen_none()
         look.in_vain(time.monotonic())
+        if cold:
+            gate.cold(bytes_to_str(cold))
         fitting = gate.fitting(look.page, look.barren)
         if not fitting and len(names) == PAGE_NAMES:
             look.page = self._further()

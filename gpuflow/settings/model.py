@@ -134,6 +134,9 @@ class Settings(BaseModel):
     model_patience_seconds: Duration = _setting(
         "GPUFLOW_MODEL_PATIENCE_SEC", 2.0, "seconds that a task is left to a worker that has its model"
     )
+    session_idle_seconds: Duration = _setting(
+        "GPUFLOW_SESSION_IDLE_SEC", 300.0, "seconds that a model stays loaded without work; 0: not at all"
+    )
     lock_dir: Path | None = _setting(
         "GPUFLOW_LOCK_DIR", None, "a folder on a local disk that every worker of the machine shares"
     )

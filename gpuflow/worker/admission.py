@@ -12,19 +12,22 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final
 
-from gpuflow.broker.gate import ANY_TIME, Choice, Taste
+from gpuflow.broker.gate import Choice, Taste
 from gpuflow.fleet.gpu_locks import Hold
 from gpuflow.routing.capability import Capability
 from gpuflow.routing.families import CONTROL_QUEUE
 from gpuflow.routing.fit import match, shared_mib
 from gpuflow.routing.queues import is_demand_queue
 from gpuflow.routing.requirement import Requirement
+from gpuflow.worker.books import Books
 from gpuflow.worker.demands import Demands
 from gpuflow.worker.machine_gpus import MachineGpus
 from gpuflow.worker.offering import Offering
 from gpuflow.worker.recent_models import RecentModels
 from gpuflow.worker.reserving import Reserving, Room
-from gpuflow.worker.slots import CONTROL_SLOTS, Allocation, Limits, SlotClass
+from gpuflow.worker.rooms import Rooms
+from gpuflow.worker.sessions.pool import Sessions
+from gpuflow.worker.slots import Allocation, Limits, SlotClass
 
 #: So many demand queues are named in one pop at most.
 MOST_CHOSEN: Final = 8
@@ -42,6 +45,7 @@ class Admission:
         *,
         offering: Offering | None = None,
         patience_seconds: float = 0.0,
+        sessions: Sessions | None = None,
     ) -> None:
         self.demands = demands
         self.limits = limits
@@ -51,7 +55,10 @@ class Admission:
         self._offering = offering
         self._patience_seconds = patience_seconds
         self._gpus = gpus
-        self._held: dict[str, Allocation] = {}
+        self.sessions = sessions
+        self._books = Books(limits=limits, sessions=sessions)
+        self._held = self._books.held
+        self._rooms = Rooms(demands, gpus, reserving, self._books)
         self._chosen: Hold | None = None
         self._machine = gpus.group()
         self._lock = threading.RLock()
@@ -65,9 +72,9 @@ class Admission:
 
     @property
     def waits_as(self) -> str:
-        """The class of this worker while it could take a job; "" otherwise."""
+        """The class of this worker while it could take a job, or a request to a warm session; "" otherwise."""
         with self._lock:
-            return self.demands.name if self._takes_jobs() else ""
+            return self.demands.name if self._takes_jobs() or self._warm_names() else ""
 
     @property
     def machine(self) -> str:
@@ -87,6 +94,7 @@ class Admission:
             types=None if offers is None else tuple(offers.plain.names),
             gpu_types=None if offers is None or offers.same else tuple(offers.with_gpus.names),
             models=self.models.names(),
+            sessions=self._warm_names(),
             patience_seconds=self._patience_seconds,
         )
 
@@ -98,7 +106,7 @@ class Admission:
         """Return the demand queues of `ready`, without the barren ones, whose next message could start now."""
         served = self._served(ready, barren)
         with self._lock:
-            return [queue for queue, _ in self._rooms(served, ready)]
+            return [queue for queue, _ in self._rooms_of(served, ready)]
 
     def choose(self, ready: Sequence[str], barren: Collection[str] = ()) -> list[Choice]:
         """Take the GPUs for the first queue that fits; return it, and others that what is held now would serve.
@@ -111,16 +119,41 @@ class Admission:
         waiting: list[tuple[str, Room]] = []
         first: tuple[Requirement, tuple[str, ...]] | None = None
         with self._lock:
-            for queue, room in self._rooms(served, ready):
+            for queue, room in self._rooms_of(served, ready):
                 waiting.append((queue, room))
-                first = first or self._hold_for(self._asked(queue), room)
+                first = first or self._hold_for(self._rooms.asked(queue), room)
                 if first is None:
                     continue
-                chosen += [self._choice(name, its) for name, its in waiting if self._served_by(name, its, *first)]
+                chosen += [self._choice(name, its) for name, its in waiting if self._rooms.serves(name, its, *first)]
                 waiting.clear()
                 if len(chosen) >= MOST_CHOSEN and (first[1] or not self.capability.gpus):
                     break
-        return chosen[:MOST_CHOSEN]
+            chosen = chosen[:MOST_CHOSEN]
+            return chosen + self._warm_choices(served, {choice.queue for choice in chosen})
+
+    def _warm_choices(self, served: Mapping[str, Requirement], chosen: Collection[str]) -> list[Choice]:
+        """Return queues from which a warm session alone could take: those that have no room, or are not chosen."""
+        if self.sessions is None or not self.sessions.any() or not self._books.takes_requests():
+            return []
+        names = [queue for queue in served if queue not in chosen][: MOST_CHOSEN - len(chosen)]
+        return [Choice(queue=name, with_gpus=self._rooms.asked(name).gpu_count > 0, warm_only=True) for name in names]
+
+    def cold(self, queue: str) -> None:
+        """Close sessions that idle, as many as must go for the next task of a queue; it begins when they are gone."""
+        asked = self.demands.requirement(queue)
+        if self.sessions is None or asked is None:
+            return
+        with self._lock:
+            if not self._takes_jobs() or not (asked.gpu_count or asked.memory_mib):
+                return
+            free = [*(gpu.uuid for gpu in self._gpus.free(self.capability).gpus), *self.sessions.leaving_gpus()]
+            if asked.gpu_count and match(asked, self.capability.only(free)).fits:
+                return
+            for count, gpus in enumerate(self.sessions.idle_gpus(), start=1):
+                free += gpus
+                if match(asked, self.capability.only(free)).fits:
+                    self.sessions.evict(count, why=f"a task of {queue} waits for its place")
+                    return
 
     def _hold_for(self, asked: Requirement, room: Room) -> tuple[Requirement, tuple[str, ...]] | None:
         """Take the GPUs for a task; return its ask with them, None when they cannot be had."""
@@ -138,15 +171,19 @@ class Admission:
             if chosen is not None:
                 self._gpus.release(chosen, wait_seconds=0)
 
-    def taken(self, queue: str, tag: str) -> None:
-        """Hold a slot, and what the queue asks for, for the message of `tag`."""
+    def taken(self, queue: str, tag: str, session: str = "") -> None:
+        """Hold a place in a warm session for the message of `tag`, or a slot and what its queue asks for."""
         with self._lock:
             slot = self.slot_of(queue)
-            allocation = Allocation(queue=queue, slot=slot)
-            if slot == "job":
+            allocation = Allocation(queue=queue, slot=slot, session=session)
+            if session and self.sessions is not None and self.sessions.join(session, tag):
+                allocation.slot = "request"
+            elif slot == "job":
                 allocation.requirement = self.demands.requirement(queue)
                 if allocation.requirement is not None and allocation.requirement.gpu_count:
                     allocation.hold, self._chosen = self._chosen, None
+                if session and self.sessions is not None:
+                    self.sessions.expect(session, tag, allocation.gpus, allocation.requirement)
                 self.limits.jobs_taken += 1
                 self.reserving.taken(queue)
             self._held[tag] = allocation
@@ -166,9 +203,9 @@ class Admission:
             allocation.settled = True
             if allocation.claimed:
                 return False
-            opens = allocation.slot == "job" or not self._is_open(allocation.queue)
+            opens = allocation.slot in ("job", "request") or not self._is_open(allocation.queue)
             del self._held[tag]
-        self._let_go(allocation)
+        self._let_go(tag, allocation)
         return opens
 
     # -- the supervisor -----------------------------------------------------------------------------------------
@@ -190,10 +227,19 @@ class Admission:
         """Free the slot and the GPUs of a job whose child has gone, before its result is committed."""
         with self._lock:
             allocation = self._held.get(tag)
-            if allocation is None or allocation.slot != "job":
+            if allocation is None or allocation.slot not in ("job", "request"):
                 return
             allocation.slot = "ending"
-        self._let_go(allocation)
+        self._let_go(tag, allocation)
+
+    def hand_over(self, tag: str) -> Hold | None:
+        """Return the GPUs of a job that opens a session: they are the session's from now on."""
+        with self._lock:
+            allocation = self._held.get(tag)
+            if allocation is None:
+                return None
+            hold, allocation.hold = allocation.hold, None
+            return hold
 
     def release(self, tag: str) -> None:
         """End a claim: nothing of the child is left."""
@@ -204,7 +250,7 @@ class Admission:
             allocation.claimed = False
             if allocation.settled:
                 del self._held[tag]
-        self._let_go(allocation)
+        self._let_go(tag, allocation)
 
     # -- what others ask ----------------------------------------------------------------------------------------
 
@@ -215,19 +261,19 @@ class Admission:
         return "job" if is_demand_queue(queue) else "plain"
 
     def jobs(self) -> int:
-        """Return how many jobs are held now."""
+        """Return how many jobs and requests to sessions are held now."""
         with self._lock:
-            return self._count("job")
+            return self._books.count("job", "request")
 
     def free_jobs(self) -> int | None:
         """Return how many more jobs could begin, None for no limit."""
         with self._lock:
-            return None if self.limits.max_jobs is None else max(0, self.limits.max_jobs - self._count("job"))
+            return None if self.limits.max_jobs is None else max(0, self.limits.max_jobs - self._books.jobs())
 
     def tags_on(self, uuid: str) -> list[str]:
         """Return the delivery tags of the jobs that hold a GPU."""
         with self._lock:
-            return [tag for tag, held in self._held.items() if uuid in held.gpus]
+            return self._books.on(uuid)
 
     def idle(self) -> bool:
         """Whether nothing but control tasks is held."""
@@ -250,16 +296,19 @@ class Admission:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _takes_jobs(self) -> bool:
-        limits = self.limits
-        if self.draining or (limits.one_job_only and limits.jobs_taken):
-            return False
-        return limits.max_jobs is None or self._count("job") < limits.max_jobs
+        return not self.draining and self._books.takes_jobs()
+
+    def _warm_names(self) -> tuple[str, ...]:
+        """Return the sessions that may be given a request now."""
+        if self.sessions is None or self.draining or not self._books.takes_requests():
+            return ()
+        return self.sessions.names()
 
     def _is_open(self, queue: str) -> bool:
         slot = self.slot_of(queue)
         if slot == "control":
-            return self._count("control") < CONTROL_SLOTS
-        return slot == "plain" and not self.draining and self._count("plain") < self.limits.threads
+            return self._books.takes_control()
+        return slot == "plain" and not self.draining and self._books.takes_plain()
 
     def _served(self, ready: Sequence[str], barren: Collection[str]) -> Mapping[str, Requirement]:
         """Return what this worker serves of `ready`, in order, while it takes jobs; looks at the reservation too."""
@@ -268,82 +317,18 @@ class Admission:
         self.reserving.look(ready)
         return self.demands.served(name for name in ready if name not in barren)
 
-    def _rooms(self, served: Mapping[str, Requirement], ready: Sequence[str]) -> Iterator[tuple[str, Room]]:
-        """Yield the queues whose next message could start now, each with what it may use. Needs the lock."""
-        if not served:
-            return
-        offers = {sized: self._gpus.free(self.capability, asks_memory=sized) for sized in (True, False)}
-        uses_gpus = False
-        for queue, asked in served.items():
-            free = self._free(asked, offers)
-            room = self._room(queue, asked, ready, free)
-            if room is not None:
-                uses_gpus = uses_gpus or asked.gpu_count > 0
-                yield queue, room
-            elif self._may_starve(asked) and not uses_gpus:
-                self.reserving.claim(queue, asked, self.capability, free, ready)
-
-    def _free(self, asked: Requirement, offers: Mapping[bool, Capability]) -> Capability:
-        """Return this worker with the GPUs that could be given to such a task now."""
-        if not asked.gpu_count:
-            return self.capability
-        if asked.shares:
-            return self.capability.with_room(self._gpus.room(self.capability))
-        return offers[asked.vram_gb_min is not None]
-
-    def _room(self, queue: str, asked: Requirement, ready: Sequence[str], free: Capability) -> Room | None:
-        """Return what the next task of a queue may use of `free`, None when it cannot start now."""
-        if not self._host_fits(asked):
-            return None
-        kept = self.reserving.kept_from(queue, ready)
-        beside = kept is None or self._host_fits(asked, beside=self._asked(kept))
-        for room in self.reserving.room(queue, ready, free):
-            if (beside or room.most_seconds != ANY_TIME) and match(asked, room.capability).fits:
-                return room
-        return None
-
-    def _may_starve(self, asked: Requirement) -> bool:
-        """Whether smaller tasks could keep one from its GPUs for ever: for several, or for one that is shared now."""
-        return asked.gpu_count > 1 or (not asked.shares and self._gpus.shared())
-
-    def _host_fits(self, asked: Requirement, beside: Requirement | None = None) -> bool:
-        """Whether CPUs, memory and slots are there, GPUs apart; with `beside`, also when that task has begun too."""
-        held = [one for one in self._held.values() if one.slot == "job"]
-        asks = [one.requirement for one in held if one.requirement is not None] + ([beside] if beside else [])
-        if asked.cpu and asked.cpu + sum(one.cpu or 0 for one in asks) > self.capability.cpu_count:
-            return False
-        memory_mib = sum(one.memory_mib or 0 for one in asks)
-        if asked.memory_mib and asked.memory_mib + memory_mib > self.capability.memory_mib:
-            return False
-        limits = self.limits
-        if asked.gpu_count or asked.cpu or limits.max_jobs is not None:
-            return True
-        unsaid = [one for one in held if not one.gpus and not (one.requirement and one.requirement.cpu)]
-        return len(unsaid) < limits.cpu_jobs
+    def _rooms_of(self, served: Mapping[str, Requirement], ready: Sequence[str]) -> Iterator[tuple[str, Room]]:
+        return self._rooms.of(served, ready) if self._takes_jobs() else iter(())
 
     def _choice(self, queue: str, room: Room) -> Choice:
-        with_gpus = self._asked(queue).gpu_count > 0
+        with_gpus = self._rooms.asked(queue).gpu_count > 0
         return Choice(queue=queue, most_seconds=room.most_seconds, with_gpus=with_gpus)
 
-    def _asked(self, queue: str) -> Requirement:
-        return self.demands.requirement(queue) or Requirement()
-
-    def _served_by(self, queue: str, room: Room, first: Requirement, gpus: tuple[str, ...]) -> bool:
-        """Whether a message of `queue` could use exactly the GPUs that are held for `first`, or needs none."""
-        asked = self._asked(queue)
-        if not asked.gpu_count:
-            return True
-        if asked.shares or first.shares:
-            return asked == first
-        fit = match(asked, room.capability.only(gpus))
-        return fit.fits and set(fit.gpus) == set(gpus)
-
-    def _let_go(self, allocation: Allocation) -> None:
-        """Give the GPUs back; it may take some seconds until nothing is left on them, so not under the lock."""
+    def _let_go(self, tag: str, allocation: Allocation) -> None:
+        """Give place and GPUs back; it may take some seconds until nothing is left on these, so not under the lock."""
+        if self.sessions is not None and allocation.session:
+            self.sessions.leave(tag)
         with self._lock:
             hold, allocation.hold = allocation.hold, None
         if hold is not None:
             self._gpus.release(hold)
-
-    def _count(self, slot: SlotClass) -> int:
-        return sum(1 for held in self._held.values() if held.slot == slot)

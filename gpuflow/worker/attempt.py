@@ -1,4 +1,4 @@
-"""One attempt of one task: a child process, its events, its limits, and how it ended.
+"""One attempt of one task: its child or its request to a session, the events, the limits, and how it ended.
 
 Runs on a pool thread. It is told to stop from other threads (`stop`). What it learns goes to the ledger as it
 happens; the end is returned as an `Outcome`, and the supervisor commits it.
@@ -10,7 +10,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, Final
@@ -21,7 +21,7 @@ from gpuflow.ledger.ledger import Holder, Ledger
 from gpuflow.logs import get_logger
 from gpuflow.protocol import Event, Request, parse_line
 from gpuflow.secrets import Redactor, known
-from gpuflow.worker.child import Child, ChildEnd
+from gpuflow.worker.child import ChildEnd, Work
 from gpuflow.worker.judging import StopReason, cannot_start, failed, stopped, succeeded
 
 log = get_logger("gpuflow.attempt")
@@ -73,7 +73,7 @@ class _LogFile:
 
 
 class Attempt:
-    """Runs one child to its end.
+    """Runs one piece of work to its end: `begin` starts it (OSError: it cannot be started).
 
     `grace_seconds` is the time from SIGTERM to SIGKILL, `notice_seconds` that from the notice of a preemption to
     SIGTERM; `deadline_seconds` the time-out of the whole attempt (None: no limit), enforced for silent children too.
@@ -89,13 +89,11 @@ class Attempt:
         ledger: Ledger,
         holder: Holder,
         *,
-        argv: Sequence[str],
-        environment: Mapping[str, str],
+        begin: Callable[[], Work],
         log_path: Path,
         grace_seconds: float,
         notice_seconds: float,
         deadline_seconds: float | None = None,
-        keep_open: Sequence[int] = (),
         celery_meta: Callable[[Mapping[str, Any] | None], str] | None = None,
         on_tick: Callable[[], None] | None = None,
         redactor: Redactor | None = None,
@@ -103,20 +101,18 @@ class Attempt:
         self.request = request
         self.ledger = ledger
         self.holder = holder
-        self._argv = argv
-        self._environment = environment
+        self._begin = begin
         self._log_path = log_path
         self._grace_seconds = grace_seconds
         self._notice_seconds = notice_seconds
         self._deadline_seconds = deadline_seconds
-        self._keep_open = tuple(keep_open)
         self._celery_meta = celery_meta
         self._reported = False
         self._on_tick = on_tick
         self.redactor = redactor or Redactor()
         self.on_checkpoint: Callable[[], None] | None = None
         self._end_by: float | None = None
-        self._child: Child | None = None
+        self._child: Work | None = None
         self._stop: StopReason | None = None
         self._terminate_at: float | None = None
         self._kill_at: float | None = None
@@ -182,13 +178,7 @@ class Attempt:
         started = time.monotonic()
         try:
             with self._log_path.open("ab", buffering=0) as log_file:
-                child = Child(
-                    self._argv,
-                    request=self.request.to_json(),
-                    environment=self._environment,
-                    cwd=Path(self.request.output_dir),
-                    keep_open=self._keep_open,
-                )
+                child = self._begin()
                 with self._lock:
                     self._child = child
                     if self._stop is not None:
@@ -204,7 +194,7 @@ class Attempt:
         self._flush()
         return self._judge(end, time.monotonic() - started)
 
-    def _follow(self, child: Child, log_file: _LogFile, started: float) -> None:
+    def _follow(self, child: Work, log_file: _LogFile, started: float) -> None:
         flushed = asked = time.monotonic()
         for kind, line in child.read(FLUSH_SECONDS):
             if kind == "log":
@@ -222,7 +212,7 @@ class Attempt:
                 self._flush()
                 flushed = asked = now
 
-    def _enforce(self, child: Child, now: float, started: float) -> None:
+    def _enforce(self, child: Work, now: float, started: float) -> None:
         if self._on_tick is not None:
             self._on_tick()
         if self._stop is None and self._deadline_seconds is not None and now - started > self._deadline_seconds:

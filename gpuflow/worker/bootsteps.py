@@ -16,6 +16,7 @@ from celery.signals import task_postrun
 from celery.worker.consumer.mingle import Mingle
 from celery.worker.control import control_command, inspect_command
 from kombu import Exchange, Queue
+from redis.exceptions import RedisError
 
 from gpuflow.broker import installed, leases
 from gpuflow.broker.lease import new_token
@@ -37,6 +38,7 @@ from gpuflow.worker.preflight import require_durable, require_own_id
 from gpuflow.worker.presence import PresenceThread
 from gpuflow.worker.reserving import Reserving
 from gpuflow.worker.runtime import Runtime, current, find, install
+from gpuflow.worker.sessions.pool import Sessions
 from gpuflow.worker.slots import Limits
 from gpuflow.worker.stopping import Stopper
 from gpuflow.worker.user_environments import environments_of
@@ -69,6 +71,28 @@ def user_types(entries: tuple[str, ...]) -> tuple[str, ...]:
         if one.problem:
             log.warning("executor_not_usable", package=one.package, problem=one.problem)
     return tuple(sorted(usable(entries)))
+
+
+def _sessions(
+    app: Any, table: leases.LeaseTable, gpus: MachineGpus, worker_id: str, *, ephemeral: bool
+) -> Sessions | None:
+    """Return the warm sessions of this worker, None for one that keeps none."""
+    settings = app.settings
+    if ephemeral or not settings.session_idle_seconds:
+        return None
+
+    def look_again() -> None:
+        try:
+            table.wake(machine=True)
+        except RedisError as error:
+            log.debug("not_woken", cause=str(error))
+
+    return Sessions(
+        idle_seconds=settings.session_idle_seconds,
+        log_dir=settings.state_dir / "sessions" / worker_id,
+        release=gpus.release,
+        on_change=look_again,
+    )
 
 
 def parse_executors(given: str | None, own: tuple[str, ...] = ()) -> tuple[str, ...] | None:
@@ -142,6 +166,7 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
             Reserving(machine_gpus, app.redis, app.keys, worker.worker_id),
             offering=offering,
             patience_seconds=app.settings.model_patience_seconds,
+            sessions=_sessions(app, table, machine_gpus, worker.worker_id, ephemeral=ephemeral),
         )
         table.reclaim = lambda free, new_run: app.ledger.reclaim(
             free, table.owner, table.lease_seconds, new_run=new_run
@@ -193,6 +218,7 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
                 "bandwidthBytesPerSecond": runtime.app.settings.worker_network_bandwidth_bytes_per_second,
                 "leases": len(runtime.leases.held()),
                 "running": sorted(runtime.running),
+                "sessions": runtime.admission.sessions.to_dict() if runtime.admission.sessions else [],
             }
         }
 

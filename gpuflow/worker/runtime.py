@@ -92,6 +92,8 @@ class Runtime:
 
     def close(self) -> None:
         """Leave the registry and let go of all leases; the last thing that a worker does."""
+        if self.admission.sessions is not None:
+            self.admission.sessions.stop(self.app.settings.grace_seconds)
         if self.presence is not None:
             self.presence.stop()
             self.presence = None

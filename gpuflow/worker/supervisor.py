@@ -34,6 +34,7 @@ from gpuflow.worker.retries import AVOID_SECONDS, Again, decide
 from gpuflow.worker.runtime import Runtime, current
 from gpuflow.worker.secret_sources import scrubbed
 from gpuflow.worker.starting import EnvironmentNotReady, Start
+from gpuflow.worker.work import gpus_of, work_of
 
 log = get_logger("gpuflow.supervisor")
 
@@ -71,6 +72,7 @@ class Delivery:
         self.failures = 0
         self.store: Store | None = None
         self.uploads: CheckpointUploads | None = None
+        self.warm = False
 
     def run(self) -> dict[str, Any]:
         """START, the attempt, COMMIT."""
@@ -115,7 +117,7 @@ class Delivery:
         runtime, number, settings = self.runtime, holder.attempt, self.runtime.app.settings
         limit = duration_seconds(self.spec["timeout"]) if self.spec.get("timeout") else None
         allocation = runtime.admission.claim(self.tag, limit)
-        gpus = allocation.gpus if allocation else ()
+        gpus = gpus_of(runtime, self.tag, allocation)
         try:
             start = runtime.offering.start_of(self.spec, gpus=bool(gpus))
             prepared = prepare(
@@ -131,18 +133,18 @@ class Delivery:
         except (OSError, GPUFlowError) as error:
             return Outcome(completed=False, error=cause_of(error))
         self.store = prepared.store
+        work = work_of(runtime, self.tag, allocation, start, prepared)
+        self.warm = work.warm
         leases = runtime.leases
         attempt = Attempt(
             prepared.request,
             self.ledger,
             holder,
-            argv=start.argv,
-            environment=prepared.environment,
+            begin=work.begin,
             log_path=self.folder.log_path(number),
             grace_seconds=settings.grace_seconds,
             notice_seconds=settings.notice_seconds,
             deadline_seconds=limit,
-            keep_open=allocation.hold.fds if allocation is not None and allocation.hold is not None else (),
             celery_meta=self._celery_meta(number),
             on_tick=lambda: leases.beat(self.tag),
             redactor=prepared.redactor,
@@ -170,7 +172,7 @@ class Delivery:
         if outcome.completed:
             engine = {"engine": start.engine} if start.engine and "children" not in outcome.result else {}
             return replace(outcome, result={**engine, **outcome.result})
-        if outcome.began or outcome.stop is not None or not start.use.variant:
+        if self.warm or outcome.began or outcome.stop is not None or not start.use.variant:
             return outcome
         broken = EnvironmentNotReady(
             f"the child could not begin in environment {start.use.name}: {(outcome.error or {}).get('message')}; "

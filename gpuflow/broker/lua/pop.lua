@@ -12,9 +12,11 @@
 --   limits   for each queue, the longest time limit in seconds of a task that may be taken, or -1
 --   types    what this worker runs (routing/offers.py); none: all without a dot, and user_types (names with a dot)
 --   gpu_types, with_gpus   the same for queues whose tasks get GPUs, and for each queue whether they do; none: types
+--   sessions the warm sessions here that have a place; for each queue, warm_only: nothing else can be taken from it
 --   models   the models that this worker has   patience: seconds to leave a task to a worker that has its model
 --
--- Returns {list, message, names}; with '' for both when nothing was taken: then the doorbell is registered in the same
+-- Returns {list, message, names, cold}; with '' for the first two when nothing was taken, `cold` being a queue that has a
+-- message for this worker but for its warm_only: then the doorbell is registered in the same
 -- step, so that no publish is missed, and another waiter is woken for the queue of pass_on.
 -- Nothing is taken while the fleet gathers after a new server run (arrive.lua).
 -- A message that is not JSON with a delivery tag goes to the unreadable list as it is and is never lost.
@@ -37,7 +39,9 @@ end
 
 local types, models = as_set(look.types or look.user_types), as_set(look.models)
 local gpu_types = look.gpu_types and as_set(look.gpu_types) or types
-local choosy = next(models) ~= nil
+local sessions = as_set(look.sessions)
+local choosy = next(models) ~= nil or next(sessions) ~= nil
+local cold
 
 -- Return the hints of a message, and when it was queued.
 local function hints_of(raw)
@@ -45,7 +49,7 @@ local function hints_of(raw)
   if not at then return {}, 0 end
   local front = string.sub(raw, 1, (string.find(raw, '"body"', 1, true) or 1) - 1)
   return {type = string.match(front, '"x": "([^"]*)"'), model = string.match(front, '"m": "([^"]*)"'),
-    limit = string.match(front, '"t": ([%d.]+)')}, tonumber(at)
+    limit = string.match(front, '"t": ([%d.]+)'), session = string.match(front, '"s": "([^"]*)"')}, tonumber(at)
 end
 
 local function may_take(hints, at, most_seconds, mine)
@@ -59,14 +63,18 @@ local function may_take(hints, at, most_seconds, mine)
 end
 
 -- Return the message of one list that this worker should take next, and when it was queued.
-local function best_of(list, most_seconds, mine)
+local function best_of(list, most_seconds, mine, warm_only)
   local first, first_at
   for depth = 1, DEPTH do
     local raw = redis.call('LINDEX', list, -depth)
     if not raw then break end
     local hints, at = hints_of(raw)
-    if may_take(hints, at, most_seconds, mine) then
-      if not choosy or (hints.model and models[hints.model]) then return raw, at end
+    local warm = hints.session and sessions[hints.session]
+    local mine_now = may_take(hints, at, most_seconds, mine)
+    if mine_now and warm_only and not warm then
+      cold = cold or list
+    elseif mine_now then
+      if not choosy or warm or (hints.model and models[hints.model]) then return raw, at end
       if not first then first, first_at = raw, at end
       if now - first_at > LONGEST * look.patience then break end
     end
@@ -92,7 +100,8 @@ local function best_from(first)
   if not any_waits(first, first + look.queues - 1) then return end
   for i = 0, look.queues - 1 do
     local mine = look.with_gpus and look.with_gpus[i + 1] and gpu_types or types
-    local found, queued = best_of(KEYS[first + i], look.limits[i + 1], mine)
+    local warm_only = look.warm_only and look.warm_only[i + 1]
+    local found, queued = best_of(KEYS[first + i], look.limits[i + 1], mine, warm_only)
     if found and (not list or queued < at) then list, raw, at = KEYS[first + i], found, queued end
   end
   return list, raw
@@ -128,4 +137,5 @@ end
 for _, group in ipairs(look.groups) do
   redis.call(list and 'SREM' or 'SADD', prefix_of(ready) .. 'gpuflow.waiters:' .. group, KEYS[7])
 end
-return {list or '', raw or '', look.page > 0 and redis.call('ZRANGE', ready, 0, look.page - 1) or {}}
+local names = look.page > 0 and redis.call('ZRANGE', ready, 0, look.page - 1) or {}
+return {list or '', raw or '', names, not list and cold and queue_of(ready, cold) or ''}
