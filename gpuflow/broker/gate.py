@@ -28,9 +28,9 @@ class Taste:
     """Which messages of a queue a consumer takes.
 
     Of `types` alone (`routing.offers`), of `gpu_types` from queues whose tasks get GPUs; None for `types`: all of
-    gpuflow's own, and those of users in `user_types`; None for `gpu_types`: as `types`. Of its `sessions` (those with a
-    place) and `models` before others; a message whose model another worker has is left to that one for
-    `patience_seconds`.
+    gpuflow's own, and those of users in `user_types`; None for `gpu_types`: as `types`. None that the sessions in
+    `full` alone could answer here. Of its `sessions` (those with a place) and `models` before others; a message whose
+    model another worker has is left to that one for `patience_seconds`.
     """
 
     types: tuple[str, ...] | None = None
@@ -38,6 +38,7 @@ class Taste:
     user_types: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
     sessions: tuple[str, ...] = ()
+    full: tuple[str, ...] = ()
     patience_seconds: float = 0.0
 
 

@@ -99,6 +99,7 @@ class Look:
             "limits": [-1] * len(self.plain) + [choice.most_seconds for choice in self.chosen],
             "models": taste.models,
             "sessions": taste.sessions,
+            "full": taste.full,
             "user_types": taste.user_types,
             "patience": taste.patience_seconds,
         }

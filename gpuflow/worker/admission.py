@@ -95,6 +95,7 @@ class Admission:
             gpu_types=None if offers is None or offers.same else tuple(offers.with_gpus.names),
             models=self.models.names(),
             sessions=self._warm_names(),
+            full=self.sessions.full() if self.sessions is not None else (),
             patience_seconds=self._patience_seconds,
         )
 

@@ -34,7 +34,7 @@ from gpuflow.worker.retries import AVOID_SECONDS, Again, decide
 from gpuflow.worker.runtime import Runtime, current
 from gpuflow.worker.secret_sources import scrubbed
 from gpuflow.worker.starting import EnvironmentNotReady, Start
-from gpuflow.worker.work import gpus_of, work_of
+from gpuflow.worker.work import begin_of, gpus_of
 
 log = get_logger("gpuflow.supervisor")
 
@@ -72,7 +72,6 @@ class Delivery:
         self.failures = 0
         self.store: Store | None = None
         self.uploads: CheckpointUploads | None = None
-        self.warm = False
 
     def run(self) -> dict[str, Any]:
         """START, the attempt, COMMIT."""
@@ -133,14 +132,12 @@ class Delivery:
         except (OSError, GPUFlowError) as error:
             return Outcome(completed=False, error=cause_of(error))
         self.store = prepared.store
-        work = work_of(runtime, self.tag, allocation, start, prepared)
-        self.warm = work.warm
         leases = runtime.leases
         attempt = Attempt(
             prepared.request,
             self.ledger,
             holder,
-            begin=work.begin,
+            begin=begin_of(runtime, self.tag, allocation, start, prepared),
             log_path=self.folder.log_path(number),
             grace_seconds=settings.grace_seconds,
             notice_seconds=settings.notice_seconds,
@@ -172,7 +169,7 @@ class Delivery:
         if outcome.completed:
             engine = {"engine": start.engine} if start.engine and "children" not in outcome.result else {}
             return replace(outcome, result={**engine, **outcome.result})
-        if self.warm or outcome.began or outcome.stop is not None or not start.use.variant:
+        if outcome.began or outcome.stop is not None or not start.use.variant:
             return outcome
         broken = EnvironmentNotReady(
             f"the child could not begin in environment {start.use.name}: {(outcome.error or {}).get('message')}; "

@@ -6,7 +6,6 @@ Called by the supervisor.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from gpuflow.worker.child import Child, Work
 from gpuflow.worker.preparation import Prepared
@@ -14,14 +13,6 @@ from gpuflow.worker.runtime import Runtime
 from gpuflow.worker.sessions.opening import WARM_ENGINES, opening_of
 from gpuflow.worker.slots import Allocation
 from gpuflow.worker.starting import Start
-
-
-@dataclass(frozen=True, kw_only=True)
-class Beginning:
-    """How the work is begun (OSError: it cannot be), and whether a warm session does it."""
-
-    begin: Callable[[], Work]
-    warm: bool = False
 
 
 def gpus_of(runtime: Runtime, tag: str, allocation: Allocation | None) -> tuple[str, ...]:
@@ -32,12 +23,14 @@ def gpus_of(runtime: Runtime, tag: str, allocation: Allocation | None) -> tuple[
     return allocation.gpus if allocation is not None else ()
 
 
-def work_of(runtime: Runtime, tag: str, allocation: Allocation | None, start: Start, prepared: Prepared) -> Beginning:
-    """Return how the work of one attempt is begun."""
+def begin_of(
+    runtime: Runtime, tag: str, allocation: Allocation | None, start: Start, prepared: Prepared
+) -> Callable[[], Work]:
+    """Return what begins the work of one attempt. It raises OSError when that cannot be."""
     admission = runtime.admission
     sessions = admission.sessions
     if sessions is None or allocation is None or not allocation.session or start.engine not in WARM_ENGINES:
-        return Beginning(begin=lambda: _own_child(allocation, start, prepared))
+        return lambda: _own_child(allocation, start, prepared)
     opening = opening_of(allocation.session, start, prepared)
 
     def begin() -> Work:
@@ -45,7 +38,7 @@ def work_of(runtime: Runtime, tag: str, allocation: Allocation | None, start: St
             sessions.open(opening, tag, admission.hand_over(tag))
         return sessions.ask(tag, prepared.request, opening.variables)
 
-    return Beginning(begin=begin, warm=True)
+    return begin
 
 
 def _own_child(allocation: Allocation | None, start: Start, prepared: Prepared) -> Child:

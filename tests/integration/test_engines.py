@@ -5,21 +5,18 @@ Their Python is a script that speaks the events; no large library and no pip.
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
 
 from gpuflow.client import submit
-from gpuflow.environments import Place, load
-from gpuflow.environments.places import Marker, interpreter
 from gpuflow.errors import NoCapableWorker
 from gpuflow.explaining import explain
-from gpuflow.settings import Settings
+from tests.support.engines import build
 from tests.support.fleet import TestFleet
 from tests.support.waiting import eventually
 
-FAST = {"HEARTBEAT_INTERVAL_SEC": "1"}
+FAST = {"HEARTBEAT_INTERVAL_SEC": "1", "GPUFLOW_SESSION_IDLE_SEC": "0"}
 ANSWERS = """#!/bin/sh
 cat > /dev/null
 echo '{"event": "connection", "status": "connected"}'
@@ -30,31 +27,6 @@ CANNOT_BEGIN = """#!/bin/sh
 echo 'ImportError: libc.so.7' >&2
 exit 1
 """
-
-
-def build(env_dir: Path, script: str, name: str = "vllm") -> Path:
-    """Make an environment as a build leaves it, whose Python is `script`; return the script."""
-    settings = Settings.load(env={"GPUFLOW_ENV_DIR": str(env_dir)}, cwd=env_dir.parent)
-    place = Place(settings, name, "cpu")
-    place.home.mkdir(parents=True, exist_ok=True)
-    folder = place.new_folder("0")
-    python = interpreter(folder)
-    python.parent.mkdir()
-    python.write_text(script)
-    python.chmod(0o755)
-    place.commit(
-        Marker(
-            name=name,
-            variant="cpu",
-            digest=load(settings, name).digest("cpu"),
-            folder=folder.name,
-            python_version="3",
-            built_at=time.time(),
-            build_seconds=1,
-            size_bytes=1,
-        )
-    )
-    return python
 
 
 def ask(**fields: object) -> dict[str, object]:

@@ -13,6 +13,7 @@
 --   types    what this worker runs (routing/offers.py); none: all without a dot, and user_types (names with a dot)
 --   gpu_types, with_gpus   the same for queues whose tasks get GPUs, and for each queue whether they do; none: types
 --   sessions the warm sessions here that have a place; for each queue, warm_only: nothing else can be taken from it
+--   full     sessions here without a place, beside which none is to be opened: their messages are left
 --   models   the models that this worker has   patience: seconds to leave a task to a worker that has its model
 --
 -- Returns {list, message, names, cold}; with '' for the first two when nothing was taken, `cold` being a queue that has a
@@ -39,7 +40,7 @@ end
 
 local types, models = as_set(look.types or look.user_types), as_set(look.models)
 local gpu_types = look.gpu_types and as_set(look.gpu_types) or types
-local sessions = as_set(look.sessions)
+local sessions, full = as_set(look.sessions), as_set(look.full)
 local choosy = next(models) ~= nil or next(sessions) ~= nil
 local cold
 
@@ -56,6 +57,7 @@ local function may_take(hints, at, most_seconds, mine)
   if most_seconds >= 0 and not (hints.limit and tonumber(hints.limit) <= most_seconds) then return false end
   local limited = hints.type and (look.types or string.find(hints.type, '.', 1, true))
   if limited and not mine[hints.type] then return false end
+  if hints.session and full[hints.session] then return false end
   if hints.model and not models[hints.model] and now - at < look.patience then
     return redis.call('EXISTS', prefix_of(ready) .. 'gpuflow.warm:' .. hints.model) == 0
   end

@@ -113,6 +113,12 @@ class Sessions:
         with self._lock:
             return tuple({warm.name for warm in self._warm if warm.has_place()})
 
+    def full(self) -> tuple[str, ...]:
+        """Return the names of sessions without GPUs and without a place: one more would not be faster here."""
+        with self._lock:
+            there = {warm.name for warm in self._warm if not warm.gpus and warm.closed_at is None}
+            return tuple(there.difference(warm.name for warm in self._warm if warm.has_place()))
+
     def any(self) -> bool:
         """Whether there is one that has a place or could be evicted."""
         with self._lock:

@@ -25,6 +25,7 @@ class SessionRequest:
         self._lock = threading.Lock()
         self._finished = False
         self._killed = False
+        self._end = ChildEnd(exit_code=0, signal=None)
         self._unwanted = False
 
     @property
@@ -54,6 +55,14 @@ class SessionRequest:
             self._finished = True
         told = finish if finish is not None else {"event": "finish", "status": "failed", "error": DIED}
         self._lines.put(("event", json.dumps(told).encode()))
+        self._lines.put(None)
+
+    def never_began(self, end: ChildEnd) -> None:
+        """End it because the process of its session has ended without a word."""
+        with self._lock:
+            if self._finished:
+                return
+            self._finished, self._end = True, end
         self._lines.put(None)
 
     # -- the attempt's side -------------------------------------------------------------------------------------
@@ -94,4 +103,4 @@ class SessionRequest:
 
     def wait(self) -> ChildEnd:
         """Tell how it ended: in the way of a child whose exit code agrees with its finish event."""
-        return ChildEnd(exit_code=None, signal=None) if self._killed else ChildEnd(exit_code=0, signal=None)
+        return ChildEnd(exit_code=None, signal=None) if self._killed else self._end

@@ -66,6 +66,7 @@ class Session:
         self._open: dict[str, SessionRequest] = {}
         self._aborted: dict[str, float] = {}
         self._killed = False
+        self._began = False
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="gpuflow-session", daemon=True).start()
         threading.Thread(target=self._write, name="gpuflow-session-in", daemon=True).start()
@@ -157,7 +158,10 @@ class Session:
             left, self._open = list(self._open.values()), {}
         self._outbox.put(None)
         for request in left:
-            request.end()
+            if self._began or self._killed:
+                request.end()
+            else:
+                request.never_began(end)
         log.info("session_ended", model=self.told.model, exit=end.exit_code, signal=end.signal, failed=len(left))
         self._on_end(self)
 
@@ -168,6 +172,7 @@ class Session:
             name, id = event["event"], event.pop("id", None)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return
+        self._began = True
         if id is None:
             self._note(name, event, line)
             return
