@@ -1,0 +1,66 @@
+"""Warm sessions with a real model: a tiny random Llama on transformers, through a real worker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuflow.client import Task, submit
+from gpuflow.errors import TaskFailed
+from tests.fixtures.tiny_model import make_tiny_model
+from tests.support.fleet import TestFleet, WorkerProcess
+
+pytestmark = pytest.mark.ml
+PROMPTS = ["one two", "three four five", "a", "the quick brown fox"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def spec(model: Path, prompt: str, **inference: Any) -> dict[str, Any]:
+    return {
+        "taskType": "inference",
+        "engine": "transformers",
+        "model": {"source": {"type": "local", "identifier": str(model)}, "transformers": {"dtype": "float32"}},
+        "data": {"type": "list", "items": [prompt]},
+        "inference": {"max_tokens": 12, "temperature": 0, **inference},
+        "resources": {"hardware": {"gpu": {"count": 0}}},
+    }
+
+
+def outputs(tasks: list[Task]) -> list[str]:
+    return [task.get(timeout=120)["items"][0]["output"] for task in tasks]
+
+
+def opened(worker: WorkerProcess) -> int:
+    return worker.log().count("event=session_opened")
+
+
+def test_answers_of_a_warm_model_are_those_of_a_child_of_its_own(fleet: TestFleet, model: Path, tmp_path: Path) -> None:
+    state = {"GPUFLOW_STATE_DIR": str(tmp_path / "state")}
+    cold = fleet.start_worker("cold", env={**state, "GPUFLOW_SESSION_IDLE_SEC": "0"})
+    expected = outputs([submit(spec(model, prompt), app=fleet.app) for prompt in PROMPTS[:2]])
+    cold.stop()
+    warm = fleet.start_worker("warm", env=state)
+
+    alone = outputs([submit(spec(model, prompt), app=fleet.app) for prompt in PROMPTS[:2]])
+    many = [submit(spec(model, prompt), app=fleet.app) for prompt in PROMPTS * 4]
+
+    assert alone == expected
+    assert outputs(many)[:2] == expected
+    assert outputs(many) == outputs(many[:4]) * 4
+    assert {task.get()["engine"] for task in many} == {"transformers"}
+    assert (opened(cold), opened(warm)) == (0, 1)
+
+    # a stream tells its text as it is made, and a bad request is one task's own
+    streamed = submit(spec(model, PROMPTS[0], stream=True), app=fleet.app)
+    deltas = [event.data["delta"] for event in streamed.events() if event.name == "text_delta"]
+    assert "".join(deltas) == streamed.get()["items"][0]["output"]
+    with pytest.raises(TaskFailed):
+        submit({**spec(model, "x"), "data": {"type": "jsonl", "path": "/nowhere.jsonl"}}, app=fleet.app).get(timeout=60)
+    assert outputs([submit(spec(model, PROMPTS[0]), app=fleet.app)]) == expected[:1]
+    assert opened(warm) == 1
