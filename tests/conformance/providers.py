@@ -44,6 +44,10 @@ def _inference(model: Path, **inference: Any) -> Spec:
     }
 
 
+def _embedding(model: Path) -> Spec:
+    return {"model": _model(model), "data": {"type": "list", "items": ["Hello Ana", "Where is the red car?"]}}
+
+
 def _training(model: Path, **training: Any) -> Spec:
     return {
         "model": _model(model),
@@ -93,6 +97,13 @@ PROVIDERS = (
         good=_inference,
         bad=lambda model: _inference(model, top_p=7),
         check=lambda result: len(result["items"]) == 3 and all(item["finish_reason"] for item in result["items"]),
+        files=("responses.json",),
+    ),
+    Provider(
+        task_type="embedding",
+        good=_embedding,
+        bad=lambda model: {**_embedding(model), "data": {"type": "jsonl", "path": "/there/is/no/such/file.jsonl"}},
+        check=lambda result: [len(item["embedding"]) for item in result["items"]] == [128] * 2,
         files=("responses.json",),
     ),
     Provider(
