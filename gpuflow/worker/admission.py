@@ -26,6 +26,7 @@ from gpuflow.worker.offering import Offering
 from gpuflow.worker.recent_models import RecentModels
 from gpuflow.worker.reserving import Reserving, Room
 from gpuflow.worker.rooms import Rooms
+from gpuflow.worker.sessions.neighbours import Neighbours
 from gpuflow.worker.sessions.pool import Sessions
 from gpuflow.worker.slots import Allocation, Limits, SlotClass
 
@@ -46,6 +47,7 @@ class Admission:
         offering: Offering | None = None,
         patience_seconds: float = 0.0,
         sessions: Sessions | None = None,
+        neighbours: Neighbours | None = None,
     ) -> None:
         self.demands = demands
         self.limits = limits
@@ -56,6 +58,7 @@ class Admission:
         self._patience_seconds = patience_seconds
         self._gpus = gpus
         self.sessions = sessions
+        self._neighbours = neighbours
         self._books = Books(limits=limits, sessions=sessions)
         self._held = self._books.held
         self._rooms = Rooms(demands, gpus, reserving, self._books)
@@ -130,6 +133,8 @@ class Admission:
                 if len(chosen) >= MOST_CHOSEN and (first[1] or not self.capability.gpus):
                     break
             chosen = chosen[:MOST_CHOSEN]
+            if self._neighbours is not None and first is None and (lacking := self._rooms.lacking) is not None:
+                self._neighbours.wish(lacking)
             return chosen + self._warm_choices(served, {choice.queue for choice in chosen})
 
     def _warm_choices(self, served: Mapping[str, Requirement], chosen: Collection[str]) -> list[Choice]:
@@ -142,18 +147,21 @@ class Admission:
     def cold(self, queue: str) -> None:
         """Close sessions that idle, as many as must go for the next task of a queue; it begins when they are gone."""
         asked = self.demands.requirement(queue)
-        if self.sessions is None or asked is None:
+        if asked is not None and self._takes_jobs():
+            self.make_room(asked, f"a task of {queue} waits for its place")
+
+    def make_room(self, asked: Requirement, why: str) -> None:
+        """Close sessions that idle, the one that was used longest ago first, until this would fit."""
+        if self.sessions is None or not (asked.gpu_count or asked.memory_mib):
             return
         with self._lock:
-            if not self._takes_jobs() or not (asked.gpu_count or asked.memory_mib):
-                return
             free = [*(gpu.uuid for gpu in self._gpus.free(self.capability).gpus), *self.sessions.leaving_gpus()]
             if asked.gpu_count and match(asked, self.capability.only(free)).fits:
                 return
             for count, gpus in enumerate(self.sessions.idle_gpus(), start=1):
                 free += gpus
                 if match(asked, self.capability.only(free)).fits:
-                    self.sessions.evict(count, why=f"a task of {queue} waits for its place")
+                    self.sessions.evict(count, why=why)
                     return
 
     def _hold_for(self, asked: Requirement, room: Room) -> tuple[Requirement, tuple[str, ...]] | None:

@@ -16,7 +16,6 @@ from celery.signals import task_postrun
 from celery.worker.consumer.mingle import Mingle
 from celery.worker.control import control_command, inspect_command
 from kombu import Exchange, Queue
-from redis.exceptions import RedisError
 
 from gpuflow.broker import installed, leases
 from gpuflow.broker.lease import new_token
@@ -38,7 +37,8 @@ from gpuflow.worker.preflight import require_durable, require_own_id
 from gpuflow.worker.presence import PresenceThread
 from gpuflow.worker.reserving import Reserving
 from gpuflow.worker.runtime import Runtime, current, find, install
-from gpuflow.worker.sessions.pool import Sessions
+from gpuflow.worker.sessions.neighbours import Neighbours
+from gpuflow.worker.sessions.setup import make_sessions, yield_to
 from gpuflow.worker.slots import Limits
 from gpuflow.worker.stopping import Stopper
 from gpuflow.worker.user_environments import environments_of
@@ -71,28 +71,6 @@ def user_types(entries: tuple[str, ...]) -> tuple[str, ...]:
         if one.problem:
             log.warning("executor_not_usable", package=one.package, problem=one.problem)
     return tuple(sorted(usable(entries)))
-
-
-def _sessions(
-    app: Any, table: leases.LeaseTable, gpus: MachineGpus, worker_id: str, *, ephemeral: bool
-) -> Sessions | None:
-    """Return the warm sessions of this worker, None for one that keeps none."""
-    settings = app.settings
-    if ephemeral or not settings.session_idle_seconds:
-        return None
-
-    def look_again() -> None:
-        try:
-            table.wake(machine=True)
-        except RedisError as error:
-            log.debug("not_woken", cause=str(error))
-
-    return Sessions(
-        idle_seconds=settings.session_idle_seconds,
-        log_dir=settings.state_dir / "sessions" / worker_id,
-        release=gpus.release,
-        on_change=look_again,
-    )
 
 
 def parse_executors(given: str | None, own: tuple[str, ...] = ()) -> tuple[str, ...] | None:
@@ -159,6 +137,7 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
         named = dict.fromkeys(TASK_OF_TYPE) | environments_of(app.settings, own_types)
         taken = {name: named[name] for name in types} if types is not None else named
         offering = Offering(app.settings, taken, gpus=bool(capability.gpus))
+        neighbours = Neighbours(app.redis, app.keys, machine_gpus.group(), worker.worker_id)
         table.gate = admission = Admission(
             Demands(app.redis, app.keys, capability, families=worker.asked_queues, cost=cost),
             limits,
@@ -166,8 +145,11 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
             Reserving(machine_gpus, app.redis, app.keys, worker.worker_id),
             offering=offering,
             patience_seconds=app.settings.model_patience_seconds,
-            sessions=_sessions(app, table, machine_gpus, worker.worker_id, ephemeral=ephemeral),
+            sessions=make_sessions(app.settings, table, machine_gpus, worker.worker_id) if not ephemeral else None,
+            neighbours=neighbours,
         )
+        if admission.sessions is not None:
+            admission.sessions.on_idle = lambda: yield_to(neighbours, admission)
         table.reclaim = lambda free, new_run: app.ledger.reclaim(
             free, table.owner, table.lease_seconds, new_run=new_run
         )

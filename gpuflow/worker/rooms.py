@@ -25,6 +25,8 @@ class Rooms:
         self._gpus = gpus
         self._books = books
         self.reserving = reserving
+        #: What the first task asks for that found no GPU when `of` was asked last.
+        self.lacking: Requirement | None = None
 
     @property
     def capability(self) -> Capability:
@@ -37,6 +39,7 @@ class Rooms:
 
     def of(self, served: Mapping[str, Requirement], ready: Sequence[str]) -> Iterator[tuple[str, Room]]:
         """Yield the queues whose next message could start now, each with what it may use."""
+        self.lacking = None
         if not served:
             return
         offers = {sized: self._gpus.free(self.capability, asks_memory=sized) for sized in (True, False)}
@@ -47,7 +50,10 @@ class Rooms:
             if room is not None:
                 uses_gpus = uses_gpus or asked.gpu_count > 0
                 yield queue, room
-            elif self._may_starve(asked) and not uses_gpus:
+                continue
+            if asked.gpu_count and self.lacking is None:
+                self.lacking = asked
+            if self._may_starve(asked) and not uses_gpus:
                 self.reserving.claim(queue, asked, self.capability, free, ready)
 
     def _free(self, asked: Requirement, offers: Mapping[bool, Capability]) -> Capability:

@@ -243,6 +243,19 @@ def test_two_models_take_turns_on_one_gpu(fleet: TestFleet, env: dict[str, str])
         assert sessions_of(worker) == []
 
 
+def test_an_idle_session_leaves_for_a_task_of_another_worker_of_its_machine(
+    fleet: TestFleet, env: dict[str, str]
+) -> None:
+    with Box(fleet, "shared", "1xA100-80GB") as box:
+        warm = box.start("warm", "--executors", "inference", **env)
+        box.submit("A100:1", **gpu_ask("echo a", "/models/one")).get(timeout=30)
+        box.start("other", "--executors", "echo", **env)
+
+        assert box.submit("A100:1").get(timeout=30)["gpus"]
+
+        assert "another worker of this machine" in warm.log()
+
+
 def test_requests_to_a_warm_model_need_no_free_gpu(fleet: TestFleet, env: dict[str, str], tmp_path: Path) -> None:
     gate = tmp_path / "go"
     with Box(fleet, "small", "1xA100-80GB") as box:

@@ -105,6 +105,8 @@ class Sessions:
         self._numbers = itertools.count(1)
         self._stopped = threading.Event()
         self._keeper: threading.Thread | None = None
+        #: Called about once a second while a session idles.
+        self.on_idle: Callable[[], None] | None = None
 
     # -- places: the admission ----------------------------------------------------------------------------------
 
@@ -319,6 +321,8 @@ class Sessions:
                         self._close(warm)
             for warm in every:
                 self._look_after(warm, now)
+            if self.on_idle is not None and any(warm.is_idle() for warm in every):
+                self.on_idle()
 
     def _look_after(self, warm: _Warm, now: float) -> None:
         session = warm.session
