@@ -1,4 +1,4 @@
-"""How a worker's sessions are joined with its leases, its GPUs, and the other workers of its machine. For the boot steps."""
+"""Joins a worker's sessions with its leases, its GPUs, and the other workers of its machine. For the boot steps."""
 
 from __future__ import annotations
 
