@@ -122,6 +122,7 @@ class Attempt:
         self._progress: dict[str, Any] | None = None
         self._finish: Mapping[str, Any] | None = None
         self._began = False
+        self._has_text = self._urgent = False
         self._result: dict[str, Any] = {}
         self._artifacts: list[str] = []
 
@@ -207,9 +208,12 @@ class Attempt:
                 self._handle(self._hidden(parse_line(line)))
             now = time.monotonic()
             self._enforce(child, now, started)
-            due = self._events and (now - flushed >= FLUSH_SECONDS or len(self._events) >= FLUSH_EVENTS)
+            due = self._events and (
+                self._urgent or now - flushed >= FLUSH_SECONDS or len(self._events) >= FLUSH_EVENTS
+            )
             if due or now - asked >= ASK_SECONDS:
                 self._flush()
+                self._urgent = False
                 flushed = asked = now
 
     def _enforce(self, child: Work, now: float, started: float) -> None:
@@ -248,6 +252,8 @@ class Attempt:
             self._progress = dict(event.data)
         if event.name in ("checkpoint", "artifact") and self.on_checkpoint is not None:
             self.on_checkpoint()
+        if event.name == "text_delta" and not self._has_text:
+            self._has_text = self._urgent = True  # somebody waits for the first words
         self._note(event)
 
     def _note(self, event: Event) -> None:
