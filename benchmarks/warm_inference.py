@@ -12,7 +12,7 @@ Rows (a ratio above 1 means that ours is better):
 * later_call          seconds of a call to the warm model; the peer is the first call, which loads it
 
 It needs the environment vllm (`gpuflow env create vllm`). Ours and the peer take turns, on the same prompts. The model
-is SmolLM2-135M-Instruct, or another by MODEL=folder or name.
+is the preset smollm2-135m-instruct, or a folder that MODEL names.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ import harness
 
 CALLERS = 16
 PEER = "AsyncLLM driven directly"
-MODEL = os.environ.get("MODEL", "HuggingFaceTB/SmolLM2-135M-Instruct")
+MODEL = os.environ.get("MODEL", "")
+PRESET = "smollm2-135m-instruct"
 ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 32}
 
 
 class Direct:
     """The engine without gpuflow, in a process of its own."""
 
-    def __init__(self, python: Path, variables: dict[str, str], log: Path) -> None:
+    def __init__(self, python: Path, model: str, log: Path) -> None:
         with log.open("wb") as stderr:
             self._process = subprocess.Popen(
                 [str(python), str(harness.HERE / "warm_direct.py")],
@@ -46,9 +47,8 @@ class Direct:
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
-                env={**os.environ, **variables},
             )
-        self._say({**ENGINE, "model": MODEL, "disable_log_stats": True})
+        self._say({**ENGINE, "model": model, "disable_log_stats": True})
         self._read()
 
     def _say(self, told: dict[str, Any]) -> None:
@@ -88,7 +88,7 @@ class Ours:
         spec = {
             "taskType": "inference",
             "engine": "vllm",
-            "model": {"source": {"type": source_type(), "identifier": MODEL}, "vllm": ENGINE},
+            "model": {"source": source(), "vllm": ENGINE},
             "data": {"type": "list", "items": [prompt]},
             "inference": {**sampling(tokens), "stream": stream},
             "resources": {"hardware": {"gpu": {"count": 0}}},
@@ -115,9 +115,17 @@ def sampling(tokens: int) -> dict[str, Any]:
     return {"temperature": 0.0, "max_tokens": tokens, "min_tokens": tokens, "ignore_eos": True}
 
 
-def source_type() -> str:
-    """Say whether the model is a folder or one of the hub."""
-    return "local" if Path(MODEL).is_dir() else "huggingface"
+def source() -> dict[str, str]:
+    """Return the source of the model in a template."""
+    return {"type": "local", "identifier": MODEL} if MODEL else {"type": "preset", "identifier": PRESET}
+
+
+def folder_of_model(cache: Path) -> str:
+    """Return the folder of the model, once a first call has brought it here."""
+    from executors.modeling.presets import prepared_folder
+    from gpuflow.spec.presets import load_preset
+
+    return MODEL or str(prepared_folder(PRESET, load_preset("models", PRESET), str(cache)))
 
 
 def prompts(count: int, salt: int) -> list[str]:
@@ -150,7 +158,7 @@ def measure(rounds: int, calls: int, tokens: int, singles: int, folder: Path) ->
         ours.call("Hello", 1)
         first_call = time.perf_counter() - started
         harness.progress("the engine that is driven directly loads it")
-        direct = Direct(python, {}, folder / "direct.log")
+        direct = Direct(python, folder_of_model(settings.cache_dir), folder / "direct.log")
         ours.round(prompts(CALLERS, 0), CALLERS, 4)
         direct.round(prompts(CALLERS, 0), CALLERS, 4)
         rates: dict[str, list[float]] = {"ours": [], "peer": [], "ours_calls": [], "peer_calls": []}

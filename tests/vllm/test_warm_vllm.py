@@ -54,7 +54,7 @@ def ask(source: dict[str, str], prompt: str, **inference: Any) -> dict[str, Any]
     return {
         "taskType": "inference",
         "engine": "vllm",
-        "model": {"source": source, "vllm": {**EXACT, "max_model_len": 512}},
+        "model": {"source": source, "vllm": {**EXACT, "max_model_len": 256}},
         "data": {"type": "list", "items": [prompt]},
         "inference": {"temperature": 0, "max_tokens": 24, **inference},
         "retry": {"backoff_seconds": 0},
@@ -101,7 +101,7 @@ def test_a_request_whose_engine_is_killed_is_answered_by_a_fresh_one(
     before = opened(worker)
     source = {"type": "local", "identifier": str(tiny / "model")}
     submit(ask(source, "Hello"), app=vllm_fleet.app).get(timeout=START_SECONDS)
-    long = {"max_tokens": 400, "min_tokens": 400, "ignore_eos": True, "stream": True}
+    long = {"max_tokens": 200, "min_tokens": 200, "ignore_eos": True, "stream": True}
     task = submit(ask(source, "Tell me", **long), app=vllm_fleet.app)
     wait_for_text(task)
 
