@@ -28,8 +28,10 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import psutil
 
 CALLERS = 16
+IDLE_PERCENT = 15
 PEER = "AsyncLLM driven directly"
 MODEL = os.environ.get("MODEL", "")
 PRESET = "smollm2-135m-instruct"
@@ -65,6 +67,7 @@ class Direct:
 
     def round(self, prompts: list[str], callers: int, tokens: int) -> dict[str, Any]:
         """Return seconds, tokens and the times to the first token of one round."""
+        settled()
         self._say({"prompts": prompts, "callers": callers, "sampling": sampling(tokens)})
         return self._read()
 
@@ -104,6 +107,7 @@ class Ours:
 
     def round(self, prompts: list[str], callers: int, tokens: int) -> dict[str, Any]:
         """Return seconds and tokens of one round."""
+        settled()
         started = time.perf_counter()
         with ThreadPoolExecutor(callers) as pool:
             answers = list(pool.map(lambda prompt: self.call(prompt, tokens), prompts))
@@ -126,6 +130,13 @@ def folder_of_model(cache: Path) -> str:
     from gpuflow.spec.presets import load_preset
 
     return MODEL or str(prepared_folder(PRESET, load_preset("models", PRESET), str(cache)))
+
+
+def settled() -> None:
+    """Wait until the machine is idle: threads of an engine that has just answered still spin for a while."""
+    deadline = time.monotonic() + 10
+    while psutil.cpu_percent(interval=0.2) > IDLE_PERCENT and time.monotonic() < deadline:
+        pass
 
 
 def prompts(count: int, salt: int) -> list[str]:
@@ -174,6 +185,7 @@ def measure(rounds: int, calls: int, tokens: int, singles: int, folder: Path) ->
                 rates[name].append(found["tokens"] / found["seconds"])
                 rates[f"{name}_calls"].append(calls / found["seconds"])
             for prompt in prompts(singles, 100 + number):
+                settled()
                 started = time.perf_counter()
                 firsts["ours"].append(ours.call(prompt, 8, stream=True)[1])
                 later.append(time.perf_counter() - started)
