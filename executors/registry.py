@@ -31,6 +31,10 @@ EXECUTORS: Final[Mapping[str, str]] = {
     "lora_sft": "executors.sft:SupervisedTuning",
 }
 
+#: The same for a child that was started for vLLM, which the worker says in this variable.
+_ENGINE: Final = "GPUFLOW_ENGINE"
+_ON_VLLM: Final[Mapping[str, str]] = dict.fromkeys(("inference", "embedding"), "executors.sessions.alone:Alone")
+
 
 def find(task_type: str) -> Executor:
     """Return an executor for a task type.
@@ -38,7 +42,7 @@ def find(task_type: str) -> Executor:
     Raises ExecutorError: UnknownTaskType, MissingDependency when its libraries are not installed here, BadExecutor for
     a user's that is none.
     """
-    place = EXECUTORS.get(task_type)
+    place = _place(task_type)
     if place is not None:
         module, _, name = place.partition(":")
         executor: Executor = getattr(import_module(module), name)()
@@ -48,6 +52,12 @@ def find(task_type: str) -> Executor:
             "UnknownTaskType", f"no executor runs task type {task_type!r}; there are: {', '.join(EXECUTORS)}"
         )
     return _load(_registration(task_type))()
+
+
+def _place(task_type: str) -> str | None:
+    if task_type in _ON_VLLM and os.environ.get(_ENGINE) == "vllm":
+        return _ON_VLLM[task_type]
+    return EXECUTORS.get(task_type)
 
 
 def _registration(task_type: str) -> Registration:

@@ -16,13 +16,14 @@ from typing import Final, NoReturn
 
 from executors.base import MERGED, ExecutorError, plain
 from executors.failures import classify
-from executors.merging import ChildEmitter, MergedChild, Result, children_of, failed, joined
+from executors.merging import Result, children_of, joined
 from executors.sessions.channel import RequestEmitter, SessionEmitter, listen, take_stdin
-from executors.sessions.engine import Engine, EngineDied, Loaded, make_engine, together
+from executors.sessions.children import answer_children
+from executors.sessions.engine import Engine, EngineDied, Loaded, make_engine
 from executors.sessions.leaving import leave
 from executors.sessions.lines import Abort, BadLine, Close, Opening, Operation, Ping, Run, read_operation
 from executors.sessions.memory import grown_bytes, used_bytes
-from executors.sessions.requests import check_model, read_request
+from executors.sessions.requests import read_request
 from gpuflow.protocol import Emitter, Request
 
 ENDED: Final = 0
@@ -233,20 +234,9 @@ class Session:
             return await self._engine.run(request, emitter)
         children = children_of(request)
         good = [child for child in children if child.error is None]
-        answers = await together([self._answer_child(child, emitter) for child in good])
-        done = {child.id: answer for child, answer in zip(good, answers, strict=True)}
+        done = await answer_children(self._engine, self._opening.result(), good, emitter)
         emitter.progress(len(children), len(children), "child")
         return await asyncio.to_thread(joined, request, children, done, emitter)
-
-    async def _answer_child(self, child: MergedChild, emitter: Emitter) -> Result:
-        assert self._engine is not None  # noqa: S101  (it is ready)
-        try:
-            check_model(child.request, self._opening.result())
-            return await self._engine.run(child.request, ChildEmitter(emitter, child.id))
-        except EngineDied:
-            raise
-        except Exception as error:  # noqa: BLE001  (one bad child fails alone)
-            return failed(error)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

@@ -175,6 +175,7 @@ class PresenceThread(threading.Thread):
             "jobs": admission.jobs(),
             "freeGpus": list(admission.free_gpus()),
             "freeJobs": admission.free_jobs(),
+            "sessions": admission.sessions.to_dict() if admission.sessions is not None else [],
             "families": None if families is None else list(families),
             "executors": None if self.runtime.executors is None else list(self.runtime.executors),
             "userTypes": list(self.runtime.user_types),

@@ -277,7 +277,10 @@ class Sessions:
             session.kill("the worker stops")
 
     def to_dict(self) -> list[dict[str, Any]]:
-        """Return plain data of every session, for the registry and `inspect stats`."""
+        """Return plain data of every session, for the registry and `inspect stats`.
+
+        `idle`: it would be closed at once for a task that needs what it holds.
+        """
         with self._lock:
             return [
                 {
@@ -285,6 +288,7 @@ class Sessions:
                     "engine": session.told.engine,
                     "state": session.state,
                     "running": session.running,
+                    "idle": warm.is_idle(),
                     "gpus": list(warm.gpus),
                     "memoryBytes": session.told.memory_bytes,
                 }
