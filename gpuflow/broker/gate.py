@@ -14,13 +14,15 @@ ANY_TIME: Final = -1.0
 class Choice:
     """A queue to take from now; with `most_seconds`, a task alone whose time limit is no longer.
 
-    `with_gpus` says whether its tasks get GPUs; with `warm_only`, tasks alone that a warm session here can answer.
+    `with_gpus` says whether its tasks get GPUs; with `warm_only`, tasks alone that a warm session here can answer. If
+    sessions that answer no more would make room for its other tasks (`yields`), those wait for a bounded time only.
     """
 
     queue: str
     most_seconds: float = ANY_TIME
     with_gpus: bool = False
     warm_only: bool = False
+    yields: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

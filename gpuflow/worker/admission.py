@@ -142,7 +142,11 @@ class Admission:
         if self.sessions is None or not self.sessions.any() or not self._books.takes_requests():
             return []
         names = [queue for queue in served if queue not in chosen][: MOST_CHOSEN - len(chosen)]
-        return [Choice(queue=name, with_gpus=self._rooms.asked(name).gpu_count > 0, warm_only=True) for name in names]
+        return [
+            Choice(queue=name, with_gpus=asked.gpu_count > 0, warm_only=True, yields=self._rooms.yields(asked))
+            for name in names
+            for asked in (self._rooms.asked(name),)
+        ]
 
     def cold(self, queue: str) -> None:
         """Close sessions that idle, as many as must go for the next task of a queue; it begins when they are gone."""

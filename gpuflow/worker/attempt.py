@@ -208,9 +208,7 @@ class Attempt:
                 self._handle(self._hidden(parse_line(line)))
             now = time.monotonic()
             self._enforce(child, now, started)
-            due = self._events and (
-                self._urgent or now - flushed >= FLUSH_SECONDS or len(self._events) >= FLUSH_EVENTS
-            )
+            due = self._events and (self._urgent or now - flushed >= FLUSH_SECONDS or len(self._events) >= FLUSH_EVENTS)
             if due or now - asked >= ASK_SECONDS:
                 self._flush()
                 self._urgent = False

@@ -75,6 +75,16 @@ class Rooms:
                 return room
         return None
 
+    def yields(self, asked: Requirement) -> bool:
+        """Whether a task could start if the sessions that have served long enough took no more requests."""
+        sessions = self._books.sessions
+        served = sessions.served_gpus() if sessions is not None else []
+        if not asked.gpu_count:
+            return bool(served)
+        free = {gpu.uuid for gpu in self._gpus.free(self.capability).gpus}
+        theirs = {uuid for gpus in served for uuid in gpus}
+        return bool(theirs) and match(asked, self.capability.only(free | theirs)).fits
+
     def _may_starve(self, asked: Requirement) -> bool:
         """Whether smaller tasks could keep one from its GPUs for ever: for several, or for one that is shared now."""
         return asked.gpu_count > 1 or (not asked.shares and self._gpus.shared())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -270,3 +271,27 @@ def test_requests_to_a_warm_model_need_no_free_gpu(fleet: TestFleet, env: dict[s
         assert {result["pid"] for result in quick} == {busy.get(timeout=30)["pid"]}
         assert waiting.get(timeout=30)["gpus"]
         assert opened(worker) == 1
+
+
+def test_a_stream_of_requests_to_one_model_does_not_keep_another_out_for_ever(
+    fleet: TestFleet, env: dict[str, str]
+) -> None:
+    with Box(fleet, "small", "1xA100-80GB") as box:
+        worker = box.start("w1", GPUFLOW_MODEL_PATIENCE_SEC="0.05", **env)
+
+        def one() -> Task:
+            return box.submit("A100:1", **gpu_ask("sleep 0.2", "/models/one"))
+
+        stream = [one() for _ in range(3)]
+        stream[0].get(timeout=30)
+        other = box.submit("A100:1", **gpu_ask("echo other", "/models/two"))
+        deadline = time.monotonic() + 30
+        while not other.ready() and time.monotonic() < deadline:
+            stream = [task for task in stream if not task.ready()]
+            stream += [one() for _ in range(3 - len(stream))]
+
+        assert other.ready(), "it still waits while the first model is asked without a pause"
+        assert other.get()["items"][0]["output"] == "other"
+        for task in stream:
+            task.get(timeout=30)  # the first model comes back for those that it had to leave
+        assert opened(worker) >= 2

@@ -12,7 +12,8 @@
 --   limits   for each queue, the longest time limit in seconds of a task that may be taken, or -1
 --   types    what this worker runs (routing/offers.py); none: all without a dot, and user_types (names with a dot)
 --   gpu_types, with_gpus   the same for queues whose tasks get GPUs, and for each queue whether they do; none: types
---   sessions the warm sessions here that have a place; for each queue, warm_only: nothing else can be taken from it
+--   sessions the warm sessions here that have a place; for each queue, warm_only: nothing else can be taken from it,
+--            and yields: it could, if the sessions here answered no more
 --   full     sessions here without a place, beside which none is to be opened: their messages are left
 --   models   the models that this worker has   patience: seconds to leave a task to a worker that has its model
 --
@@ -43,6 +44,8 @@ local gpu_types = look.gpu_types and as_set(look.gpu_types) or types
 local sessions, full = as_set(look.sessions), as_set(look.full)
 local choosy = next(models) ~= nil or next(sessions) ~= nil
 local cold
+-- When the message was queued for which sessions are to take nothing that came later.
+local stuck
 
 -- Return the hints of a message, and when it was queued.
 local function hints_of(raw)
@@ -65,7 +68,7 @@ local function may_take(hints, at, most_seconds, mine)
 end
 
 -- Return the message of one list that this worker should take next, and when it was queued.
-local function best_of(list, most_seconds, mine, warm_only)
+local function best_of(list, most_seconds, mine, warm_only, yields)
   local first, first_at
   for depth = 1, DEPTH do
     local raw = redis.call('LINDEX', list, -depth)
@@ -75,6 +78,10 @@ local function best_of(list, most_seconds, mine, warm_only)
     local mine_now = may_take(hints, at, most_seconds, mine)
     if mine_now and warm_only and not warm then
       cold = cold or list
+      if yields and now - at > LONGEST * look.patience then
+        stuck = math.min(stuck or at, at)
+        break
+      end
     elseif mine_now then
       if not choosy or warm or (hints.model and models[hints.model]) then return raw, at end
       if not first then first, first_at = raw, at end
@@ -98,15 +105,21 @@ end
 
 -- Return the best message of one priority, and its list.
 local function best_from(first)
-  local list, raw, at
+  local heads, best = {}, nil
   if not any_waits(first, first + look.queues - 1) then return end
   for i = 0, look.queues - 1 do
     local mine = look.with_gpus and look.with_gpus[i + 1] and gpu_types or types
     local warm_only = look.warm_only and look.warm_only[i + 1]
-    local found, queued = best_of(KEYS[first + i], look.limits[i + 1], mine, warm_only)
-    if found and (not list or queued < at) then list, raw, at = KEYS[first + i], found, queued end
+    local yields = look.yields and look.yields[i + 1]
+    local found, queued = best_of(KEYS[first + i], look.limits[i + 1], mine, warm_only, yields)
+    heads[#heads + 1] = found and {list = KEYS[first + i], raw = found, at = queued, warm_only = warm_only}
   end
-  return list, raw
+  for _, head in ipairs(heads) do
+    local may = not (head.warm_only and stuck and stuck < head.at)
+    if may and (not best or head.at < best.at) then best = head end
+  end
+  if stuck then stuck = 0 end -- what is less urgent waits behind it, whenever it came
+  if best then return best.list, best.raw end
 end
 
 local function take()

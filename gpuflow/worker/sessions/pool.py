@@ -11,7 +11,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,11 +23,10 @@ from gpuflow.secrets import Redactor
 from gpuflow.worker.child import Child
 from gpuflow.worker.sessions.request import SessionRequest
 from gpuflow.worker.sessions.session import Session, SessionGone
+from gpuflow.worker.sessions.warm import Warm
 
 log = get_logger("gpuflow.sessions")
 
-#: Requests that may wait for a model that is still being loaded.
-LOADING_PLACES: Final = 8
 #: The keeper looks this often, and asks each session for a sign of life this often (seconds).
 _LOOK_SECONDS: Final = 1.0
 PING_SECONDS: Final = 10.0
@@ -48,41 +47,6 @@ class Opening:
     variables: str = ""
 
 
-@dataclass(kw_only=True, eq=False)
-class _Warm:
-    """A session with what it holds. It is expected, without a process, until the task that it is for begins it."""
-
-    name: str
-    opened_for: str
-    gpus: tuple[str, ...]
-    requirement: Requirement | None
-    session: Session | None = None
-    hold: Hold | None = None
-    variables: str | None = None
-    places: set[str] = field(default_factory=set)
-    waiting: list[tuple[SessionRequest, Request, str]] = field(default_factory=list)
-    pinged_at: float = 0.0
-    closed_at: float | None = None
-
-    def has_place(self) -> bool:
-        if self.session is None or self.session.state == "loading":
-            return len(self.places) < LOADING_PLACES
-        return self.session.state == "ready" and len(self.places) < self.session.told.max_requests
-
-    def is_idle(self) -> bool:
-        return (
-            self.session is not None and self.session.state == "ready" and not self.places and not self.session.running
-        )
-
-    @property
-    def model(self) -> str:
-        return self.session.told.model if self.session is not None else ""
-
-    @property
-    def used_at(self) -> float:
-        return self.session.used_at if self.session is not None else 0.0
-
-
 class Sessions:
     """The sessions of this worker. Safe in threads.
 
@@ -101,7 +65,7 @@ class Sessions:
         self._release = release
         self._on_change = on_change
         self._lock = threading.RLock()
-        self._warm: list[_Warm] = []
+        self._warm: list[Warm] = []
         self._numbers = itertools.count(1)
         self._stopped = threading.Event()
         self._keeper: threading.Thread | None = None
@@ -138,7 +102,7 @@ class Sessions:
     def expect(self, name: str, tag: str, gpus: tuple[str, ...], requirement: Requirement | None) -> None:
         """Note that the message of `tag` will open a session: those that come meanwhile need not open one more."""
         with self._lock:
-            self._warm.append(_Warm(name=name, opened_for=tag, gpus=gpus, requirement=requirement, places={tag}))
+            self._warm.append(Warm(name=name, opened_for=tag, gpus=gpus, requirement=requirement, places={tag}))
 
     def leave(self, tag: str) -> None:
         """Give a place back. A session that was only expected for this message is expected no more."""
@@ -180,6 +144,12 @@ class Sessions:
         with self._lock:
             return [warm.gpus for warm in self._evictable()]
 
+    def served_gpus(self) -> list[tuple[str, ...]]:
+        """Return the GPUs of each session that has served long enough to leave for another task, idle or not."""
+        now = time.monotonic()
+        with self._lock:
+            return [warm.gpus for warm in self._warm if warm.has_served(now)]
+
     def evict(self, count: int = 1, *, why: str) -> int:
         """Close some idle sessions, the one that was used longest ago first; return how many."""
         with self._lock:
@@ -215,7 +185,7 @@ class Sessions:
         with self._lock:
             warm = next((warm for warm in self._warm if warm.opened_for == tag and warm.session is None), None)
             if warm is None:
-                warm = _Warm(name=opening.name, opened_for=tag, gpus=(), requirement=None, places={tag})
+                warm = Warm(name=opening.name, opened_for=tag, gpus=(), requirement=None, places={tag})
                 self._warm.append(warm)
             session = Session(child, log_path=log_path, redactor=opening.redactor, on_end=self._ended)
             warm.session, warm.hold, warm.variables = session, hold, opening.variables
@@ -296,11 +266,11 @@ class Sessions:
                 if (session := warm.session) is not None
             ]
 
-    def _evictable(self) -> list[_Warm]:
+    def _evictable(self) -> list[Warm]:
         idle = [warm for warm in self._warm if warm.is_idle()]
         return sorted(idle, key=lambda warm: warm.used_at)
 
-    def _close(self, warm: _Warm) -> None:
+    def _close(self, warm: Warm) -> None:
         if warm.closed_at is None and warm.session is not None:
             warm.closed_at = time.monotonic()
             warm.session.close()
@@ -328,7 +298,7 @@ class Sessions:
             if self.on_idle is not None and any(warm.is_idle() for warm in every):
                 self.on_idle()
 
-    def _look_after(self, warm: _Warm, now: float) -> None:
+    def _look_after(self, warm: Warm, now: float) -> None:
         session = warm.session
         if session is None:
             return

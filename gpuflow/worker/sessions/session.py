@@ -58,6 +58,7 @@ class Session:
         self.state: State = "loading"
         self.used_at = time.monotonic()
         self.heard_at = time.monotonic()
+        self.ready_at = 0.0
         self._child = child
         self._log_path = log_path
         self._redactor = redactor
@@ -195,7 +196,7 @@ class Session:
             self.told = Told(**known)
             with self._lock:
                 if self.state == "loading":
-                    self.state = "ready"
+                    self.state, self.ready_at = "ready", time.monotonic()
         elif name in ("worker", "progress") and self.state == "loading":
             self._to_all(line, "event")
         elif name == "finish" and event.get("status") == "failed":
