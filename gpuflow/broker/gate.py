@@ -32,7 +32,8 @@ class Taste:
     Of `types` alone (`routing.offers`), of `gpu_types` from queues whose tasks get GPUs; None for `types`: all of
     gpuflow's own, and those of users in `user_types`; None for `gpu_types`: as `types`. None that the sessions in
     `full` alone could answer here. Of its `sessions` (those with a place) and `models` before others; a message whose
-    model another worker has is left to that one for `patience_seconds`.
+    model another worker has is left to that one for `patience_seconds`. `here` are all its sessions: what they answer
+    sooner or later need not be made room for.
     """
 
     types: tuple[str, ...] | None = None
@@ -41,6 +42,7 @@ class Taste:
     models: tuple[str, ...] = ()
     sessions: tuple[str, ...] = ()
     full: tuple[str, ...] = ()
+    here: tuple[str, ...] = ()
     patience_seconds: float = 0.0
 
 
@@ -75,12 +77,13 @@ class Gate(Protocol):
         """Nothing was taken after `choose`."""
 
     def cold(self, queue: str) -> None:
-        """A message of `queue` was left where it was, as only a warm session could have taken it: make room for it."""
+        """A message of `queue` was left where it is, as only a warm session could have taken it: make room for it."""
 
-    def taken(self, queue: str, tag: str, session: str = "") -> None:
+    def taken(self, queue: str, tag: str, session: str = "", asked: str = "") -> bool:
         """A message of `queue` was leased under `tag`: it gets a place in a session, or what `choose` has held for it.
 
-        `session` is the name of the sessions that can answer it, "" for none.
+        `session` is the name of the sessions that can answer it, "" for none, `asked` what it asks to be run by
+        (`routing.offers`). False: there is no room for it any more, and it goes back to the front of its queue.
         """
 
     def settled(self, tag: str) -> bool:
@@ -115,8 +118,9 @@ class OpenGate:
     def cold(self, queue: str) -> None:
         """Do nothing."""
 
-    def taken(self, queue: str, tag: str, session: str = "") -> None:
-        """Do nothing."""
+    def taken(self, queue: str, tag: str, session: str = "", asked: str = "") -> bool:
+        """Let it in."""
+        return True
 
     def settled(self, tag: str) -> bool:
         """Nothing was closed."""

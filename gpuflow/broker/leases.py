@@ -87,11 +87,14 @@ class LeaseTable:
         """Say that nothing more is taken, and that what runs here goes on without the consumer loop."""
         self._ticked_at = math.inf
 
-    def take(self, tag: str, queue: str, key: str = "", raw: str = "") -> None:
-        """Note a message that the pop script has leased to us: its queue, the list it came from, and its text."""
+    def take(self, tag: str, queue: str, key: str = "", raw: str = "") -> bool:
+        """Note a message that the pop script has leased to us: its queue, the list it came from, and its text.
+
+        False: there is no room for it any more; it is to be settled as `front`.
+        """
         with self._lock:
             self._leases[tag] = Lease(queue=queue, delivery=next(self._deliveries), list_key=key, raw=raw)
-        self.gate.taken(queue, tag, session_of(raw))
+        return self.gate.taken(queue, tag, *session_of(raw))
 
     def start(self, tag: str, on_lost: Callable[[], None] | None = None) -> bool:
         """Note that work on the message begins: a cut connection no longer returns it. False if it is not ours."""

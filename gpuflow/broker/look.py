@@ -105,6 +105,7 @@ class Look:
         }
         if any(choice.warm_only for choice in self.chosen):
             how["warm_only"] = [False] * len(self.plain) + [choice.warm_only for choice in self.chosen]
+            how["here"] = taste.here
             how["yields"] = [False] * len(self.plain) + [choice.yields for choice in self.chosen]
         if taste.types is not None:
             how["types"] = taste.types

@@ -18,8 +18,9 @@ from gpuflow.routing.session_names import session_name
 from gpuflow.spec.units import duration_seconds
 
 _DIGITS: Final = 16
-#: The hint of the session, in the front of a message that broker/lua/common.lua has stamped.
+#: The hints of the session and of what is asked for, in the front of a message that broker/lua/common.lua has stamped.
 _SESSION: Final = re.compile(r'^\{"at":[\d.]+,[^{}]*?"s": "([0-9a-f]+)"')
+_ASKED: Final = re.compile(r'^\{"at":[\d.]+,[^{}]*?"x": "([^"\\]+)"')
 
 
 def model_key(spec: Mapping[str, Any]) -> str:
@@ -43,7 +44,7 @@ def hints(spec: Mapping[str, Any], asks: Sequence[str] = ()) -> dict[str, Any]:
     return found
 
 
-def session_of(raw: str) -> str:
-    """Return the name of the sessions that can answer a message, by its text; "" for none."""
-    found = _SESSION.match(raw)
-    return found[1] if found else ""
+def session_of(raw: str) -> tuple[str, str]:
+    """Return the name of the sessions that can answer a message, by its text, and what it asks for; "" for none."""
+    found, asked = _SESSION.match(raw), _ASKED.match(raw)
+    return (found[1] if found else "", asked[1] if asked else "")

@@ -13,6 +13,8 @@ from typing import Any, Self
 
 #: What `engine` says where any will do.
 ANY_ENGINE = "auto"
+#: Engines that can keep a model loaded for many tasks.
+WARM_ENGINES = frozenset({"vllm", "transformers"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +59,16 @@ def asked_name(spec: Mapping[str, Any]) -> str:
     return offer_name(str(spec["taskType"]), engine=engine, environment=environment)
 
 
+def parts_of(name: str) -> tuple[str, str | None, str | None]:
+    """Return the task type of a name, with the engine or the environment that it has."""
+    rest, _, environment = name.partition("@")
+    task_type, _, engine = rest.partition(":")
+    return task_type, engine or None, environment or None
+
+
 def task_type_of(name: str) -> str:
     """Return the task type of a name."""
-    return name.partition("@")[0].partition(":")[0]
+    return parts_of(name)[0]
 
 
 def in_words(name: str) -> str:

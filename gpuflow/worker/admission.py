@@ -63,6 +63,7 @@ class Admission:
         self._held = self._books.held
         self._rooms = Rooms(demands, gpus, reserving, self._books)
         self._chosen: Hold | None = None
+        self._warm_only: set[str] = set()
         self._machine = gpus.group()
         self._lock = threading.RLock()
 
@@ -99,6 +100,7 @@ class Admission:
             models=self.models.names(),
             sessions=self._warm_names(),
             full=self.sessions.full() if self.sessions is not None else (),
+            here=self.sessions.here() if self.sessions is not None else (),
             patience_seconds=self._patience_seconds,
         )
 
@@ -133,40 +135,26 @@ class Admission:
                 if len(chosen) >= MOST_CHOSEN and (first[1] or not self.capability.gpus):
                     break
             chosen = chosen[:MOST_CHOSEN]
-            if self._neighbours is not None and first is None and (lacking := self._rooms.lacking) is not None:
-                self._neighbours.wish(lacking)
-            return chosen + self._warm_choices(served, {choice.queue for choice in chosen})
-
-    def _warm_choices(self, served: Mapping[str, Requirement], chosen: Collection[str]) -> list[Choice]:
-        """Return queues from which a warm session alone could take: those that have no room, or are not chosen."""
-        if self.sessions is None or not self.sessions.any() or not self._books.takes_requests():
-            return []
-        names = [queue for queue in served if queue not in chosen][: MOST_CHOSEN - len(chosen)]
-        return [
-            Choice(queue=name, with_gpus=asked.gpu_count > 0, warm_only=True, yields=self._rooms.yields(asked))
-            for name in names
-            for asked in (self._rooms.asked(name),)
-        ]
+            rest = [queue for queue in served if queue not in {choice.queue for choice in chosen}]
+            warm = self._rooms.warm(rest, most=MOST_CHOSEN - len(chosen), beyond=self._neighbours is not None)
+            self._warm_only = {choice.queue for choice in warm}
+            return chosen + warm
 
     def cold(self, queue: str) -> None:
-        """Close sessions that idle, as many as must go for the next task of a queue; it begins when they are gone."""
-        asked = self.demands.requirement(queue)
-        if asked is not None and self._takes_jobs():
-            self.make_room(asked, f"a task of {queue} waits for its place")
+        """Close sessions that idle, as many as must go for the next task of a queue; it begins when they are gone.
 
-    def make_room(self, asked: Requirement, why: str) -> None:
-        """Close sessions that idle, the one that was used longest ago first, until this would fit."""
-        if self.sessions is None or not (asked.gpu_count or asked.memory_mib):
+        Where that does not help, other workers of the machine are asked to close theirs.
+        """
+        asked = self.demands.requirement(queue)
+        if asked is None or not self._takes_jobs() or self.make_room(asked, f"a task of {queue} waits for its place"):
             return
+        if self._neighbours is not None and asked.gpu_count:
+            self._neighbours.wish(asked)
+
+    def make_room(self, asked: Requirement, why: str) -> bool:
+        """Close sessions that idle until this would fit; say whether it will."""
         with self._lock:
-            free = [*(gpu.uuid for gpu in self._gpus.free(self.capability).gpus), *self.sessions.leaving_gpus()]
-            if asked.gpu_count and match(asked, self.capability.only(free)).fits:
-                return
-            for count, gpus in enumerate(self.sessions.idle_gpus(), start=1):
-                free += gpus
-                if match(asked, self.capability.only(free)).fits:
-                    self.sessions.evict(count, why=why)
-                    return
+            return self._rooms.make(asked, why)
 
     def _hold_for(self, asked: Requirement, room: Room) -> tuple[Requirement, tuple[str, ...]] | None:
         """Take the GPUs for a task; return its ask with them, None when they cannot be had."""
@@ -184,25 +172,49 @@ class Admission:
             if chosen is not None:
                 self._gpus.release(chosen, wait_seconds=0)
 
-    def taken(self, queue: str, tag: str, session: str = "") -> None:
-        """Hold a place in a warm session for the message of `tag`, or a slot and what its queue asks for."""
+    def taken(self, queue: str, tag: str, session: str = "", asked: str = "") -> bool:
+        """Hold a place in a warm session for the message of `tag`, or a slot and what its queue asks for.
+
+        False when there is neither: the session that could have answered it has ended since the queue was chosen.
+        """
         with self._lock:
             slot = self.slot_of(queue)
-            allocation = Allocation(queue=queue, slot=slot, session=session)
-            if session and self.sessions is not None and self.sessions.join(session, tag):
-                allocation.slot = "request"
-            elif slot == "job":
-                allocation.requirement = self.demands.requirement(queue)
-                if allocation.requirement is not None and allocation.requirement.gpu_count:
-                    allocation.hold, self._chosen = self._chosen, None
-                if session and self.sessions is not None:
-                    self.sessions.expect(session, tag, allocation.gpus, allocation.requirement)
-                self.limits.jobs_taken += 1
-                self.reserving.taken(queue)
+            allocation = Allocation(queue=queue, slot=slot)
+            if slot == "job" and not self._place(queue, tag, allocation, session, asked):
+                self.chosen_none()
+                return False
             self._held[tag] = allocation
             self.chosen_none()
         if slot == "job":
             self.demands.tell(queue)
+            if self._neighbours is not None:
+                self._neighbours.granted()
+        return True
+
+    def _place(self, queue: str, tag: str, allocation: Allocation, session: str, asked: str) -> bool:
+        """Give the message of a demand queue its place; False where it has none."""
+        requirement = self.demands.requirement(queue)
+        needs_gpus = requirement is not None and requirement.gpu_count > 0
+        sessions = self.sessions if session and self._keeps_warm(asked, gpus=needs_gpus) else None
+        if sessions is not None and sessions.join(session, tag):
+            allocation.slot, allocation.session = "request", session
+            return True
+        if queue in self._warm_only or (needs_gpus and self._chosen is None):
+            return False
+        hold: Hold | None = None
+        if needs_gpus:
+            hold, self._chosen = self._chosen, None
+        if sessions is not None:
+            allocation.slot, allocation.session = "request", session
+            sessions.expect(session, tag, hold, requirement)
+        else:
+            allocation.requirement, allocation.hold = requirement, hold
+        self.limits.jobs_taken += 1
+        self.reserving.taken(queue)
+        return True
+
+    def _keeps_warm(self, asked: str, *, gpus: bool) -> bool:
+        return self._offering is None or self._offering.keeps_warm(asked, gpus=gpus)
 
     def settled(self, tag: str) -> bool:
         """Give back what `tag` holds, or leave that to the supervisor that has claimed it; say if that opens a queue.
@@ -245,15 +257,6 @@ class Admission:
             allocation.slot = "ending"
         self._let_go(tag, allocation)
 
-    def hand_over(self, tag: str) -> Hold | None:
-        """Return the GPUs of a job that opens a session: they are the session's from now on."""
-        with self._lock:
-            allocation = self._held.get(tag)
-            if allocation is None:
-                return None
-            hold, allocation.hold = allocation.hold, None
-            return hold
-
     def release(self, tag: str) -> None:
         """End a claim: nothing of the child is left."""
         with self._lock:
@@ -284,7 +287,7 @@ class Admission:
             return None if self.limits.max_jobs is None else max(0, self.limits.max_jobs - self._books.jobs())
 
     def tags_on(self, uuid: str) -> list[str]:
-        """Return the delivery tags of the jobs that hold a GPU."""
+        """Return the delivery tags of the messages that are worked on by a GPU."""
         with self._lock:
             return self._books.on(uuid)
 
@@ -315,7 +318,7 @@ class Admission:
         """Return the sessions that may be given a request now."""
         if self.sessions is None or self.draining or not self._books.takes_requests():
             return ()
-        return self.sessions.names()
+        return self.sessions.names(idle=self._books.takes_jobs())
 
     def _is_open(self, queue: str) -> bool:
         slot = self.slot_of(queue)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 from redis.exceptions import RedisError
 
@@ -22,7 +22,10 @@ from gpuflow.logs import get_logger
 from gpuflow.protocol import Event, Request, parse_line
 from gpuflow.secrets import Redactor, known
 from gpuflow.worker.child import ChildEnd, Work
+from gpuflow.worker.given_result import GivenResult, ResultLost, shown_piece
+from gpuflow.worker.handed_back import HandedBack
 from gpuflow.worker.judging import StopReason, cannot_start, failed, stopped, succeeded
+from gpuflow.worker.log_file import LogFile
 
 log = get_logger("gpuflow.attempt")
 
@@ -56,24 +59,13 @@ class Outcome:
     began: bool = True
 
 
-class _LogFile:
-    """The child's log on disk; a full disk costs the rest of the file, not the child."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file: IO[bytes] | None = file
-
-    def write(self, data: bytes) -> None:
-        if self._file is None:
-            return
-        try:
-            self._file.write(data)
-        except OSError as error:
-            log.warning("log_file_given_up", file=self._file.name, cause=str(error))
-            self._file = None
+def handed_back(error: HandedBack) -> Outcome:
+    """Return the end of an attempt that did not begin, through no fault of its task."""
+    return Outcome(completed=False, stop="preempted", error=error.record())
 
 
 class Attempt:
-    """Runs one piece of work to its end: `begin` starts it (OSError: it cannot be started).
+    """Runs one piece of work to its end: `begin` starts it (OSError: it cannot be started; HandedBack: not here).
 
     `grace_seconds` is the time from SIGTERM to SIGKILL, `notice_seconds` that from the notice of a preemption to
     SIGTERM; `deadline_seconds` the time-out of the whole attempt (None: no limit), enforced for silent children too.
@@ -123,7 +115,7 @@ class Attempt:
         self._finish: Mapping[str, Any] | None = None
         self._began = False
         self._has_text = self._urgent = False
-        self._result: dict[str, Any] = {}
+        self._given = GivenResult(Path(request.output_dir))
         self._artifacts: list[str] = []
 
     @property
@@ -177,6 +169,8 @@ class Attempt:
 
     def _run(self) -> Outcome:
         started = time.monotonic()
+        if self._stop is not None:
+            return Outcome(completed=False, error=stopped(self._stop, 0, self._deadline_seconds), stop=self._stop)
         try:
             with self._log_path.open("ab", buffering=0) as log_file:
                 child = self._begin()
@@ -184,10 +178,12 @@ class Attempt:
                     self._child = child
                     if self._stop is not None:
                         child.kill()
-                self._follow(child, _LogFile(log_file), started)
+                self._follow(child, LogFile(log_file), started)
         except BaseException as error:
             if self._child is not None:
                 self._child.kill()
+            elif isinstance(error, HandedBack):
+                return handed_back(error)
             elif isinstance(error, OSError):
                 return Outcome(completed=False, error=cannot_start(error))
             raise
@@ -195,7 +191,7 @@ class Attempt:
         self._flush()
         return self._judge(end, time.monotonic() - started)
 
-    def _follow(self, child: Work, log_file: _LogFile, started: float) -> None:
+    def _follow(self, child: Work, log_file: LogFile, started: float) -> None:
         flushed = asked = time.monotonic()
         for kind, line in child.read(FLUSH_SECONDS):
             if kind == "log":
@@ -206,6 +202,9 @@ class Attempt:
                 self._note(Event(name="log", data={"message": text, "stream": "stderr"}))
             elif kind == "event":
                 self._handle(self._hidden(parse_line(line)))
+            elif kind == "cut":
+                self._given.passed_over(line)
+                self._note(Event(name="log", data={"message": shown_piece(self.redactor.line(line))}))
             now = time.monotonic()
             self._enforce(child, now, started)
             due = self._events and (self._urgent or now - flushed >= FLUSH_SECONDS or len(self._events) >= FLUSH_EVENTS)
@@ -241,8 +240,7 @@ class Attempt:
         if event.name == "finish":
             self._finish = event.data
         elif event.name == "result":
-            value = event.data["value"]
-            self._result = dict(value) if isinstance(value, Mapping) else {"value": value}
+            self._given.told(event.data)
             return
         elif event.name == "artifact":
             self._artifacts.append(str(event.data["path"]))
@@ -281,12 +279,19 @@ class Attempt:
     def _judge(self, end: ChildEnd, seconds: float) -> Outcome:
         artifacts = tuple(dict.fromkeys(self._artifacts))
         finish = self._finish or {}
-        if succeeded(finish, end) and self._stop not in ("lost", "superseded"):
-            return Outcome(completed=True, result=self._result, artifacts=artifacts, log_tail=self._log_tail)
-        error = failed(finish, end) if self._stop is None else stopped(self._stop, seconds, self._deadline_seconds)
+        lost = None
+        try:
+            if succeeded(finish, end) and self._stop not in ("lost", "superseded"):
+                result = self._given.read(self.redactor)
+                return Outcome(completed=True, result=result, artifacts=artifacts, log_tail=self._log_tail)
+        except ResultLost as error:
+            lost = error.record()
+        finally:
+            self._given.forget()
+        told = failed(finish, end) if self._stop is None else stopped(self._stop, seconds, self._deadline_seconds)
         return Outcome(
             completed=False,
-            error=error,
+            error=lost or told,
             stop=self._stop,
             artifacts=artifacts,
             log_tail=self._log_tail,

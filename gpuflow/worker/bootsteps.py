@@ -149,7 +149,7 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
             neighbours=neighbours,
         )
         if admission.sessions is not None:
-            admission.sessions.on_idle = lambda: yield_to(neighbours, admission)
+            admission.sessions.keeper.on_idle = lambda: yield_to(neighbours, admission)
         table.reclaim = lambda free, new_run: app.ledger.reclaim(
             free, table.owner, table.lease_seconds, new_run=new_run
         )

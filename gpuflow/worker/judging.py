@@ -49,7 +49,7 @@ def failed(finish: Mapping[str, Any], end: ChildEnd) -> dict[str, Any]:
     status = finish.get("status")
     given = finish.get("error")
     if status == "completed" and end.exit_code is not None:
-        return _error("Contradiction", f"the child said completed, but ended with {_ending(end)}", False)
+        return _error("Contradiction", f"the child said completed, but ended with {ending(end)}", False)
     if isinstance(given, Mapping) and status != "completed":
         return _error(
             str(given.get("type", "Failed")),
@@ -59,13 +59,13 @@ def failed(finish: Mapping[str, Any], end: ChildEnd) -> dict[str, Any]:
     if status in ("failed", "cancelled"):
         return _error("Failed", f"the child said {status} and gave no error", False)
     if end.signal is not None:
-        return _error("ChildKilled", f"the child ended with {_ending(end)}{_hint(end.signal)}; see its log", True)
+        return _error("ChildKilled", f"the child ended with {ending(end)}{_hint(end.signal)}; see its log", True)
     if end.exit_code is None:
         return _error("ChildLost", "the process that watched the child is gone", True)
     if end.exit_code == os.EX_TEMPFAIL:
         return _error("ChildDied", "the child ended with exit code 75 (try again later); see its log", True)
     if end.exit_code != 0:
-        return _error("ChildDied", f"the child ended with {_ending(end)}; see its log", False)
+        return _error("ChildDied", f"the child ended with {ending(end)}; see its log", False)
     return _error("NoFinish", "the child ended without a finish event; see its log", False)
 
 
@@ -75,7 +75,10 @@ def _hint(number: int) -> str:
     return " (a full disk or a failing device?)" if number == signal.SIGBUS else ""
 
 
-def _ending(end: ChildEnd) -> str:
+def ending(end: ChildEnd) -> str:
+    """Return how a child ended, in words."""
+    if end.signal is None and end.exit_code is None:
+        return "nobody knows how"
     if end.signal is not None:
         return f"signal {signal.Signals(end.signal).name}"
     return f"exit code {end.exit_code}"

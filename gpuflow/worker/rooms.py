@@ -5,9 +5,10 @@ Asked by the admission, under its lock.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from gpuflow.broker.gate import ANY_TIME
+from gpuflow.broker.gate import ANY_TIME, Choice
+from gpuflow.fleet.gpu_usage import FOREIGN_TOLERATED_MIB
 from gpuflow.routing.capability import Capability
 from gpuflow.routing.fit import match
 from gpuflow.routing.requirement import Requirement
@@ -15,6 +16,7 @@ from gpuflow.worker.books import Books
 from gpuflow.worker.demands import Demands
 from gpuflow.worker.machine_gpus import MachineGpus
 from gpuflow.worker.reserving import Reserving, Room
+from gpuflow.worker.sessions.warm import Warm
 
 
 class Rooms:
@@ -25,8 +27,6 @@ class Rooms:
         self._gpus = gpus
         self._books = books
         self.reserving = reserving
-        #: What the first task asks for that found no GPU when `of` was asked last.
-        self.lacking: Requirement | None = None
 
     @property
     def capability(self) -> Capability:
@@ -39,7 +39,6 @@ class Rooms:
 
     def of(self, served: Mapping[str, Requirement], ready: Sequence[str]) -> Iterator[tuple[str, Room]]:
         """Yield the queues whose next message could start now, each with what it may use."""
-        self.lacking = None
         if not served:
             return
         offers = {sized: self._gpus.free(self.capability, asks_memory=sized) for sized in (True, False)}
@@ -51,8 +50,6 @@ class Rooms:
                 uses_gpus = uses_gpus or asked.gpu_count > 0
                 yield queue, room
                 continue
-            if asked.gpu_count and self.lacking is None:
-                self.lacking = asked
             if self._may_starve(asked) and not uses_gpus:
                 self.reserving.claim(queue, asked, self.capability, free, ready)
 
@@ -75,15 +72,68 @@ class Rooms:
                 return room
         return None
 
+    def warm(self, queues: Sequence[str], *, most: int, beyond: bool) -> list[Choice]:
+        """Return at most so many choices of queues that have no room: a warm session alone could take from them.
+
+        Where there is none, `beyond` looks for tasks whose GPUs an idle session of another worker may hold.
+        """
+        sessions = self._books.sessions
+        asks = {queue: self.asked(queue) for queue in queues}
+        if sessions is None or not sessions.here():
+            asks = {queue: asked for queue, asked in asks.items() if beyond and asked.gpu_count}
+        return [
+            Choice(queue=queue, with_gpus=asked.gpu_count > 0, warm_only=True, yields=self.yields(asked))
+            for queue, asked in list(asks.items())[:most]
+        ]
+
     def yields(self, asked: Requirement) -> bool:
         """Whether a task could start if the sessions that have served long enough took no more requests."""
-        sessions = self._books.sessions
-        served = sessions.served_gpus() if sessions is not None else []
+        served = self._books.sessions.served() if self._books.sessions is not None else []
+        return bool(served) and self.fits_without(asked, served)
+
+    def fits_without(self, asked: Requirement, sessions: Collection[Warm]) -> bool:
+        """Whether a task could start when some sessions have gone with all that they hold."""
+        if not self._books.host_fits(asked, self.capability, without=sessions):
+            return False
         if not asked.gpu_count:
-            return bool(served)
+            return True
+        room_mib = dict(self._gpus.room(self.capability))
         free = {gpu.uuid for gpu in self._gpus.free(self.capability).gpus}
-        theirs = {uuid for gpus in served for uuid in gpus}
-        return bool(theirs) and match(asked, self.capability.only(free | theirs)).fits
+        totals = {gpu.uuid: gpu.total_mib for gpu in self.capability.gpus}
+        for warm in sessions:
+            share_mib = warm.hold.share_mib if warm.hold is not None else None
+            for uuid in warm.gpus:
+                room_mib[uuid] = room_mib.get(uuid, 0) + share_mib if share_mib is not None else totals.get(uuid, 0)
+                if room_mib[uuid] >= totals.get(uuid, 0) - FOREIGN_TOLERATED_MIB:
+                    free.add(uuid)
+        if asked.shares:
+            return match(asked, self.capability.with_room(room_mib)).fits
+        return match(asked, self.capability.only(free)).fits
+
+    def make(self, asked: Requirement, why: str) -> bool:
+        """Close sessions that idle, those that were used longest ago, until a task would fit; say whether it will.
+
+        None is closed that does not help, and none beyond what those that are already going give back.
+        """
+        sessions = self._books.sessions
+        if sessions is None:
+            return False
+        going = sessions.going()
+        if self.fits_without(asked, going):
+            return True
+        chosen: list[Warm] = []
+        for warm in sessions.idle():
+            chosen.append(warm)
+            if self.fits_without(asked, [*going, *chosen]):
+                break
+        else:
+            return False
+        for warm in chosen[::-1]:
+            others = [one for one in chosen if one is not warm]
+            if self.fits_without(asked, [*going, *others]):
+                chosen = others
+        sessions.evict(chosen, why=why)
+        return True
 
     def _may_starve(self, asked: Requirement) -> bool:
         """Whether smaller tasks could keep one from its GPUs for ever: for several, or for one that is shared now."""

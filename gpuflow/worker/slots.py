@@ -20,7 +20,7 @@ SlotClass = Literal["control", "plain", "job", "request", "ending"]
 class Allocation:
     """What one leased message holds: a slot, what its queue asks for, and the GPUs that it got.
 
-    `session` is the name of the sessions that can answer it.
+    `session` is the name of the session in which it has a place; what that holds is not in here.
     """
 
     queue: str

@@ -25,16 +25,17 @@ from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
 from gpuflow.routing.affinity import model_key
 from gpuflow.spec.units import duration_seconds
-from gpuflow.worker.attempt import Attempt, Outcome
+from gpuflow.worker.attempt import Attempt, Outcome, handed_back
 from gpuflow.worker.checkpoint_uploads import CheckpointUploads, begin_uploads, forget_checkpoints, goes_on
 from gpuflow.worker.ends import cause_of, exception_of
+from gpuflow.worker.handed_back import HandedBack
 from gpuflow.worker.preparation import prepare
 from gpuflow.worker.results import ResultsFolder
 from gpuflow.worker.retries import AVOID_SECONDS, Again, decide
 from gpuflow.worker.runtime import Runtime, current
 from gpuflow.worker.secret_sources import scrubbed
 from gpuflow.worker.starting import EnvironmentNotReady, Start
-from gpuflow.worker.work import begin_of, gpus_of
+from gpuflow.worker.work import begin_of, hold_of
 
 log = get_logger("gpuflow.supervisor")
 
@@ -116,19 +117,23 @@ class Delivery:
         runtime, number, settings = self.runtime, holder.attempt, self.runtime.app.settings
         limit = duration_seconds(self.spec["timeout"]) if self.spec.get("timeout") else None
         allocation = runtime.admission.claim(self.tag, limit)
-        gpus = gpus_of(runtime, self.tag, allocation)
         try:
-            start = runtime.offering.start_of(self.spec, gpus=bool(gpus))
+            hold = hold_of(runtime, self.tag, allocation)
+            start = runtime.offering.start_of(self.spec, gpus=bool(hold.uuids))
             prepared = prepare(
                 self.spec,
                 start=start,
                 task_id=self.id,
                 attempt=number,
-                gpus=gpus,
+                gpus=hold.uuids,
+                share_mib=hold.share_mib,
                 folder=self.folder,
                 settings=settings,
                 worker_id=runtime.worker_id,
             )
+            begin = begin_of(runtime, self.tag, allocation, start, prepared)
+        except HandedBack as error:
+            return handed_back(error)
         except (OSError, GPUFlowError) as error:
             return Outcome(completed=False, error=cause_of(error))
         self.store = prepared.store
@@ -137,7 +142,7 @@ class Delivery:
             prepared.request,
             self.ledger,
             holder,
-            begin=begin_of(runtime, self.tag, allocation, start, prepared),
+            begin=begin,
             log_path=self.folder.log_path(number),
             grace_seconds=settings.grace_seconds,
             notice_seconds=settings.notice_seconds,

@@ -26,7 +26,7 @@ class Queues:
 
     def __init__(self, broker: Broker) -> None:
         self.client = broker.client
-        self.cold = ""
+        self.cold: list[str] = []
         self._numbers = count()
 
     def clear(self) -> Queues:
@@ -49,7 +49,7 @@ class Queues:
     def pop(self, *choices: Choice | str, **taste: Any) -> str | None:
         """Return the name of the message that a consumer of this taste gets from these queues.
 
-        `cold` is then the queue that the step told to have something for a consumer with more room.
+        `cold` are then the queues that the step told to have something for a consumer with more room.
         """
         chosen = [Choice(queue=one) if isinstance(one, str) else one for one in choices or ("gpu",)]
         queues = [choice.queue for choice in chosen]
@@ -193,7 +193,7 @@ def test_without_room_only_what_a_warm_session_answers_is_taken(queues: Queues) 
     queues.put("warm", s="mine")
 
     assert queues.pop(WARM, patience_seconds=2) is None
-    assert queues.cold == "gpu"
+    assert queues.cold == ["gpu"]
     assert queues.pop(WARM, sessions=("mine",), patience_seconds=2) == "warm"
     assert queues.pop(sessions=("mine",), patience_seconds=2) == "cold", "with room, all is taken"
 
@@ -213,7 +213,7 @@ def test_a_warm_session_is_given_nothing_new_while_it_keeps_a_task_from_its_gpus
     queues.put("warm", s="mine")
 
     assert queues.pop(YIELDS, **taste) is None
-    assert queues.cold == "gpu"
+    assert queues.cold == ["gpu"]
     assert queues.pop(WARM, **taste) == "warm", "it would not help the other"
     queues.put("warm", s="mine")
     queues.client.delete("gpu")
@@ -236,3 +236,27 @@ def test_a_task_that_waits_too_long_holds_back_what_is_younger_or_less_urgent(qu
     queues.put("urgent", "gpu-a100", s="mine", priority=7)
     assert queues.pop(*both, **taste) == "urgent"
     assert queues.pop(*both, **taste) is None
+
+
+def test_nothing_is_made_room_for_that_a_session_here_will_answer(queues: Queues) -> None:
+    queues.put("next", s="mine", age=100)
+    queues.put("warm", s="other")
+
+    assert queues.pop(YIELDS, here=("mine", "other"), sessions=("other",), patience_seconds=2) == "warm"
+    assert queues.cold == []
+
+
+def test_what_waits_for_room_is_told_beside_what_is_taken(queues: Queues) -> None:
+    queues.put("cold", s="other")
+    queues.put("warm", "gpu-a100", s="mine")
+
+    assert queues.pop(WARM, Choice(queue="gpu-a100", warm_only=True), sessions=("mine",)) == "warm"
+    assert queues.cold == ["gpu"]
+
+
+def test_less_urgent_requests_wait_behind_a_task_that_needs_the_gpus_of_their_session(queues: Queues) -> None:
+    queues.put("cold", s="other", priority=9)
+    queues.put("warm", s="mine", age=60)
+
+    assert queues.pop(YIELDS, sessions=("mine",), patience_seconds=60) is None
+    assert queues.pop(WARM, sessions=("mine",), patience_seconds=60) == "warm"

@@ -67,6 +67,10 @@ def sessions_of(worker: WorkerProcess) -> list[psutil.Process]:
     return found
 
 
+def over(task: Task) -> bool:
+    return task.state in ("SUCCEEDED", "FAILED", "CANCELLED", "DEAD")
+
+
 def running(task: Task) -> Task:
     eventually(lambda: task.state == "RUNNING", what=f"{task.id} runs")
     return task
@@ -280,17 +284,17 @@ def test_a_stream_of_requests_to_one_model_does_not_keep_another_out_for_ever(
         worker = box.start("w1", GPUFLOW_MODEL_PATIENCE_SEC="0.05", **env)
 
         def one() -> Task:
-            return box.submit("A100:1", **gpu_ask("sleep 0.2", "/models/one"))
+            return box.submit("A100:1", **gpu_ask("sleep 0.3", "/models/one"))
 
-        stream = [one() for _ in range(3)]
+        stream = [one() for _ in range(10)]
         stream[0].get(timeout=30)
         other = box.submit("A100:1", **gpu_ask("echo other", "/models/two"))
         deadline = time.monotonic() + 30
-        while not other.ready() and time.monotonic() < deadline:
-            stream = [task for task in stream if not task.ready()]
-            stream += [one() for _ in range(3 - len(stream))]
+        while not over(other) and time.monotonic() < deadline:
+            stream = [task for task in stream if not over(task)]
+            stream += [one() for _ in range(10 - len(stream))]
 
-        assert other.ready(), "it still waits while the first model is asked without a pause"
+        assert over(other), "it still waits while the first model is asked without a pause"
         assert other.get()["items"][0]["output"] == "other"
         for task in stream:
             task.get(timeout=30)  # the first model comes back for those that it had to leave

@@ -1,7 +1,7 @@
 """A session without a model: it speaks the protocol of docs/reference/sessions.md, and does what a prompt says.
 
 `echo X` answers X; `wait FILE` answers when there is such a file, or is aborted; `die` kills the process; `freeze`
-stops it. Started as a task's own child it answers at once. It needs the standard library alone.
+stops it, `sleep N` answers after N seconds. Started as a task's own child it answers at once. It needs the standard library alone.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ def answer(id: str | None, request: dict[str, Any], model: str, opened: dict[str
         os.kill(os.getpid(), signal.SIGKILL)
     if word == "freeze":
         os.kill(os.getpid(), signal.SIGSTOP)
+    if word == "sleep":
+        time.sleep(float(rest))
     if word == "wait":
         say("text_delta", id, delta="...", request=0)
         while not Path(rest).exists():

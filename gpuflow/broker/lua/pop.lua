@@ -14,12 +14,13 @@
 --   gpu_types, with_gpus   the same for queues whose tasks get GPUs, and for each queue whether they do; none: types
 --   sessions the warm sessions here that have a place; for each queue, warm_only: nothing else can be taken from it,
 --            and yields: it could, if the sessions here answered no more
+--   here     all warm sessions here: nothing is made room for that one of them will answer
 --   full     sessions here without a place, beside which none is to be opened: their messages are left
 --   models   the models that this worker has   patience: seconds to leave a task to a worker that has its model
 --
--- Returns {list, message, names, cold}; with '' for the first two when nothing was taken, `cold` being a queue that has a
--- message for this worker but for its warm_only: then the doorbell is registered in the same
--- step, so that no publish is missed, and another waiter is woken for the queue of pass_on.
+-- Returns {list, message, names, cold}, `cold` being the queues that have a message for this worker but for their
+-- warm_only. With '' for the first two when nothing was taken: then the doorbell is registered in the same step, so that
+-- no publish is missed, and another waiter is woken for the queue of pass_on.
 -- Nothing is taken while the fleet gathers after a new server run (arrive.lua).
 -- A message that is not JSON with a delivery tag goes to the unreadable list as it is and is never lost.
 local ready = KEYS[4]
@@ -41,11 +42,13 @@ end
 
 local types, models = as_set(look.types or look.user_types), as_set(look.models)
 local gpu_types = look.gpu_types and as_set(look.gpu_types) or types
-local sessions, full = as_set(look.sessions), as_set(look.full)
+local sessions, full, here = as_set(look.sessions), as_set(look.full), as_set(look.here)
 local choosy = next(models) ~= nil or next(sessions) ~= nil
-local cold
--- When the message was queued for which sessions are to take nothing that came later.
+local cold = {}
+-- When the message was queued for which sessions are to take nothing that came later; 0: it is also more urgent.
 local stuck
+-- Whether a message that sessions could make room for waits in the lists that were looked at.
+local waits
 
 -- Return the hints of a message, and when it was queued.
 local function hints_of(raw)
@@ -77,8 +80,10 @@ local function best_of(list, most_seconds, mine, warm_only, yields)
     local warm = hints.session and sessions[hints.session]
     local mine_now = may_take(hints, at, most_seconds, mine)
     if mine_now and warm_only and not warm then
-      cold = cold or list
-      if yields and now - at > LONGEST * look.patience then
+      local comes = hints.session and here[hints.session]
+      if not comes then cold[queue_of(ready, list)] = true end
+      waits = waits or yields and not comes
+      if yields and not comes and now - at > LONGEST * look.patience then
         stuck = math.min(stuck or at, at)
         break
       end
@@ -118,7 +123,7 @@ local function best_from(first)
     local may = not (head.warm_only and stuck and stuck < head.at)
     if may and (not best or head.at < best.at) then best = head end
   end
-  if stuck then stuck = 0 end -- what is less urgent waits behind it, whenever it came
+  if waits then stuck = 0 end
   if best then return best.list, best.raw end
 end
 
@@ -153,4 +158,6 @@ for _, group in ipairs(look.groups) do
   redis.call(list and 'SREM' or 'SADD', prefix_of(ready) .. 'gpuflow.waiters:' .. group, KEYS[7])
 end
 local names = look.page > 0 and redis.call('ZRANGE', ready, 0, look.page - 1) or {}
-return {list or '', raw or '', names, not list and cold and queue_of(ready, cold) or ''}
+local queues = {}
+for queue in pairs(cold) do queues[#queues + 1] = queue end
+return {list or '', raw or '', names, queues}

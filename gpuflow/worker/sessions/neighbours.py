@@ -14,6 +14,7 @@ import redis
 from redis.exceptions import RedisError
 
 from gpuflow.broker.keys import Keys
+from gpuflow.errors import GPUFlowError
 from gpuflow.logs import get_logger
 from gpuflow.routing.requirement import Requirement
 
@@ -46,6 +47,15 @@ class Neighbours:
         except RedisError as error:
             log.debug("wish_not_told", cause=str(error))
 
+    def granted(self) -> None:
+        """Say that the wish told last is fulfilled, if there is one. Never raises."""
+        if time.monotonic() - self._told_at < _TERM_SECONDS:
+            self._told_at = float("-inf")
+            try:
+                self._client.delete(self._key)
+            except RedisError as error:
+                log.debug("wish_not_ended", cause=str(error))
+
     def wished(self) -> Requirement | None:
         """Return what a task of another worker asks for, None for nothing. Never raises."""
         try:
@@ -54,6 +64,6 @@ class Neighbours:
             return (
                 Requirement.from_dict(told["requirement"]) if told.get("worker", self._worker) != self._worker else None
             )
-        except (RedisError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (RedisError, GPUFlowError, ValueError, KeyError, TypeError, AttributeError) as error:
             log.debug("wish_not_read", cause=str(error))
             return None

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from gpuflow.protocol import Request
+from gpuflow.secrets import Redactor
 from gpuflow.worker.preparation import Prepared
-from gpuflow.worker.sessions.pool import Opening
 from gpuflow.worker.starting import Start
 
-#: Engines that can be kept warm.
-WARM_ENGINES: Final = frozenset({"vllm", "transformers"})
 #: Variables of one task, which a session does not have.
 _OF_TASK: Final = frozenset(
     {
@@ -27,39 +27,58 @@ _OF_TASK: Final = frozenset(
         "GPU_DEVICE",
     }
 )
+#: Sections of a spec that say what is loaded.
+_LOADED: Final = ("taskType", "model", "env", "embedding")
+_UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]+")
+_TITLE_CHARACTERS: Final = 60
 
 
-def opening_of(name: str, start: Start, prepared: Prepared) -> Opening:
-    """Return how the session of a name is begun, by the first task that asks for it."""
+@dataclass(frozen=True, kw_only=True)
+class Opening:
+    """How a session is begun. `title` is for people; `variables` a digest of its environment, values of secrets too."""
+
+    title: str
+    argv: Sequence[str]
+    line: str
+    environment: Mapping[str, str]
+    redactor: Redactor
+    variables: str
+
+
+def opening_of(start: Start, prepared: Prepared) -> Opening:
+    """Return how the session of a task would be begun by it."""
     request = prepared.request
-    variables = {name: value for name, value in prepared.environment.items() if name not in _OF_TASK}
+    shared = {name: value for name, value in prepared.environment.items() if name not in _OF_TASK}
     gpus = ",".join(request.gpus)
     return Opening(
-        name=name,
+        title=_title(request),
         argv=(*start.argv, "session"),
         line=_line(start, request),
-        environment={**variables, "CUDA_VISIBLE_DEVICES": gpus, "GPU_DEVICE": gpus},
+        environment={**shared, "CUDA_VISIBLE_DEVICES": gpus, "GPU_DEVICE": gpus},
         redactor=prepared.redactor,
-        variables=digest(prepared),
+        variables=hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest(),
     )
 
 
-def digest(prepared: Prepared) -> str:
-    """Return a digest of the variables that a session of this task would have, secrets included, GPUs apart."""
-    variables = {name: value for name, value in prepared.environment.items() if name not in _OF_TASK}
-    return hashlib.sha256(json.dumps(variables, sort_keys=True).encode()).hexdigest()
+def _title(request: Request) -> str:
+    source = (request.spec.get("model") or {}).get("source") or {}
+    return _UNSAFE.sub("-", str(source.get("identifier") or "model")).strip("-.")[-_TITLE_CHARACTERS:] or "model"
 
 
 def _line(start: Start, request: Request) -> str:
-    spec: Mapping[str, Any] = request.spec
-    loaded = {name: spec[name] for name in ("taskType", "model", "env", "embedding") if name in spec}
+    """Return the line that opens it. Adapters come with each request; here it is said whether there will be any."""
+    spec: dict[str, Any] = {name: request.spec[name] for name in _LOADED if name in request.spec}
+    if "model" in spec:
+        spec["model"] = {name: value for name, value in spec["model"].items() if name != "adapters"}
+        spec["adapted"] = bool(request.spec["model"].get("adapters"))
     return json.dumps(
         {
             "op": "open",
             "engine": start.engine,
-            "spec": loaded,
+            "spec": spec,
             "task_type": request.task_type,
             "gpus": list(request.gpus),
+            "share_mib": request.share_mib,
             "cache_dir": request.cache_dir,
             "checkpoint_path": request.checkpoint_path,
         },

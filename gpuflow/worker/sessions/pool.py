@@ -1,8 +1,8 @@
 """The warm sessions of one worker: who may join which, who is evicted, and who has gone.
 
 The admission asks for places on its thread, before it takes a message; the supervisor sends requests from the threads
-of its attempts; a keeper closes what idles and ends what hangs. A session holds its GPUs from its opening until nothing
-of its process is left.
+of its attempts; `sessions.keeper` closes what idles and ends what hangs. A session holds its GPUs from the moment that
+it is expected until nothing of its process is left.
 """
 
 from __future__ import annotations
@@ -10,214 +10,200 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from gpuflow.fleet.gpu_locks import Hold
 from gpuflow.logs import get_logger
 from gpuflow.protocol import Request
 from gpuflow.routing.requirement import Requirement
-from gpuflow.secrets import Redactor
 from gpuflow.worker.child import Child
+from gpuflow.worker.handed_back import HandedBack
+from gpuflow.worker.sessions.keeper import Keeper
+from gpuflow.worker.sessions.logs import new_log
+from gpuflow.worker.sessions.opening import Opening
 from gpuflow.worker.sessions.request import SessionRequest
-from gpuflow.worker.sessions.session import Session, SessionGone
+from gpuflow.worker.sessions.session import Session
 from gpuflow.worker.sessions.warm import Warm
 
 log = get_logger("gpuflow.sessions")
-
-#: The keeper looks this often, and asks each session for a sign of life this often (seconds).
-_LOOK_SECONDS: Final = 1.0
-PING_SECONDS: Final = 10.0
-#: A session that has said nothing for so long is ended; one that is closed has ended after the other.
-SILENT_SECONDS: Final = 60.0
-CLOSE_SECONDS: Final = 15.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Opening:
-    """How a session is begun. `variables` is a digest of its environment, the values of secrets included."""
-
-    name: str
-    argv: Sequence[str]
-    line: str
-    environment: Mapping[str, str]
-    redactor: Redactor
-    variables: str = ""
 
 
 class Sessions:
     """The sessions of this worker. Safe in threads.
 
     `release` gives GPUs back, `on_change` is called when a place or a GPU may have become free. Sessions idle for
-    `idle_seconds` are closed; 0: none is kept, and tasks get children of their own.
+    `idle_seconds` are closed.
     """
 
     def __init__(
         self, *, idle_seconds: float, log_dir: Path, release: Callable[[Hold], Any], on_change: Callable[[], None]
     ) -> None:
-        self.enabled = idle_seconds > 0
         self.evictions = 0
         self.loads = 0
-        self._idle_seconds = idle_seconds
         self._log_dir = log_dir
         self._release = release
         self._on_change = on_change
         self._lock = threading.RLock()
         self._warm: list[Warm] = []
         self._numbers = itertools.count(1)
-        self._stopped = threading.Event()
-        self._keeper: threading.Thread | None = None
-        #: Called about once a second while a session idles.
-        self.on_idle: Callable[[], None] | None = None
+        self._ended_one = threading.Condition(self._lock)
+        self.keeper = Keeper(self._look, self._close_idle, idle_seconds)
 
     # -- places: the admission ----------------------------------------------------------------------------------
 
-    def names(self) -> tuple[str, ...]:
-        """Return the names of the sessions that have a place now."""
+    def names(self, *, idle: bool = True) -> tuple[str, ...]:
+        """Return the names of the sessions that have a place now; without `idle`, of those alone that work already."""
+        now = time.monotonic()
         with self._lock:
-            return tuple({warm.name for warm in self._warm if warm.has_place()})
+            return tuple({warm.name for warm in self._warm if warm.has_place(now) and (idle or warm.places)})
 
     def full(self) -> tuple[str, ...]:
         """Return the names of sessions without GPUs and without a place: one more would not be faster here."""
+        now = time.monotonic()
         with self._lock:
-            there = {warm.name for warm in self._warm if not warm.gpus and warm.closed_at is None}
-            return tuple(there.difference(warm.name for warm in self._warm if warm.has_place()))
+            there = {warm.name for warm in self._warm if not warm.gpus and not warm.leaving}
+            return tuple(there.difference(warm.name for warm in self._warm if warm.has_place(now)))
 
-    def any(self) -> bool:
-        """Whether there is one that has a place or could be evicted."""
+    def here(self) -> tuple[str, ...]:
+        """Return the names of all sessions that will go on to answer, with a place now or not."""
         with self._lock:
-            return any(warm.has_place() or warm.is_idle() for warm in self._warm)
+            return tuple({warm.name for warm in self._warm if not warm.leaving})
 
     def join(self, name: str, tag: str) -> bool:
         """Keep a place for the message of `tag`; False where no session of the name has one."""
+        now = time.monotonic()
         with self._lock:
-            found = [warm for warm in self._warm if warm.name == name and warm.has_place()]
+            found = [warm for warm in self._warm if warm.name == name and warm.has_place(now)]
             if not found:
                 return False
             min(found, key=lambda warm: len(warm.places)).places.add(tag)
             return True
 
-    def expect(self, name: str, tag: str, gpus: tuple[str, ...], requirement: Requirement | None) -> None:
-        """Note that the message of `tag` will open a session: those that come meanwhile need not open one more."""
+    def expect(self, name: str, tag: str, hold: Hold | None, requirement: Requirement | None) -> None:
+        """Keep a place in a session that is to be opened, by whichever of its messages comes first; it has `hold`."""
         with self._lock:
-            self._warm.append(Warm(name=name, opened_for=tag, gpus=gpus, requirement=requirement, places={tag}))
+            self._warm.append(Warm(name=name, hold=hold, requirement=requirement, places={tag}))
 
     def leave(self, tag: str) -> None:
-        """Give a place back. A session that was only expected for this message is expected no more."""
+        """Give a place back. A session that nobody has begun goes with the last who had a place in it."""
         with self._lock:
             left = [warm for warm in self._warm if tag in warm.places]
             for warm in left:
                 warm.places.discard(tag)
-            never = [warm for warm in left if warm.session is None and warm.opened_for == tag]
+                if warm.leaving:
+                    self._close(warm)
+            never = [warm for warm in left if warm.session is None and not warm.places]
             self._warm = [warm for warm in self._warm if warm not in never]
         for warm in never:
-            for request, *_ in warm.waiting:
-                request.end()
+            self._give_back(warm)
         if left:
             self._on_change()
 
-    def busy_alone(self, jobs: Collection[str]) -> int:
-        """Return how many sessions work for none of these tags: each takes a slot of its own."""
+    def working(self, without: Collection[Warm] = ()) -> list[Requirement]:
+        """Return what each session asks for, or each but some, that works now: a place in it is taken."""
         with self._lock:
-            return sum(1 for warm in self._warm if warm.places and not warm.places.intersection(jobs))
+            busy = [warm for warm in self._warm if warm.places and warm not in without]
+        return [warm.requirement or Requirement() for warm in busy]
 
-    def memory_mib(self, *, beside: Collection[str]) -> int:
-        """Return the memory that sessions keep, without those that one of the messages `beside` has opened."""
+    def memory_mib(self, without: Collection[Warm] = ()) -> int:
+        """Return the memory of the machine that all sessions keep, or all but some."""
         with self._lock:
-            asked = [warm.requirement for warm in self._warm if warm.opened_for not in beside]
-        return sum(one.memory_mib or 0 for one in asked if one is not None)
+            return sum(warm.memory_mib for warm in self._warm if warm not in without)
 
-    def gpus_of(self, tag: str) -> tuple[str, ...]:
-        """Return the GPUs of the session in which a message has a place."""
+    def hold_of(self, tag: str) -> Hold | None:
+        """Return the GPUs of the session in which a message has a place. Raises HandedBack where it has none."""
+        return self._of(tag).hold
+
+    def tags_on(self, uuid: str) -> list[str]:
+        """Return the tags of the messages that a session on a GPU answers."""
         with self._lock:
-            return next((warm.gpus for warm in self._warm if tag in warm.places), ())
+            return [tag for warm in self._warm if uuid in warm.gpus for tag in warm.places]
 
-    def leaving_gpus(self) -> tuple[str, ...]:
-        """Return the GPUs of sessions that are closed and have not ended yet."""
+    def going(self) -> list[Warm]:
+        """Return the sessions that are closed and have not ended yet."""
         with self._lock:
-            return tuple(uuid for warm in self._warm if warm.closed_at is not None for uuid in warm.gpus)
+            return [warm for warm in self._warm if warm.closed_at is not None]
 
-    def idle_gpus(self) -> list[tuple[str, ...]]:
-        """Return the GPUs of each session that could be evicted, the one that was used longest ago first."""
+    def idle(self) -> list[Warm]:
+        """Return those that could be evicted, the one that was used longest ago first."""
         with self._lock:
-            return [warm.gpus for warm in self._evictable()]
+            return sorted((warm for warm in self._warm if warm.is_idle()), key=lambda warm: warm.used_at)
 
-    def served_gpus(self) -> list[tuple[str, ...]]:
-        """Return the GPUs of each session that has served long enough to leave for another task, idle or not."""
+    def served(self) -> list[Warm]:
+        """Return those that have served long enough to leave for another task, idle or not."""
         now = time.monotonic()
         with self._lock:
-            return [warm.gpus for warm in self._warm if warm.has_served(now)]
+            return [warm for warm in self._warm if warm.has_served(now)]
 
-    def evict(self, count: int = 1, *, why: str) -> int:
-        """Close some idle sessions, the one that was used longest ago first; return how many."""
+    def evict(self, chosen: Sequence[Warm], *, why: str) -> None:
+        """Close those of some sessions that still idle."""
         with self._lock:
-            chosen = self._evictable()[:count]
-            for warm in chosen:
+            closed = [warm for warm in chosen if warm.is_idle()]
+            for warm in closed:
                 self._close(warm)
-        self.evictions += len(chosen)
-        for warm in chosen:
+            self.evictions += len(closed)
+        for warm in closed:
             log.info("session_evicted", model=warm.model, why=why)
-        return len(chosen)
 
     # -- requests: the supervisor -------------------------------------------------------------------------------
 
-    def open(self, opening: Opening, tag: str, hold: Hold | None) -> None:
-        """Begin a session with a place for `tag`; it gives `hold` back when it has ended. Raises OSError."""
-        self._log_dir.mkdir(parents=True, exist_ok=True)
-        self.loads += 1
-        log_path = self._log_dir / f"{opening.name}-{self.loads}.log"
-        try:
-            child = Child(
-                list(opening.argv),
-                request=opening.line + "\n",
-                environment=opening.environment,
-                cwd=self._log_dir,
-                keep_open=hold.fds if hold is not None else (),
-                talks=True,
-            )
-        except OSError:
-            if hold is not None:
-                self._release(hold)
-            raise
-        log.info("session_opened", name=opening.name, gpus=list(hold.uuids) if hold else [], log=str(log_path))
-        with self._lock:
-            warm = next((warm for warm in self._warm if warm.opened_for == tag and warm.session is None), None)
-            if warm is None:
-                warm = Warm(name=opening.name, opened_for=tag, gpus=(), requirement=None, places={tag})
-                self._warm.append(warm)
-            session = Session(child, log_path=log_path, redactor=opening.redactor, on_end=self._ended)
-            warm.session, warm.hold, warm.variables = session, hold, opening.variables
-            waiting, warm.waiting = warm.waiting, []
-            if self._keeper is None:
-                self._keeper = threading.Thread(target=self._keep, name="gpuflow-sessions", daemon=True)
-                self._keeper.start()
-        for asked, request, variables in waiting:
-            if variables == opening.variables:
-                session.send(asked, request)
-            else:
-                asked.end()
-        self._on_change()  # others may join it
+    def ask(self, tag: str, request: Request, opening: Opening) -> SessionRequest:
+        """Send the request of a message that has a place; the first one begins the session.
 
-    def ask(self, tag: str, request: Request, variables: str = "") -> SessionRequest:
-        """Send the request of a message that has a place. Raises SessionGone.
-
-        A session whose variables (a secret among them) have other values by now answers no more: it is closed.
+        A session whose variables (a secret among them) have other values by now answers this one no more, and is closed
+        when those that it has are answered. Raises HandedBack where the message is to be answered by another one, and
+        OSError where the session cannot be begun.
         """
-        with self._lock:
-            warm = next((warm for warm in self._warm if tag in warm.places), None)
-            if warm is None:
-                raise SessionGone
-            if warm.variables is not None and warm.variables != variables:
-                self._close(warm)
-                raise SessionGone
-            asked = SessionRequest(f"{request.task_id}#{next(self._numbers)}")
+        warm = self._of(tag)
+        with warm.opening:
             if warm.session is None:
-                warm.waiting.append((asked, request, variables))
-            else:
-                warm.session.send(asked, request)
-            return asked
+                self._open(warm, opening)
+        session = warm.session
+        assert session is not None  # noqa: S101  (it has just been begun)
+        if warm.variables != opening.variables:
+            with self._lock:
+                warm.leaving = True
+            raise HandedBack("the model is loaded with other variables or secrets; a session with these comes next")
+        asked = SessionRequest(f"{request.task_id}#{next(self._numbers)}")
+        if not session.send(asked, request):
+            raise HandedBack("the warm session that was to answer it has ended")
+        return asked
+
+    def _of(self, tag: str) -> Warm:
+        with self._lock:
+            found = next((warm for warm in self._warm if tag in warm.places), None)
+        if found is None:
+            raise HandedBack("the warm session that was to answer it has ended")
+        return found
+
+    def _open(self, warm: Warm, opening: Opening) -> None:
+        """Begin the process of a session. Raises OSError; the session is expected then as before."""
+        path = new_log(self._log_dir, opening.title)
+        child = Child(
+            list(opening.argv),
+            request=opening.line + "\n",
+            environment=opening.environment,
+            cwd=self._log_dir,
+            keep_open=warm.hold.fds if warm.hold is not None else (),
+            talks=True,
+        )
+        session = Session(child, log_path=path, redactor=opening.redactor, on_end=self._ended)
+        with self._lock:
+            self.loads += 1
+            warm.session, warm.variables = session, opening.variables
+        try:
+            session.begin()
+        except RuntimeError as error:
+            with self._lock:
+                warm.session = None
+            child.kill()
+            child.wait()
+            raise OSError(f"no thread can be started for a warm session: {error}") from error
+        log.info("session_opened", name=opening.title, gpus=list(warm.gpus), log=str(path))
+        self.keeper.begin()
+        self._on_change()  # others may join it
 
     def kill_on(self, uuid: str, why: str) -> None:
         """End the sessions on a GPU now; what is open on them is tried again elsewhere."""
@@ -229,20 +215,19 @@ class Sessions:
     # -- upkeep -------------------------------------------------------------------------------------------------
 
     def close_all(self) -> None:
-        """Close every session; those with open requests end when these have."""
+        """Give no more places away; each session ends with the last of its requests."""
         with self._lock:
             for warm in self._warm:
+                warm.leaving = True
                 self._close(warm)
 
     def stop(self, seconds: float) -> None:
         """End every session: in good order within so many seconds, then by force."""
         self.close_all()
-        deadline = time.monotonic() + seconds
-        while self._warm and time.monotonic() < deadline:
-            self._stopped.wait(0.05)
-        self._stopped.set()
-        with self._lock:
+        with self._ended_one:
+            self._ended_one.wait_for(lambda: not any(warm.session for warm in self._warm), seconds)
             left = [warm.session for warm in self._warm if warm.session is not None]
+        self.keeper.stop()
         for session in left:
             session.kill("the worker stops")
 
@@ -266,48 +251,35 @@ class Sessions:
                 if (session := warm.session) is not None
             ]
 
-    def _evictable(self) -> list[Warm]:
-        idle = [warm for warm in self._warm if warm.is_idle()]
-        return sorted(idle, key=lambda warm: warm.used_at)
+    def _look(self) -> list[Warm]:
+        with self._lock:
+            return list(self._warm)
+
+    def _close_idle(self, warm: Warm) -> bool:
+        """Close a session if it still idles; say whether it did."""
+        with self._lock:
+            idle = warm.is_idle()
+            if idle:
+                self._close(warm)
+        return idle
 
     def _close(self, warm: Warm) -> None:
-        if warm.closed_at is None and warm.session is not None:
-            warm.closed_at = time.monotonic()
-            warm.session.close()
+        """Close a session in which nobody has a place; the others are closed when the last of these leaves."""
+        if warm.places or warm.closed_at is not None or warm.session is None:
+            return
+        warm.leaving, warm.closed_at = True, time.monotonic()
+        warm.session.close()
 
     def _ended(self, session: Session) -> None:
         with self._lock:
             gone = [warm for warm in self._warm if warm.session is session]
-            self._warm = [warm for warm in self._warm if warm.session is not session]
         for warm in gone:
-            if warm.hold is not None:
-                self._release(warm.hold)
+            self._give_back(warm)
+        with self._ended_one:
+            self._warm = [warm for warm in self._warm if warm.session is not session]
+            self._ended_one.notify_all()
         self._on_change()
 
-    def _keep(self) -> None:
-        while not self._stopped.wait(_LOOK_SECONDS):
-            now = time.monotonic()
-            with self._lock:
-                every = list(self._warm)
-                for warm in every:
-                    if warm.is_idle() and now - warm.used_at > self._idle_seconds:
-                        log.info("session_idle", model=warm.model, seconds=round(self._idle_seconds))
-                        self._close(warm)
-            for warm in every:
-                self._look_after(warm, now)
-            if self.on_idle is not None and any(warm.is_idle() for warm in every):
-                self.on_idle()
-
-    def _look_after(self, warm: Warm, now: float) -> None:
-        session = warm.session
-        if session is None:
-            return
-        if now - warm.pinged_at >= PING_SECONDS:
-            warm.pinged_at = now
-            session.ping()
-        if now - session.heard_at > SILENT_SECONDS:
-            session.kill(f"it has said nothing for {SILENT_SECONDS:g} s")
-        elif session.disobeys(now):
-            session.kill("it did not end a request that was aborted")
-        elif warm.closed_at is not None and now - warm.closed_at > CLOSE_SECONDS and not session.running:
-            session.kill("it was closed and did not end")
+    def _give_back(self, warm: Warm) -> None:
+        if warm.hold is not None:
+            self._release(warm.hold)

@@ -10,9 +10,6 @@ from typing import Any
 
 from gpuflow.worker.child import ChildEnd, LineKind
 
-#: What a session that has gone says of each request that was open.
-DIED = {"type": "EngineDied", "message": "the session that answered it has gone; see its log", "retryable": True}
-
 
 class SessionRequest:
     """An open request. The session's thread feeds it (`put`, `end`), the attempt's thread reads it."""
@@ -47,15 +44,20 @@ class SessionRequest:
         """Pass on one line."""
         self._lines.put((kind, line))
 
-    def end(self, finish: Mapping[str, Any] | None = None) -> None:
-        """End it, with its finish event, or because the session has gone. A second end says nothing."""
+    def end(self, finish: Mapping[str, Any]) -> None:
+        """End it with its finish event. A second end says nothing."""
         with self._lock:
             if self._finished:
                 return
             self._finished = True
-        told = finish if finish is not None else {"event": "finish", "status": "failed", "error": DIED}
-        self._lines.put(("event", json.dumps(told).encode()))
+        self._lines.put(("event", json.dumps(finish).encode()))
         self._lines.put(None)
+
+    def died(self, why: str) -> None:
+        """End it because the session has gone; another attempt gets another one."""
+        message = f"the warm session that answered it has gone: {why}"
+        error = {"type": "EngineDied", "message": message, "retryable": True}
+        self.end({"event": "finish", "status": "failed", "error": error})
 
     def never_began(self, end: ChildEnd) -> None:
         """End it because the process of its session has ended without a word."""

@@ -37,5 +37,5 @@ def make_sessions(settings: Settings, table: LeaseTable, gpus: MachineGpus, work
 def yield_to(neighbours: Neighbours, admission: Admission) -> None:
     """Close idle sessions for a task of another worker of the machine, if there is one that they would help."""
     asked = neighbours.wished()
-    if asked is not None:
+    if asked is not None and asked.gpu_count:
         admission.make_room(asked, "another worker of this machine needs its GPUs")
