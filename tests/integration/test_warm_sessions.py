@@ -299,3 +299,39 @@ def test_a_stream_of_requests_to_one_model_does_not_keep_another_out_for_ever(
         for task in stream:
             task.get(timeout=30)  # the first model comes back for those that it had to leave
         assert opened(worker) >= 2
+
+
+def test_a_secret_that_has_changed_gets_a_session_of_its_own_and_costs_no_attempt(
+    fleet: TestFleet, env: dict[str, str], tmp_path: Path
+) -> None:
+    secrets = tmp_path / "secrets"
+    secrets.mkdir(mode=0o700)
+    value = secrets / "TOKEN_OF_TEST"
+
+    def write(text: str) -> None:
+        value.write_text(text)
+        value.chmod(0o600)
+
+    write("first-value")
+    worker = fleet.start_worker("w1", env={**env, "GPUFLOW_SECRETS_DIR": str(secrets)})
+
+    def one() -> Task:
+        return submit(ask("length", secrets=["TOKEN_OF_TEST"], retry={"max_attempts": 1}), app=fleet.app)
+
+    first = one().get(timeout=30)
+    write("second-value-is-longer")
+    second = one().get(timeout=30)
+
+    lengths = [item["items"][0]["output"] for item in (first, second)]
+    assert lengths == [str(len("first-value")), str(len("second-value-is-longer"))]
+    assert opened(worker) == 2
+
+
+def test_tasks_of_a_plain_queue_have_a_child_of_their_own(fleet: TestFleet, env: dict[str, str]) -> None:
+    worker = fleet.start_worker("w1", "-Q", "team.inference", env=env)
+
+    spec = {key: part for key, part in ask("echo plain").items() if key != "resources"}
+    found = fleet.app.send_task("gpuflow.inference", args=[spec], queue="team.inference").get(timeout=30)
+
+    assert (found["items"][0]["output"], found["own"]) == ("plain", True)
+    assert opened(worker) == 0

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 import time
 from pathlib import Path
 
 from gpuflow.environments import Place, load
 from gpuflow.environments.places import Marker, interpreter
+from gpuflow.secrets import Redactor
 from gpuflow.settings import Settings
+from gpuflow.worker.sessions.opening import Opening
 
+_SCRIPT = Path(__file__).with_name("scripted_session.py")
 #: A Python that runs a session without a model, whatever it is asked to run.
-SCRIPTED = f'#!/bin/sh\nexec {sys.executable} -I {Path(__file__).with_name("scripted_session.py")} "$@"\n'
+SCRIPTED = f'#!/bin/sh\nexec {sys.executable} -I {_SCRIPT} "$@"\n'
+
+
+def scripted(variables: str = "same", **environment: str) -> Opening:
+    """Return how a session without a model is begun; its secret is `topsecret`."""
+    line = json.dumps({"op": "open", "engine": "vllm", "spec": {"model": {"source": {"identifier": "/m"}}}})
+    return Opening(
+        title="m",
+        argv=(sys.executable, "-I", str(_SCRIPT), "session"),
+        line=line,
+        environment={"PATH": os.environ["PATH"], **environment},
+        redactor=Redactor(["topsecret"]),
+        variables=variables,
+    )
 
 
 def build(env_dir: Path, script: str, name: str = "vllm", variant: str = "cpu") -> Path:

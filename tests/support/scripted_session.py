@@ -1,7 +1,9 @@
 """A session without a model: it speaks the protocol of docs/reference/sessions.md, and does what a prompt says.
 
 `echo X` answers X; `wait FILE` answers when there is such a file, or is aborted; `die` kills the process; `freeze`
-stops it, `sleep N` answers after N seconds. Started as a task's own child it answers at once. It needs the standard library alone.
+stops it; `sleep N` answers after N seconds; `length` is that of its secret; `log X` writes X to stderr; `cancelled`,
+`garbage` and `deaf` (it does not end) are what they say. Started as a task's own child it answers at once. It needs
+the standard library alone.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any
 
 _lock = threading.Lock()
 _aborted: set[str] = set()
+_deaf = threading.Event()
 
 
 def say(event: str, id: str | None = None, **data: Any) -> None:
@@ -37,6 +40,17 @@ def answer(id: str | None, request: dict[str, Any], model: str, opened: dict[str
         os.kill(os.getpid(), signal.SIGKILL)
     if word == "freeze":
         os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(1)  # the stop may come a moment later
+    if word == "cancelled":
+        say("finish", id, status="cancelled")
+        return
+    if word == "garbage":
+        with _lock:
+            os.write(1, b'no json\n[1]\n{"event":"x","id":[1]}\n{"event":"ready","max_requests":"x"}\n{"id":"y"}\n')
+    if word == "deaf":
+        _deaf.set()
+    if word == "log":
+        print(rest, file=sys.stderr, flush=True)
     if word == "sleep":
         time.sleep(float(rest))
     if word == "wait":
@@ -46,6 +60,8 @@ def answer(id: str | None, request: dict[str, Any], model: str, opened: dict[str
                 say("finish", id, status="cancelled")
                 return
             time.sleep(0.01)
+    if word == "length":
+        rest = str(len(os.environ.get("TOKEN_OF_TEST", "")))
     value = {
         "items": [{"index": 0, "input": prompt, "output": rest or word}],
         "model": model,
@@ -85,7 +101,7 @@ def main() -> None:
             _aborted.add(told["id"])
         elif told["op"] == "ping":
             say("pong", n=told["n"])
-        elif told["op"] == "close":
+        elif told["op"] == "close" and not _deaf.is_set():
             for thread in threads:
                 thread.join()
             break
