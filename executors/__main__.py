@@ -43,6 +43,7 @@ def _serve(emitter: Emitter) -> int:
     emitter.emit("connection", status="connected")
     try:
         request = _with_environment(_read_request())
+        emitter.output_dir = request.output_dir
         executor = find(request.task_type)
     except ExecutorError as error:
         return _fail(emitter, error, BAD_REQUEST)
@@ -50,11 +51,11 @@ def _serve(emitter: Emitter) -> int:
         return _fail(emitter, error, FAILED)
     try:
         hold_inputs(request)
-        result = _run(executor, request, emitter)
+        result = plain(_run(executor, request, emitter))
+        cancellation.ignore()
+        emitter.result(result)
     except Exception as error:  # noqa: BLE001  (whatever went wrong is told, with its traceback in the log)
         return _fail(emitter, error, FAILED)
-    cancellation.ignore()
-    emitter.result(plain(result))
     emitter.finish("completed")
     return COMPLETED
 

@@ -102,6 +102,7 @@ def write_json_atomically(path: Path, value: Any) -> None:
 
 
 def write_responses(request: Request, emitter: Emitter, value: Mapping[str, Any]) -> None:
-    """Write the result file of the task and declare it."""
+    """Write the result file of the task and declare it. A large result value will go to the same folder."""
+    emitter.output_dir = request.output_dir
     write_json_atomically(Path(request.output_dir) / RESPONSES, value)
     emitter.artifact(RESPONSES)

@@ -89,7 +89,7 @@ def _load(found: Registration) -> type[Executor]:
         raise ExecutorError(
             "MissingDependency", f"{found.place} of {found.task_type} cannot be imported: {error}; install it there"
         ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _bad(found, f"cannot be imported: {type(error).__name__}: {error}") from error
     if not isinstance(kind, type) or not issubclass(kind, Executor) or inspect.isabstract(kind):
         raise _bad(found, "is no class that derives from executors.base.Executor and has a method run")
@@ -141,7 +141,7 @@ def _described(task_type: str, place: str, source: str, problem: str) -> dict[st
             kind = type(find(task_type))
         except ExecutorError as error:
             problem = error.message
-        except Exception as error:  # noqa: BLE001  (what an executor of any kind raises is what is asked for)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  (what any executor raises is what is asked for)
             problem = f"{type(error).__name__}: {error}"
     return {
         "task_type": task_type,

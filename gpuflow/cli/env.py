@@ -182,13 +182,23 @@ def _mend(standing: Standing) -> str:
 @click.argument("name")
 @_variant
 def remove_environment(name: str, variant: str) -> None:
-    """Remove the environment NAME from this machine (without --variant every variant), unless a task uses it."""
-    from gpuflow.cli import output
-    from gpuflow.environments import Place
+    """Remove the environment NAME from this machine (without --variant every variant), unless a task uses it.
 
-    settings, definition = _load(name)
-    variants = list(definition.variants) if variant == "auto" else [_choose(definition, variant)]
-    gone = [(one, marker) for one in variants if (marker := Place(settings, definition.name, one).remove()) is not None]
+    What was built goes too when its definition has gone, or is wrong now.
+    """
+    from gpuflow.cli import output
+    from gpuflow.environments import Place, UnknownEnvironment, removable
+    from gpuflow.settings import Settings
+
+    settings = Settings.load()
+    try:
+        there = removable(settings, name)
+    except UnknownEnvironment as error:
+        raise bad_input(str(error)) from error
+    if variant != "auto" and there and variant not in there:
+        raise bad_input(f"environment {name} has no variant {variant} here; it has {', '.join(there)}")
+    variants = [one for one in there if variant in ("auto", one)]
+    gone = [(one, marker) for one in variants if (marker := Place(settings, name, one).remove()) is not None]
     for one, marker in gone:
         output.line(f"{name} ({one})  {_size(marker.size_bytes)} freed")
     if not gone:

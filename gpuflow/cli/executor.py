@@ -77,12 +77,13 @@ def run(file: str, folder: str | None, as_json: bool) -> int:
     and the last line says how it ended. Exit codes: 0 completed, 1 failed, 2 bad input, 130 Ctrl-C.
     """
     from gpuflow.cli.executor_child import child_start
+    from gpuflow.cli.executor_inputs import localized
     from gpuflow.cli.executor_view import EventLines, EventView
     from gpuflow.settings import Settings
     from gpuflow.worker.standalone import Standalone, deadline_of
 
     settings = Settings.load()
-    request = _read(file, folder, settings)
+    request = localized(_read(file, folder, settings), settings)
     start = child_start(request, settings)
     view = EventLines() if as_json else EventView()
     runner = Standalone(

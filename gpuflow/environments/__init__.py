@@ -10,7 +10,17 @@ from gpuflow.environments.choice import Choice, State, choose, offers_of
 from gpuflow.environments.definition import DEFAULT, Definition, UnknownEnvironment, Variant, load, names
 from gpuflow.environments.installing import Progress
 from gpuflow.environments.places import Place
-from gpuflow.environments.standing import Ready, Standing, examine, find, note_problem, python_of, standings, working
+from gpuflow.environments.standing import (
+    Ready,
+    Standing,
+    examine,
+    find,
+    note_problem,
+    python_of,
+    removable,
+    standings,
+    working,
+)
 from gpuflow.environments.states import Snapshot, snapshot
 
 __all__ = [
@@ -35,6 +45,7 @@ __all__ = [
     "note_problem",
     "offers_of",
     "python_of",
+    "removable",
     "snapshot",
     "standings",
     "working",

@@ -131,6 +131,11 @@ def names(settings: Settings) -> list[str]:
     return sorted({*list_presets(_KIND), *own})
 
 
+def is_name(name: str) -> bool:
+    """Say whether an environment may have that name: it is that of a file and of a folder."""
+    return _NAME.fullmatch(name) is not None
+
+
 def is_own(name: str) -> bool:
     """Say whether an environment is one of the user's, not a shipped one."""
     return name not in list_presets(_KIND)

@@ -88,8 +88,14 @@ class Place:
             temporary.unlink(missing_ok=True)
 
     def note_check(self, folder: str, problem: str, at: float) -> None:
-        """Remember in the marker what a check of `folder` found, unless another has taken its place. Raises OSError."""
-        with self.locked():
+        """Remember in the marker what a check of `folder` found, unless another has taken its place.
+
+        Nothing is noted while somebody builds or removes: that may take long, and settles it. Raises OSError.
+        """
+        self.home.mkdir(parents=True, exist_ok=True)
+        with self._lock_file.open("ab") as file:
+            if not try_lock(file.fileno()):
+                return
             marker = self.marker()
             if marker is not None and marker.folder == folder:
                 self.commit(replace(marker, problem=problem, checked_at=at))
@@ -107,6 +113,11 @@ class Place:
         with self._lock_file.open("ab") as file:
             lock(file.fileno())
             yield file.fileno()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether something of it is on this disk: built, half built, or replaced."""
+        return self.marker_file.exists() or any(self.home.glob(f"{self.variant}-*-*"))
 
     @property
     def is_building(self) -> bool:

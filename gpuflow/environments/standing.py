@@ -15,7 +15,16 @@ from typing import Literal
 
 from gpuflow.environments.building import why_not
 from gpuflow.environments.checking import Finding, check, this_python
-from gpuflow.environments.definition import DEFAULT, VARIANTS, Definition, Variant, load, names
+from gpuflow.environments.definition import (
+    DEFAULT,
+    VARIANTS,
+    Definition,
+    UnknownEnvironment,
+    Variant,
+    is_name,
+    load,
+    names,
+)
 from gpuflow.environments.packages import packages_path
 from gpuflow.environments.places import Marker, Place, interpreter
 from gpuflow.errors import GPUFlowError
@@ -159,6 +168,23 @@ def examine(settings: Settings, standing: Standing) -> Finding | None:
         with contextlib.suppress(OSError):  # it may be another user's
             place.note_check(standing.marker.folder, found.problem, time.time())
     return found
+
+
+def removable(settings: Settings, name: str) -> tuple[Variant, ...]:
+    """Return the variants of an environment that are defined or on this disk; a wrong definition counts for nothing.
+
+    Raises UnknownEnvironment for a name that has neither a definition nor anything here.
+    """
+    here = tuple(one for one in VARIANTS if is_name(name) and Place(settings, name, one).is_here)
+    try:
+        defined = load(settings, name).variants
+    except UnknownEnvironment:
+        if not here:
+            raise
+        return here
+    except GPUFlowError:
+        return here
+    return tuple(one for one in VARIANTS if one in defined or one in here)
 
 
 def note_problem(settings: Settings, ready: Ready, problem: str) -> None:

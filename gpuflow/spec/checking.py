@@ -36,6 +36,8 @@ from gpuflow.spec.sections import (
 
 #: Longest path of unknown fields that are taken out one after the other before giving up.
 _MAX_PASSES: Final = 4
+#: Sections of which one field is what a task needs.
+_SHOWN: Final = {"model": "model.source", "embedding": "embedding.model"}
 
 
 def canonical(spec: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,13 +119,18 @@ def _check_needs(spec: dict[str, Any], task_type: str, findings: Findings) -> No
     for need in NEEDS.get(task_type, ()):
         choice = (need,) if isinstance(need, str) else need
         if not any(_has(spec, section) for section in choice):
-            what = one_of("model.source" if name == "model" else name for name in choice)
+            what = one_of(_SHOWN.get(name, name) for name in choice)
             findings.add((choice[0],), f"is missing: taskType {task_type} needs {what}")
+    section = spec.get("embedding")
+    if task_type == "rag" and isinstance(section, dict) and section.get("model") is None:
+        findings.add(("embedding", "model"), "is required and missing")
 
 
 def _has(spec: Mapping[str, Any], section: str) -> bool:
     """Whether a section is there; a model may also come whole from a checkpoint."""
     value = spec.get(section)
+    if section == "embedding":
+        return value is not None and (not isinstance(value, dict) or value.get("model") is not None)
     if section != "model":
         return value is not None
     return bool(spec.get("checkpoint")) or (value is not None and (not isinstance(value, dict) or "source" in value))

@@ -21,7 +21,8 @@ from gpuflow.worker.spawner import spawner
 
 _CHUNK_BYTES: Final = 65_536
 
-LineKind = Literal["event", "log", "tick"]
+#: `cut`: a piece of a line of stdout that is too long to be an event.
+LineKind = Literal["event", "cut", "log", "tick"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,25 +58,31 @@ class Work(Protocol):
 
 
 class _Lines:
-    """Cuts a byte stream into lines; a line over the limit is handed out in pieces."""
+    """Cuts a byte stream into lines; a line over the limit is handed out in pieces. With each: whether it is one."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
+        self._cut = False
 
-    def feed(self, chunk: bytes) -> list[bytes]:
+    def feed(self, chunk: bytes) -> list[tuple[bytes, bool]]:
         self._rest += chunk
         if b"\n" not in chunk and len(self._rest) < MAX_LINE_BYTES:
             return []
         lines = bytes(self._rest).split(b"\n")
         self._rest = bytearray(lines.pop())
+        found = []
+        for line in lines:
+            found.append((line, self._cut))
+            self._cut = False
         if len(self._rest) >= MAX_LINE_BYTES:
-            lines.append(bytes(self._rest))
+            found.append((bytes(self._rest), True))
             self._rest.clear()
-        return lines
+            self._cut = True
+        return found
 
-    def rest(self) -> list[bytes]:
+    def rest(self) -> list[tuple[bytes, bool]]:
         last, self._rest = bytes(self._rest), bytearray()
-        return [last] if last else []
+        return [(last, self._cut)] if last else []
 
 
 class Child:
@@ -171,7 +178,8 @@ class Child:
     def read(self, timeout_seconds: float) -> Iterator[tuple[LineKind, bytes]]:
         """Yield `(event, line)` of stdout, `(log, line)` of stderr, and `(tick, b"")` at least every timeout.
 
-        Ends when both streams are closed by every process of the tree.
+        A line of stdout that is too long comes as several `(cut, piece)`. Ends when both streams are closed by every
+        process of the tree.
         """
         kinds: dict[int, Literal["event", "log"]] = {self._stdout: "event", self._stderr: "log"}
         cutters = {descriptor: _Lines() for descriptor in kinds}
@@ -182,8 +190,8 @@ class Child:
             for descriptor, _ in poller.poll(timeout_seconds * 1000):
                 chunk = os.read(descriptor, _CHUNK_BYTES)
                 lines = cutters[descriptor].feed(chunk) if chunk else cutters[descriptor].rest()
-                for line in lines:
-                    yield kinds[descriptor], line
+                for line, cut in lines:
+                    yield "cut" if cut and descriptor == self._stdout else kinds[descriptor], line
                 if not chunk:
                     poller.unregister(descriptor)
                     del cutters[descriptor]

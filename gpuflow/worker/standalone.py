@@ -19,6 +19,7 @@ from gpuflow.settings import Settings
 from gpuflow.spec.units import duration_seconds
 from gpuflow.worker.child import Child, ChildEnd
 from gpuflow.worker.environment import child_environment, given_variables, python_path
+from gpuflow.worker.given_result import GivenResult, ResultLost, shown_piece
 from gpuflow.worker.judging import StopReason, cannot_start, failed, stopped, succeeded
 
 _TICK_SECONDS: Final = 0.1
@@ -63,7 +64,7 @@ class Standalone:
         self._terminated = False
         self._kill_at = math.inf
         self._finish: Mapping[str, Any] = {}
-        self._result: dict[str, Any] = {}
+        self._given = GivenResult(Path(request.output_dir))
         self._artifacts: list[str] = []
 
     def stop(self, reason: StopReason = "cancelled", *, at_once: bool = False) -> None:
@@ -91,6 +92,9 @@ class Standalone:
                     self._on_event(Event(name="log", data=data, at=time.time()))
                 elif kind == "event":
                     self._handle(parse_line(line))
+                elif kind == "cut":
+                    self._given.passed_over(line)
+                    self._on_event(Event(name="log", data={"message": shown_piece(line)}, at=time.time()))
                 self._enforce(child, started)
         except BaseException:
             child.kill()
@@ -102,8 +106,7 @@ class Standalone:
         if event.name == "finish":
             self._finish = event.data
         elif event.name == "result":
-            value = event.data["value"]
-            self._result = dict(value) if isinstance(value, Mapping) else {"value": value}
+            self._given.told(event.data)
         elif event.name == "artifact":
             self._artifacts.append(str(event.data["path"]))
         self._on_event(event)
@@ -123,7 +126,10 @@ class Standalone:
     def _judge(self, end: ChildEnd, seconds: float) -> Ended:
         artifacts = tuple(dict.fromkeys(self._artifacts))
         if succeeded(self._finish, end):
-            return Ended(completed=True, result=self._result, artifacts=artifacts, end=end)
+            try:
+                return Ended(completed=True, result=self._given.read(), artifacts=artifacts, end=end)
+            except ResultLost as lost:
+                return Ended(completed=False, error=lost.record(), artifacts=artifacts, end=end)
         stop = self._stop
         error = failed(self._finish, end) if stop is None else stopped(stop, seconds, self._deadline_seconds)
         return Ended(completed=False, error=error, artifacts=artifacts, end=end)

@@ -195,3 +195,44 @@ def test_the_list_has_ours_and_yours_and_says_what_is_wrong(terminal: Terminal) 
     _, out, err = terminal.run("list", env=env)
     assert "acme.wordcount" in out
     assert "acme.none: " in err
+
+
+def test_a_result_of_many_mib_is_on_stdout_too(terminal: Terminal) -> None:
+    code, out, _ = terminal.run("run", "-", request=echo(output=["x" * 1000] * 9000))
+
+    assert code == 0
+    assert json.loads(out)["output"] == ["x" * 1000] * 9000
+
+
+PLACES = """
+from executors.base import Executor
+
+class Places(Executor):
+    task_types = ("acme.places",)
+
+    def run(self, request, emitter):
+        return {"checkpoint": request.checkpoint_path, "data": request.spec.get("data")}
+"""
+
+
+def test_inputs_are_brought_here_as_by_a_worker(terminal: Terminal, tmp_path: Path) -> None:
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "config.json").write_text("{}")
+    (tmp_path / "rows.jsonl").write_text('{"a": 1}\n')
+    (tmp_path / "places.py").write_text(PLACES)
+    env = {"GPUFLOW_EXECUTORS": "acme.places=./places.py:Places", "WEIGHTS": str(tmp_path / "weights")}
+    spec = {
+        "taskType": "acme.places",
+        "env": {"PLACE": "${env:WEIGHTS}"},
+        "secrets": ["WEIGHTS"],
+        "checkpoint": {"load": {"path": "${env:PLACE}"}},
+        "data": {"type": "jsonl", "url": (tmp_path / "rows.jsonl").as_uri()},
+    }
+
+    code, out, err = terminal.run("run", "-", request=spec, env=env)
+
+    assert code == 0, err
+    assert json.loads(out) == {
+        "checkpoint": str(tmp_path / "weights"),
+        "data": {"type": "jsonl", "path": str(tmp_path / "rows.jsonl")},
+    }

@@ -45,6 +45,7 @@ def run(start: Callable[..., Child], tmp_path: Path) -> Callable[..., Ended]:
     (home / "neighbour.py").write_text("ANSWER = 42\n")
     (home / "broken.py").write_text("import nothing_of_this_name\n")
     (home / "raising.py").write_text("raise ValueError('at import')\n")
+    (home / "leaving.py").write_text("import sys\nsys.exit('no license')\n")
 
     def run_to_end(place: str, task_type: str = "acme.good") -> Ended:
         entry = f"{task_type}={place.replace('HOME', str(home))}"
@@ -67,6 +68,7 @@ def test_a_file_is_imported_with_its_neighbours(run: Callable[..., Ended]) -> No
         ("nothing_of_this_name.mod:Good", "MissingDependency", "cannot be imported"),
         ("HOME/broken.py:Good", "MissingDependency", "nothing_of_this_name"),
         ("HOME/raising.py:Good", "BadExecutor", "ValueError: at import"),
+        ("HOME/leaving.py:Good", "BadExecutor", "SystemExit: no license"),
         ("HOME/good.py:Nobody", "BadExecutor", "no attribute 'Nobody'"),
         ("HOME/good.py:NoExecutor", "BadExecutor", "derives from executors.base.Executor"),
         ("HOME/good.py:Other", "BadExecutor", "does not name acme.good in its task_types"),
@@ -81,6 +83,22 @@ def test_what_is_no_executor_is_said_with_its_place(
     assert message in ended.error["message"]
     assert not ended.error["retryable"]
     assert ended.code == 2
+
+
+def test_one_that_ends_the_process_at_its_import_hides_no_other(tmp_path: Path) -> None:
+    (tmp_path / "leaving.py").write_text("import sys\nsys.exit(0)\n")
+    entries = f"acme.leaving={tmp_path}/leaving.py:Any,acme.wordcount={EXAMPLE}/acme_wordcount/executor.py:WordCount"
+
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "executors.registry", "acme.leaving", "acme.wordcount"],
+        env=child_environment({"GPUFLOW_EXECUTORS": entries}),
+        capture_output=True,
+        check=True,
+    )
+
+    problems = {one["task_type"]: one["problem"] for one in json.loads(done.stdout)["value"]["executors"]}
+    assert "SystemExit" in problems["acme.leaving"]
+    assert problems["acme.wordcount"] == ""
 
 
 def test_nobody_registered_it(start: Callable[..., Child]) -> None:
