@@ -27,10 +27,6 @@ _ENDS: Final = 4096
 _BEGINS_RESULT: Final = re.compile(rb'\s*\{[^{}\[\]]*"(?:event|type)"\s*:\s*"result"')
 _ENDS_RESULT: Final = re.compile(rb'"(?:event|type)"\s*:\s*"result"[^{}\[\]]*\}\s*\Z')
 
-_FOLDER_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-#: Without waiting for whoever writes a pipe of that name.
-_FILE_FLAGS: Final = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
-
 
 class ResultLost(GPUFlowError):
     """The child completed, and its result cannot be had. `kind` is the type of the task's error."""
@@ -130,11 +126,13 @@ def _read_inside(folder: Path, name: str) -> bytes:
 
 
 def _open_inside(folder: Path, parts: tuple[str, ...]) -> int:
-    descriptor = os.open(folder, _FOLDER_FLAGS)
+    a_folder = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    a_file = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # without waiting for whoever writes a pipe of that name
+    descriptor = os.open(folder, a_folder)
     for number, part in enumerate(parts, start=1):
-        flags = _FILE_FLAGS if number == len(parts) else _FOLDER_FLAGS | os.O_NOFOLLOW
+        flags = a_file if number == len(parts) else a_folder
         try:
-            deeper = os.open(part, flags, dir_fd=descriptor)
+            deeper = os.open(part, flags | os.O_NOFOLLOW, dir_fd=descriptor)
         finally:
             os.close(descriptor)
         descriptor = deeper
