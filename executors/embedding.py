@@ -29,10 +29,13 @@ class Embedding(Executor):
         from executors.sessions.adapters import adapters_of
         from executors.sessions.lines import Opening
         from executors.sessions.transformers_loading import load_base
+        from executors.sessions.unused import unused
         from executors.vectors.encoder import Encoder, tokenized
         from executors.vectors.pooling import read_pooling
         from executors.vectors.results import item_of, normalized, vectors_result
 
+        for message in unused(request.spec, engine="transformers", task_type="embedding"):
+            emitter.emit("log", message=message)
         opening = Opening(
             spec=request.spec,
             engine="transformers",
@@ -48,7 +51,7 @@ class Embedding(Executor):
         size = int(given.get("batch_size") or default_rows())
         emitter.status("working")
         items: list[dict[str, Any]] = []
-        with AdapterSwitch(model).using(adapters_of(request)) as tuned:
+        with AdapterSwitch(model, headless=True).using(adapters_of(request)) as tuned:
             for start in range(0, len(texts), size):
                 for number, vector in enumerate(encoder.embed(tokens[start : start + size], tuned), start=start):
                     whole = normalized(vector) if normalize else vector

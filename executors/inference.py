@@ -7,12 +7,13 @@ from typing import Any, ClassVar
 
 from executors.base import Executor, write_responses
 from executors.data.sources import read_entries
-from executors.generation.answers import batch_size, item_of, result_of, tell_deltas
+from executors.generation.answers import batch_size, batches, item_of, result_of, tell_deltas
 from executors.generation.meter import Meter
 from executors.generation.parameters import read_sampling
 from executors.generation.prompts import Prompt, read_prompts, render
 from executors.merging import MergedChild, Result
 from executors.modeling.libraries import prepare_libraries
+from executors.sessions.unused import unused
 from gpuflow.protocol import Emitter, Request
 
 
@@ -49,8 +50,8 @@ class Inference(Executor):
 
 def load(request: Request, emitter: Emitter) -> tuple[Any, Any, str]:
     """Return model, tokenizer and name of the model of a request."""
-    if (request.spec.get("model") or {}).get("vllm"):
-        emitter.emit("log", message="model.vllm is not used: this task runs on the transformers engine")
+    for message in unused(request.spec, engine="transformers", task_type="inference"):
+        emitter.emit("log", message=message)
     prepare_libraries()
     emitter.status("loading", "loading the model")
     import torch
@@ -74,11 +75,12 @@ def _answer_all(
     stream = bool(inference.get("stream"))
     samples = engine.sampling.n
     items: list[dict[str, Any]] = []
-    for start in range(0, len(prompts), size):
-        batch = prompts[start : start + size]
-        texts = [render(prompt, tokenizer, inference) for prompt in batch]
+    rendered = [render(prompt, tokenizer, inference) for prompt in prompts]
+    lengths = engine.count_tokens(rendered)
+    for span in batches([engine.leaves_room(length) for length in lengths], size):
+        batch = [prompts[number] for number in span]
 
-        def watch(rows: Sequence[Any], batch: Sequence[Prompt] = batch, start: int = start) -> None:
+        def watch(rows: Sequence[Any], batch: Sequence[Prompt] = batch, start: int = span.start) -> None:
             if stream:
                 for number, prompt in enumerate(batch):
                     tell_deltas(rows[number * samples : (number + 1) * samples], prompt, emitter)
@@ -86,8 +88,8 @@ def _answer_all(
                 speed = meter.tokens_per_second(sum(row.tokens for row in rows))
                 emitter.progress(start, len(prompts), "item", tokens_per_second=speed)
 
-        for prompt, text, rows in zip(batch, texts, engine.answer(texts, watch), strict=True):
+        for number, rows in zip(span, engine.answer([rendered[number] for number in span], watch), strict=True):
             meter.tokens += sum(row.tokens for row in rows)
-            items.append(item_of(prompt, rows, engine.count_tokens(text)))
+            items.append(item_of(prompts[number], rows, lengths[number]))
         emitter.progress(len(items), len(prompts), "item", tokens_per_second=meter.tokens_per_second())
     return items

@@ -9,15 +9,17 @@ from __future__ import annotations
 import json
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from executors import cancellation
 from executors.base import write_responses
 from executors.data.sources import read_entries
-from executors.generation.answers import batch_size, item_of, result_of, tell_deltas
+from executors.generation.answers import batch_size, batches, item_of, result_of, tell_deltas
+from executors.generation.memory import free_unused
 from executors.generation.parameters import Sampling, read_sampling
-from executors.generation.prompts import Prompt, read_prompts, render
+from executors.generation.prompts import Prompt, Rendered, read_prompts, render
 from executors.merging import ChildEmitter, MergedChild, Result, failed
 from gpuflow.protocol import Emitter, Request
 
@@ -34,14 +36,16 @@ Load = Callable[[Request, Emitter], tuple[Any, Any, str]]
 
 @dataclass(kw_only=True)
 class _Call:
-    """One child that has been read; `texts` are its rendered prompts, `items` what has been answered."""
+    """One child that has been read; `rendered` are its prompts, `tokens` their lengths, `items` the answered ones."""
 
     child: MergedChild
     emitter: Emitter
     inference: Mapping[str, Any]
     sampling: Sampling
     prompts: Sequence[Prompt]
-    texts: list[str] = field(default_factory=list)
+    rendered: list[Rendered] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    room: list[bool] = field(default_factory=list)
     items: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -111,40 +115,39 @@ def _answer_alike(calls: Sequence[_Call], weights: Any, name: str, results: dict
     from executors.generation.engine import Engine
 
     engine = Engine(weights, calls[0].sampling)
-    together: list[_Call] = []
-    batches = [together]
+    good = []
     for call in calls:
         try:
-            call.texts = [render(prompt, weights.tokenizer, call.inference) for prompt in call.prompts]
-            # All rows of a batch have the room that its longest prompt leaves: who needs more of it is answered alone.
-            if engine.leaves_room(max(engine.count_tokens(text) for text in call.texts)):
-                together.append(call)
-            else:
-                batches.append([call])
+            call.rendered = [render(prompt, weights.tokenizer, call.inference) for prompt in call.prompts]
+            call.tokens = engine.count_tokens(call.rendered)
+            call.room = [engine.leaves_room(count) for count in call.tokens]
+            good.append(call)
         except Exception as error:  # noqa: BLE001  (one bad child fails alone)
             results[call.child.id] = failed(error)
-    for batch in filter(None, batches):
-        _answer_or_split(batch, engine, name, results)
+    if good:
+        _answer_or_split(good, engine, name, results)
 
 
-def _answer_or_split(batch: Sequence[_Call], engine: Any, name: str, results: dict[str, Result]) -> None:
+def _answer_or_split(calls: Sequence[_Call], engine: Any, name: str, results: dict[str, Result]) -> None:
     try:
-        _answer(batch, engine, stream=True)
+        _answer(calls, engine, stream=True)
     except Exception as error:  # noqa: BLE001  (one bad child fails alone)
-        if len(batch) == 1:
-            results[batch[0].child.id] = failed(error)
+        if len(calls) == 1:
+            results[calls[0].child.id] = failed(error)
             return
         cancellation.check()
         traceback.print_exception(error)
-        for call in batch:
-            results[call.child.id] = _again(call, engine, name)
+    else:
+        for call in calls:
+            results[call.child.id] = _written(call, name)
         return
-    for call in batch:
-        results[call.child.id] = _written(call, name)
+    for call in calls:
+        results[call.child.id] = _again(call, engine, name)
 
 
 def _again(call: _Call, engine: Any, name: str) -> Result:
     """Answer one call of a batch that failed. Nothing is streamed: what was told already stays, the result is whole."""
+    free_unused()
     call.items.clear()
     try:
         _answer([call], engine, stream=False)
@@ -163,21 +166,26 @@ def _written(call: _Call, name: str) -> Result:
 
 
 def _answer(calls: Sequence[_Call], engine: Any, *, stream: bool) -> None:
-    import torch
+    from executors.generation.randomness import apart, begin
 
-    if engine.sampling.seed is not None:
-        torch.manual_seed(engine.sampling.seed)
-    todo = [(call, prompt, text) for call in calls for prompt, text in zip(call.prompts, call.texts, strict=True)]
+    with nullcontext() if engine.sampling.seed is None else apart():
+        if engine.sampling.seed is not None:
+            begin(None, engine.sampling.seed)
+        _answer_batches(calls, engine, stream=stream)
+
+
+def _answer_batches(calls: Sequence[_Call], engine: Any, *, stream: bool) -> None:
+    todo = [(call, number) for call in calls for number in range(len(call.prompts))]
     size = max(batch_size(call.inference, engine.sampling) for call in calls)
     samples = engine.sampling.n
-    for start in range(0, len(todo), size):
-        batch = todo[start : start + size]
+    for span in batches([call.room[number] for call, number in todo], size):
+        batch = [todo[place] for place in span]
 
-        def watch(rows: Sequence[Any], batch: Sequence[tuple[_Call, Prompt, str]] = batch) -> None:
-            for number, (call, prompt, _) in enumerate(batch):
+        def watch(rows: Sequence[Any], batch: Sequence[tuple[_Call, int]] = batch) -> None:
+            for place, (call, number) in enumerate(batch):
                 if stream and call.inference.get("stream"):
-                    tell_deltas(rows[number * samples : (number + 1) * samples], prompt, call.emitter)
+                    tell_deltas(rows[place * samples : (place + 1) * samples], call.prompts[number], call.emitter)
 
-        answers = engine.answer([text for _, _, text in batch], watch)
-        for (call, prompt, text), rows in zip(batch, answers, strict=True):
-            call.items.append(item_of(prompt, rows, engine.count_tokens(text)))
+        answers = engine.answer([call.rendered[number] for call, number in batch], watch)
+        for (call, number), rows in zip(batch, answers, strict=True):
+            call.items.append(item_of(call.prompts[number], rows, call.tokens[number]))

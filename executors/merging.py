@@ -69,13 +69,19 @@ def joined(request: Request, children: Sequence[MergedChild], done: Mapping[str,
     """Write and return the result value of a merged request from what came of its children. Raises as `run_merged`."""
     bad = {child.id: failed(child.error) for child in children if child.error is not None}
     done = {**done, **bad}
-    results = {child.id: plain(done.get(child.id) or _no_result(child)) for child in children}
-    errors = [result["error"] for result in results.values() if set(result) == {"error"}]
+    results = {child.id: plain(done[child.id] if child.id in done else _no_result(child)) for child in children}
+    errors = [result["error"] for result in results.values() if _is_failure(result)]
     if len(errors) == len(results) and all(error.get("retryable") for error in errors):
         raise ExecutorError(errors[0]["type"], errors[0]["message"], retryable=True)
     value = {"children": results}
     write_responses(request, emitter, value)
     return value
+
+
+def _is_failure(result: Any) -> bool:
+    """Say whether a result is the error of a child: a value of its own that has a field `error` is none."""
+    error = result.get("error") if isinstance(result, Mapping) and len(result) == 1 else None
+    return isinstance(error, Mapping) and {"type", "message"} <= set(error)
 
 
 def run_alone(child: MergedChild, run: Run, emitter: Emitter) -> Result:

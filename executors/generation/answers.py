@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from executors.generation.parameters import Sampling
@@ -14,6 +14,21 @@ from gpuflow.protocol import Emitter
 def batch_size(inference: Mapping[str, Any], sampling: Sampling) -> int:
     """Return how many prompts go through the model at once: the task's `batch_size`, or what suits the device."""
     return max(1, int(inference.get("batch_size") or default_rows()) // sampling.n)
+
+
+def batches(room: Sequence[bool], size: int) -> Iterator[range]:
+    """Yield the numbers of prompts that go through the model together, in order, up to `size` of them.
+
+    `room` says of each prompt whether it leaves room for a whole answer: one that does not would cut the answers of the
+    others, so it goes alone.
+    """
+    start = 0
+    while start < len(room):
+        end = start + 1
+        while room[start] and end < len(room) and room[end] and end - start < size:
+            end += 1
+        yield range(start, end)
+        start = end
 
 
 def default_rows() -> int:

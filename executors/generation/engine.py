@@ -10,6 +10,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from executors.base import bad_input
 from executors.generation.parameters import Sampling
+from executors.generation.prompts import Rendered, encoded
 from executors.generation.rows import Row
 
 if TYPE_CHECKING:
@@ -70,16 +71,12 @@ class Weights:
         config = model.config.get_text_config()
         self.context_tokens: int | None = getattr(config, "max_position_embeddings", None)
 
-    def encode(self, texts: Sequence[str]) -> Any:
-        """Return the tokens of rendered prompts; in any thread. A chat template writes its own begin token."""
-        return self.tokenizer(list(texts), add_special_tokens=self.tokenizer.chat_template is None)
-
-    def batch(self, texts: Sequence[str]) -> Any:
+    def batch(self, prompts: Sequence[Rendered]) -> Any:
         """Return rendered prompts as padded tensors.
 
         Padded after encoding: to encode with padding changes the tokenizer, which other threads may be using.
         """
-        return self.tokenizer.pad(self.encode(texts), return_tensors="pt")
+        return self.tokenizer.pad({"input_ids": encoded(prompts, self.tokenizer)}, return_tensors="pt")
 
 
 class Engine:
@@ -105,20 +102,24 @@ class Engine:
         """Say whether a prompt leaves room for a whole answer of max_tokens. Raises BadInput for none."""
         return self._room(prompt_tokens) == self._sampling.max_tokens
 
-    def count_tokens(self, text: str) -> int:
-        """Return the number of tokens of a rendered prompt."""
-        return len(self._weights.encode([text])["input_ids"][0])
+    def count_tokens(self, prompts: Sequence[Rendered]) -> list[int]:
+        """Return the number of tokens of each prompt; in any thread."""
+        return [len(tokens) for tokens in encoded(prompts, self._tokenizer)]
 
-    def answer(self, texts: Sequence[str], watch: Watcher) -> list[list[Row]]:
-        """Return for each prompt its `n` finished rows. Raises ExecutorError: BadInput for too long a prompt."""
-        batch = self._weights.batch(texts).to(self._model.device)
+    def answer(self, prompts: Sequence[Rendered], watch: Watcher) -> list[list[Row]]:
+        """Return for each prompt its `n` finished rows. Raises ExecutorError: BadInput for too long a prompt.
+
+        All rows have the room that the longest prompt leaves: `answers.batches` says which may go together.
+        """
+        batch = self._weights.batch(prompts).to(self._model.device)
         length = batch["input_ids"].shape[1]
         arguments = self._sampling.generate_arguments()
         arguments["max_new_tokens"] = self._room(length)
         if arguments.get("min_new_tokens"):
             arguments["min_new_tokens"] = min(arguments["min_new_tokens"], arguments["max_new_tokens"])
         rows = [
-            Row(self._sampling, self._decode, frozenset(self._end_tokens)) for _ in range(len(texts) * self._sampling.n)
+            Row(self._sampling, self._decode, frozenset(self._end_tokens))
+            for _ in range(len(prompts) * self._sampling.n)
         ]
         processors = LogitsProcessorList()
         if self._sampling.presence_penalty or self._sampling.frequency_penalty:

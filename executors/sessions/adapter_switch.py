@@ -1,4 +1,7 @@
-"""Adapters of the transformers engine: put on the one loaded model for a batch, kept for the next. One thread only."""
+"""Adapters of the transformers engine: put on the one loaded model for a batch, kept for the next. One thread only.
+
+One that does not fit is refused, and leaves nothing on the model: whoever asks without one is answered as before.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
+from executors.sessions.adapter_layers import read_config, strip, with_adapter
 from executors.sessions.adapters import Adapter
 
 #: Sets of adapters that stay on the model; the one that was used longest ago makes room.
@@ -19,10 +23,11 @@ def key_of(adapters: Sequence[Adapter]) -> str:
 
 
 class AdapterSwitch:
-    """A model that acts with the adapters of whoever uses it."""
+    """A model that acts with the adapters of whoever uses it; `headless`: it was loaded without its output layer."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, headless: bool = False) -> None:
         self._model = model
+        self._headless = headless
         self._tuned: Any = None
         self._kept: OrderedDict[str, list[str]] = OrderedDict()
 
@@ -44,30 +49,28 @@ class AdapterSwitch:
     def _put(self, name: str, adapters: Sequence[Adapter]) -> None:
         plain = len(adapters) == 1 and adapters[0].weight == 1
         parts = [name] if plain else [f"{name}_{number}" for number in range(len(adapters))]
+        configs = [read_config(adapter.path, self._model, headless=self._headless) for adapter in adapters]
         try:
-            for part, adapter in zip(parts, adapters, strict=True):
-                self._load(part, adapter)
+            for part, adapter, config in zip(parts, adapters, configs, strict=True):
+                self._tuned = with_adapter(
+                    self._model, self._tuned, part, adapter.path, config, headless=self._headless
+                )
             if not plain:
                 weights = [one.weight for one in adapters]
                 self._tuned.add_weighted_adapter(parts, weights, name, combination_type="cat")
         except Exception:
-            self._drop({*parts, name})
+            # What an adapter that fits in part has left is in no order that could be undone: all of it goes.
+            self._tuned = None
+            self._kept.clear()
+            strip(self._model)
             raise
         self._kept[name] = [*dict.fromkeys([*parts, name])]
         while len(self._kept) > _KEPT:
             _, oldest = self._kept.popitem(last=False)
             self._drop(set(oldest))
 
-    def _load(self, name: str, adapter: Adapter) -> None:
-        from peft import PeftModel
-
-        if self._tuned is None:
-            self._tuned = PeftModel.from_pretrained(self._model, str(adapter.path), adapter_name=name)
-        else:
-            self._tuned.load_adapter(str(adapter.path), adapter_name=name)
-
     def _drop(self, names: set[str]) -> None:
-        for name in names & set(self._tuned.peft_config if self._tuned is not None else ()):
+        for name in names & set(self._tuned.peft_config):
             self._tuned.delete_adapter(name)
 
 

@@ -16,6 +16,7 @@ from executors.sessions.children import answer_children
 from executors.sessions.engine import Engine, make_engine
 from executors.sessions.leaving import end_descendants
 from executors.sessions.lines import FAMILIES, Opening
+from executors.sessions.unused import unused
 from gpuflow.protocol import Emitter, Request
 
 
@@ -27,6 +28,8 @@ class Alone(Executor):
 
     def run(self, request: Request, emitter: Emitter) -> dict[str, Any]:
         """Load the model, answer the prompts or texts, write the files and return the result value."""
+        for message in unused(request.spec, engine="vllm", task_type=request.task_type):
+            emitter.emit("log", message=message)
         return self._on_engine(request, emitter, lambda engine, _: engine.run(request, emitter))
 
     def run_children(self, request: Request, children: Sequence[MergedChild], emitter: Emitter) -> dict[str, Result]:
@@ -47,6 +50,7 @@ class Alone(Executor):
             engine="vllm",
             task_type=request.task_type,
             gpus=request.gpus,
+            share_mib=request.share_mib,
             cache_dir=request.cache_dir,
             checkpoint_path=request.checkpoint_path,
         )

@@ -96,10 +96,13 @@ class BatchQueue(Generic[C]):
                 ]
             )
             batch = _mixed(served, size)
+            given = {id(unit.call) for unit in batch}
+            served = [line for line in served if id(line.call) in given]
         self._requeue(served)
         return batch
 
     def _requeue(self, served: list[_Line[C]]) -> None:
+        """Put those at the back that gave a unit; whoever got no place in the batch keeps its turn."""
         rest = [line for line in self._lines if line not in served]
         self._lines = deque([*rest, *(line for line in served if line.units)])
 

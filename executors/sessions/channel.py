@@ -12,11 +12,13 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from executors.base import plain
-from executors.sessions.lines import MAX_BYTES
+from executors.sessions.lines import MAX_BYTES, BadLine, too_long
 from gpuflow.protocol import Emitter
 
-#: Called with each line; None at the end of the input, False for a line that was too long.
-Hear = Callable[[bytes | bool | None], None]
+#: Called with each line; None at the end of the input, the refusal of a line that was too long.
+Hear = Callable[[bytes | BadLine | None], None]
+#: How much of a line that is too long is read at once, in bytes.
+_PASSED_OVER = 1 << 20
 
 
 class RequestEmitter(Emitter):
@@ -70,9 +72,10 @@ def listen(stream: BinaryIO, hear: Hear) -> None:
     def read() -> None:
         while line := stream.readline(MAX_BYTES):
             if len(line) == MAX_BYTES and not line.endswith(b"\n"):
+                refusal = too_long(line)
                 while line and not line.endswith(b"\n"):
-                    line = stream.readline(MAX_BYTES)
-                hear(False)
+                    line = stream.readline(_PASSED_OVER)
+                hear(refusal)
             elif line.strip():
                 hear(line)
         hear(None)

@@ -8,6 +8,7 @@ from executors.merging import ChildEmitter, MergedChild, Result, failed
 from executors.sessions.engine import Engine, EngineDied, together
 from executors.sessions.lines import Opening
 from executors.sessions.requests import check_model
+from executors.sessions.unused import unused
 from gpuflow.protocol import Emitter
 
 
@@ -20,9 +21,12 @@ async def answer_children(
 
 
 async def _answer(engine: Engine, opening: Opening, child: MergedChild, emitter: Emitter) -> Result:
+    request, told = child.request, ChildEmitter(emitter, child.id)
     try:
-        check_model(child.request, opening)
-        return await engine.run(child.request, ChildEmitter(emitter, child.id))
+        check_model(request, opening)
+        for message in unused(request.spec, engine=opening.engine, task_type=opening.task_type, loaded=opening.spec):
+            told.emit("log", message=message)
+        return await engine.run(request, told)
     except EngineDied:
         raise
     except Exception as error:  # noqa: BLE001  (one bad child fails alone)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-#: Longest line that is read, in bytes; a longer one is passed over, and the session lives.
-MAX_BYTES: Final = 64 * 1024 * 1024
+#: Longest line that is read, in bytes: data that stands in a request is up to 1 GiB. A longer one is passed over, and
+#: the session lives.
+MAX_BYTES: Final = 2 * 1024 * 1024 * 1024
 #: Longest part of a bad line that an error repeats, in characters.
 _SHOWN: Final = 80
+
+#: The beginning of a run line as a worker writes it, from which its id can be had without the rest.
+_RUN: Final = re.compile(rb'\s*\{"op": ?"run", ?"id": ?("(?:[^"\\]|\\.){1,4096}")')
 
 EngineName = Literal["vllm", "transformers"]
 ENGINES: Final[tuple[EngineName, ...]] = ("vllm", "transformers")
@@ -27,12 +32,16 @@ class BadLine(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Opening:
-    """What to load: a canonical spec with its model, the engine, and the GPUs (UUIDs) that the process sees."""
+    """What to load: a canonical spec with its model, the engine, and the GPUs (UUIDs) that the process sees.
+
+    `spec.adapted` says that requests will bring adapters. `share_mib` is how much of each GPU it may use; None: all.
+    """
 
     spec: Mapping[str, Any]
     engine: EngineName
     task_type: str = "inference"
     gpus: tuple[str, ...] = ()
+    share_mib: int | None = None
     cache_dir: str | None = None
     checkpoint_path: str | None = None
 
@@ -82,6 +91,20 @@ def read_operation(line: bytes) -> Operation:
     return reader(raw)
 
 
+def too_long(beginning: bytes) -> BadLine:
+    """Return the refusal of a line longer than MAX_BYTES, with the id of its request where the beginning tells it."""
+    found = _RUN.match(beginning)
+    try:
+        name = json.loads(found[1]) if found else None
+    except ValueError:
+        name = None
+    return BadLine(
+        f"a line is longer than {MAX_BYTES} bytes; send large data by a file (data.path). It begins: "
+        f"{_show(beginning[: 4 * _SHOWN])}",
+        id=name,
+    )
+
+
 def _show(line: bytes) -> str:
     text = line.decode("utf-8", "replace").strip()
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."
@@ -103,11 +126,15 @@ def _opening(raw: Mapping[str, Any]) -> Opening:
     for name in ("cache_dir", "checkpoint_path"):
         if not isinstance(raw.get(name), str | None):
             raise BadLine(f"op open has a {name} that is no text")
+    share = raw.get("share_mib")
+    if share is not None and (not isinstance(share, int) or isinstance(share, bool) or share < 1):
+        raise BadLine(f"op open has share_mib {share!r}; it must be a number of MiB, or null")
     return Opening(
         spec=spec,
         engine=engine,
         task_type=family,
         gpus=tuple(gpus),
+        share_mib=share,
         cache_dir=raw.get("cache_dir"),
         checkpoint_path=raw.get("checkpoint_path"),
     )

@@ -1,7 +1,8 @@
 """The loop of a session: takes operations, serves each request in a task of its own, and ends the process.
 
 A request's failure is its own. The session ends with the engine (`EngineDied`), at `close`, at the end of its input, or
-on a signal; whatever the reason, each open request has its finish line first, and no process is left.
+on a signal; whatever the reason, each open request has its finish line first, and no process is left. `cancelled` is
+what somebody wanted: an abort, or nobody left to answer to. Those that a signal ends fail, to be tried again.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NoReturn
 
 from executors.base import MERGED, ExecutorError, plain
+from executors.cache import Holds
 from executors.failures import classify
 from executors.merging import Result, children_of, joined
 from executors.sessions.channel import RequestEmitter, SessionEmitter, listen, take_stdin
@@ -23,7 +25,8 @@ from executors.sessions.engine import Engine, EngineDied, Loaded, make_engine
 from executors.sessions.leaving import leave
 from executors.sessions.lines import Abort, BadLine, Close, Opening, Operation, Ping, Run, read_operation
 from executors.sessions.memory import grown_bytes, used_bytes
-from executors.sessions.requests import read_request
+from executors.sessions.requests import opened, read_request
+from executors.sessions.unused import unused
 from gpuflow.protocol import Emitter, Request
 
 ENDED: Final = 0
@@ -53,6 +56,7 @@ class Session:
         self._emitter = emitter
         self._engine: Engine | None = None
         self._open: dict[str, asyncio.Task[None]] = {}
+        self._aborted: set[str] = set()
         self._loads = self._served = 0
         self._closing = False
         self._died: ExecutorError | None = None
@@ -63,8 +67,10 @@ class Session:
         loop.set_default_executor(ThreadPoolExecutor(_THREADS, thread_name_prefix="gpuflow-session"))
         self._end: asyncio.Future[int] = loop.create_future()
         self._ready: asyncio.Future[Loaded] = loop.create_future()
+        self._told: asyncio.Future[Opening] = loop.create_future()
         self._opening: asyncio.Future[Opening] = loop.create_future()
         self._install_signals()
+        self._signalled = False
         self._emitter.gone = lambda: loop.call_soon_threadsafe(self._stop, STOPPED)
         self._emitter.emit("connection", status="connected")
         listen(take_stdin(), lambda line: loop.call_soon_threadsafe(self._hear, line))
@@ -75,21 +81,25 @@ class Session:
 
     def _install_signals(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self._stop, STOPPED)
+            self._loop.add_signal_handler(number, self._signal)
         self._loop.add_signal_handler(signal.SIGUSR1, self._close)
+
+    def _signal(self) -> None:
+        self._signalled = True
+        self._stop(STOPPED)
 
     # -- what is heard ---------------------------------------------------------------------------------------------
 
-    def _hear(self, line: bytes | bool | None) -> None:
+    def _hear(self, line: bytes | BadLine | None) -> None:
         if line is None:
             self._stop(ENDED)
             return
         try:
-            if not isinstance(line, bytes):
-                raise BadLine("a line is too long to be read; send large data by a file (data.path)")
+            if isinstance(line, BadLine):
+                raise line
             operation = read_operation(line)
-            if isinstance(operation, Opening) == self._opening.done():
-                raise BadLine("the session is open already" if self._opening.done() else "the first line must be open")
+            if isinstance(operation, Opening) == self._told.done():
+                raise BadLine("the session is open already" if self._told.done() else "the first line must be open")
         except BadLine as error:
             self._refuse(error)
             return
@@ -97,7 +107,7 @@ class Session:
 
     def _refuse(self, error: BadLine) -> None:
         record = {"type": "BadLine", "message": str(error), "retryable": False}
-        if not self._opening.done():
+        if not self._told.done():
             self._emitter.finish("failed", plain(record))
             self._stop(BAD_OPENING)
         elif error.id is not None and error.id not in self._open:
@@ -108,12 +118,13 @@ class Session:
     def _do(self, operation: Operation) -> None:
         match operation:
             case Opening():
-                self._opening.set_result(operation)
+                self._told.set_result(operation)
             case Run():
                 self._run(operation)
             case Abort():
                 task = self._open.get(operation.id)
                 if task is not None:
+                    self._aborted.add(operation.id)
                     task.cancel()
             case Ping():
                 self._emitter.emit("pong", n=operation.n, **self._counts())
@@ -143,7 +154,8 @@ class Session:
             task.add_done_callback(lambda _: self._ended(operation.id, emitter))
 
     def _ended(self, request_id: str, emitter: Emitter) -> None:
-        self._finish_cancelled(emitter)  # says nothing where the request has its finish line already
+        self._finish_ended(request_id, emitter)
+        self._aborted.discard(request_id)
         self._served += 1
         del self._open[request_id]
         if self._closing and not self._open:
@@ -163,8 +175,10 @@ class Session:
 
     async def _live(self) -> None:
         """Load the engine, say so, and look after it."""
-        opening = await self._opening
+        told = await self._told
         try:
+            opening = await asyncio.to_thread(opened, told)
+            self._opening.set_result(opening)
             started, before = time.monotonic(), await asyncio.to_thread(used_bytes, opening.gpus)
             loaded = await asyncio.to_thread(self._load, opening)
             memory = grown_bytes(before, await asyncio.to_thread(used_bytes, opening.gpus))
@@ -206,14 +220,17 @@ class Session:
     # -- requests --------------------------------------------------------------------------------------------------
 
     async def _serve_one(self, operation: Run, emitter: Emitter) -> None:
+        holds = Holds()
         try:
             emitter.emit("connection", status="connected")
-            request = await asyncio.to_thread(read_request, operation.request, await self._opening)
+            opening = await asyncio.shield(self._opening)
+            request = await asyncio.to_thread(read_request, operation.request, opening, holds)
+            emitter.output_dir = request.output_dir
             if not self._ready.done():
                 emitter.status("loading", "waiting for the model")
             await asyncio.shield(self._ready)
             result = await self._answer(request, emitter)
-            emitter.result(result)
+            await asyncio.to_thread(emitter.result, result)
             emitter.finish("completed")
         except EngineDied as error:
             self._die(error)
@@ -221,20 +238,30 @@ class Session:
             if not isinstance(error, ExecutorError):
                 traceback.print_exception(error)
             emitter.finish("failed", plain(classify(error)))
+        finally:
+            holds.release()
 
-    def _finish_cancelled(self, emitter: Emitter) -> None:
-        if self._died is None:
-            emitter.finish("cancelled")
-        else:
+    def _finish_ended(self, request_id: str, emitter: Emitter) -> None:
+        """Say how a request ended; nothing comes of it where the request has its finish line already."""
+        if self._died is not None:
             emitter.finish("failed", plain(classify(self._died)))
+        elif self._signalled and request_id not in self._aborted:
+            emitter.finish("failed", classify(EngineDied("the session was ended by a signal")))
+        else:
+            emitter.finish("cancelled")
 
     async def _answer(self, request: Request, emitter: Emitter) -> Result:
         assert self._engine is not None  # noqa: S101  (it is ready)
+        opening = self._opening.result()
         if MERGED not in request.spec:
+            for message in unused(
+                request.spec, engine=opening.engine, task_type=opening.task_type, loaded=opening.spec
+            ):
+                emitter.emit("log", message=message)
             return await self._engine.run(request, emitter)
         children = children_of(request)
         good = [child for child in children if child.error is None]
-        done = await answer_children(self._engine, self._opening.result(), good, emitter)
+        done = await answer_children(self._engine, opening, good, emitter)
         emitter.progress(len(children), len(children), "child")
         return await asyncio.to_thread(joined, request, children, done, emitter)
 

@@ -1,25 +1,25 @@
 """Batches of prompts on transformers: the work of an inference session.
 
-Requests of one sampling share batches. A seeded request that is not greedy shares with nobody, and the state of the
-random numbers goes with it from batch to batch. A prompt that leaves less room than max_tokens is a batch by itself,
-as the rows of a batch have the room of its longest prompt.
+Requests of one sampling share batches. A seeded request that is not greedy shares with nobody, and random numbers of
+its own go with it from batch to batch. A prompt that leaves less room than max_tokens is a batch by itself, as the rows
+of a batch have the room of its longest prompt.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from executors.data.sources import read_entries
 from executors.generation.answers import batch_size, default_rows, item_of, result_of, tell_deltas
 from executors.generation.engine import Engine, Weights
 from executors.generation.meter import Meter
 from executors.generation.parameters import Sampling, read_sampling
-from executors.generation.prompts import Prompt, read_prompts, render
+from executors.generation.prompts import Prompt, Rendered, read_prompts, render
+from executors.generation.randomness import apart, begin, reached
 from executors.generation.rows import Row
 from executors.sessions.adapter_switch import AdapterSwitch, key_of
 from executors.sessions.adapters import adapters_of
@@ -36,7 +36,7 @@ class _Asked:
 
     sampling: Sampling
     prompts: Sequence[Prompt]
-    texts: Sequence[str]
+    rendered: Sequence[Rendered]
     tokens: Sequence[int]
     meter: Meter
 
@@ -60,9 +60,9 @@ class Answers:
         data: Mapping[str, Any] = request.spec.get("data") or {}
         sampling = read_sampling(inference)
         prompts = read_prompts(read_entries(data, request.cache_dir, emitter), data)
-        texts = [render(prompt, self._weights.tokenizer, inference) for prompt in prompts]
+        rendered = [render(prompt, self._weights.tokenizer, inference) for prompt in prompts]
         engine = Engine(self._weights, sampling)
-        tokens = [engine.count_tokens(text) for text in texts]
+        tokens = engine.count_tokens(rendered)
         room = [engine.leaves_room(count) for count in tokens]
         alone = sampling.seed is not None and not sampling.greedy
         adapters = adapters_of(request)
@@ -75,8 +75,8 @@ class Answers:
             units=len(prompts),
             adapters=adapters,
             alone=alone,
-            lonely=frozenset() if alone else frozenset(index for index, fits in enumerate(room) if not fits),
-            content=_Asked(sampling=sampling, prompts=prompts, texts=texts, tokens=tokens, meter=Meter()),
+            lonely=frozenset(index for index, fits in enumerate(room) if not fits),
+            content=_Asked(sampling=sampling, prompts=prompts, rendered=rendered, tokens=tokens, meter=Meter()),
             stream=bool(inference.get("stream")),
             done=done,
         )
@@ -85,19 +85,19 @@ class Answers:
         """Answer units of one sampling and settle each as soon as it has ended."""
         first = batch[0].call
         sampling: Sampling = first.content.sampling
-        if first.alone:
-            _set_random(first.state, sampling.seed)
-        texts = [unit.call.content.texts[unit.index] for unit in batch]
+        rendered = [unit.call.content.rendered[unit.index] for unit in batch]
         samples = sampling.n
 
         def watch(rows: Sequence[Row]) -> None:
             for number, unit in enumerate(batch):
                 _follow(unit, rows[number * samples : (number + 1) * samples])
 
-        with self._switch.using(first.adapters) as model:
-            Engine(self._weights, sampling, model).answer(texts, watch)
-        if first.alone:
-            first.state = _random()
+        with self._switch.using(first.adapters) as model, apart() if first.alone else nullcontext():
+            if first.alone:
+                begin(first.state, sampling.seed or 0)
+            Engine(self._weights, sampling, model).answer(rendered, watch)
+            if first.alone:
+                first.state = reached()
 
     def result(self, items: Sequence[Mapping[str, Any]], call: Call) -> dict[str, Any]:
         """Return the result value of an inference."""
@@ -121,16 +121,3 @@ def _follow(unit: Unit[Call], rows: Sequence[Row]) -> None:
         if done == call.units or asked.meter.due():
             call.emitter.progress(done, call.units, "item", tokens_per_second=asked.meter.tokens_per_second())
         call.settle(unit.index, item_of(asked.prompts[unit.index], rows, asked.tokens[unit.index]))
-
-
-def _random() -> tuple[Any, ...]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
-
-
-def _set_random(state: tuple[Any, ...] | None, seed: int | None) -> None:
-    if state is None:
-        torch.manual_seed(seed or 0)
-        return
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state_all(state[1])

@@ -13,8 +13,9 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from executors.base import write_responses
+from executors.base import ExecutorError, write_responses
 from executors.failures import classify
+from executors.generation.memory import free_unused
 from executors.sessions.adapters import Adapter
 from executors.sessions.batching import BatchQueue, Unit
 from executors.sessions.engine import Engine, EngineDied, Loaded
@@ -145,20 +146,33 @@ class TransformersEngine(Engine):
             for call in calls:
                 call.fail(self._dead)
             return
+        failure = self._failure_of(batch)
+        if failure is None:
+            return
+        if isinstance(failure, EngineDied):
+            self._dead = failure
+        else:
+            free_unused()
+        if len(calls) == 1:
+            calls[0].fail(failure)
+            return
+        for call in calls:
+            # What was told of a stream stays told; the answer is made anew and is whole in the result.
+            call.stream = False
+            self._run_batch([unit for unit in batch if unit.call is call])
+
+    def _failure_of(self, batch: Sequence[Unit[Call]]) -> ExecutorError | None:
+        """Run a batch; return why it failed, as an error that keeps no frame of it, and so none of its tensors."""
         try:
             self._work.do(batch)
         except Exception as error:  # noqa: BLE001  (one bad request fails alone)
-            traceback.print_exception(error)
+            if not isinstance(error, ExecutorError):
+                traceback.print_exception(error)
             record = classify(error)
             if record["type"] == "DeviceFault":
-                self._dead = EngineDied(f"the device failed: {record['message']}")
-            if len(calls) == 1:
-                calls[0].fail(self._dead or error)
-                return
-            for call in calls:
-                # What was told of a stream stays told; the answer is made anew and is whole in the result.
-                call.stream = False
-                self._run_batch([unit for unit in batch if unit.call is call])
+                return EngineDied(f"the device failed: {record['message']}")
+            return ExecutorError(record["type"], record["message"], retryable=record["retryable"])
+        return None
 
 
 def _work(task_type: str) -> Work:

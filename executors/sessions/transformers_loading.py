@@ -8,17 +8,13 @@ from executors.modeling.libraries import prepare_libraries
 from executors.modeling.location import Location
 from executors.sessions.lines import Opening
 from gpuflow.protocol import Emitter, Request
-from gpuflow.spec.references import resolve_env
 
 
 def locate_base(opening: Opening, emitter: Emitter) -> Location:
     """Return where the model of a session is, prepared if need be. Raises ExecutorError."""
-    import os
-
     from executors.modeling.loading import locate
 
-    spec = resolve_env({"model": opening.spec.get("model") or {}}, os.environ)
-    spec["model"] = {**spec["model"], "adapters": None}
+    spec: dict[str, Any] = {"model": {**(opening.spec.get("model") or {}), "adapters": None}}
     name = (opening.spec.get("embedding") or {}).get("model")
     if name and not spec["model"].get("source"):
         spec["model"]["source"] = named_source(name)

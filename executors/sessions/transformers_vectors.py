@@ -44,7 +44,7 @@ class Vectors:
         location, model, tokenizer, revision = load_base(opening, emitter, padding_side="right", headless=True)
         self._name = location.name
         self._encoder = Encoder(model, tokenizer, read_pooling(location))
-        self._switch = AdapterSwitch(model)
+        self._switch = AdapterSwitch(model, headless=True)
         return Loaded(model=location.name, revision=revision, max_requests=default_rows())
 
     def read(self, request: Request, emitter: Emitter, done: asyncio.Future[list[dict[str, Any]]]) -> Call:

@@ -12,7 +12,7 @@ from executors.base import write_responses
 from executors.data.sources import read_entries
 from executors.generation.answers import result_of
 from executors.generation.meter import Meter
-from executors.generation.prompts import Prompt, read_prompts, render
+from executors.generation.prompts import Prompt, encoded, read_prompts, render
 from executors.modeling.loading import load_tokenizer
 from executors.modeling.location import Location
 from executors.sessions.adapters import adapters_of
@@ -74,14 +74,11 @@ class Answers:
         stream = bool(inference.get("stream"))
         params = sampling_params(inference, stream=stream)
         prompts = read_prompts(read_entries(data, request.cache_dir, emitter), data)
-        texts = [render(prompt, self._tokenizer, inference) for prompt in prompts]
-        # A chat template writes its own begin token.
-        encoded = self._tokenizer(texts, add_special_tokens=self._tokenizer.chat_template is None)
         return Asked(
             request=request,
             emitter=emitter,
             prompts=prompts,
-            tokens=encoded["input_ids"],
+            tokens=encoded([render(prompt, self._tokenizer, inference) for prompt in prompts], self._tokenizer),
             params=params,
             lora=self._engine.lora_request(adapters_of(request)),
             stream=stream,

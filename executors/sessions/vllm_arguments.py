@@ -6,6 +6,7 @@ have is refused by name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Final
@@ -15,8 +16,8 @@ from executors.generation.parameters import DEFAULT_MAX_TOKENS
 from gpuflow.spec.fields import load_schema
 from gpuflow.spec.sections import ENGINE, INFERENCE
 
-#: Ranks that vLLM reserves room for.
-_RANKS: Final = (8, 16, 32, 64, 128, 256, 320, 512)
+#: Rank that there is room for where the task does not say: it must not depend on whose adapter came first.
+_RANK: Final = 64
 #: Adapters that may act in one batch, where the task does not say.
 _ADAPTERS_AT_ONCE: Final = 4
 _PARALLEL: Final = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
@@ -41,16 +42,30 @@ def engine_arguments(given: Mapping[str, Any] | None, gpus: Sequence[str], known
     return arguments
 
 
-def lora_arguments(arguments: Mapping[str, Any], ranks: Collection[int]) -> dict[str, Any]:
-    """Return what makes room for adapters of these ranks; nothing where there is none and none is asked for."""
-    if not ranks and not arguments.get("enable_lora"):
+def lora_arguments(arguments: Mapping[str, Any], *, adapted: bool) -> dict[str, Any]:
+    """Return what makes room for adapters; nothing where none will come (`adapted`) and none is asked for."""
+    if not adapted and not arguments.get("enable_lora"):
         return {}
-    wanted = max(16, *ranks) if ranks else 16
-    fitting = next((rank for rank in _RANKS if rank >= wanted), None)
-    if fitting is None:
-        raise bad_input(f"an adapter has rank {wanted}; vLLM takes at most {_RANKS[-1]}, use engine: transformers")
-    own = {"enable_lora": True, "max_lora_rank": fitting, "max_loras": _ADAPTERS_AT_ONCE}
+    own = {"enable_lora": True, "max_lora_rank": _RANK, "max_loras": _ADAPTERS_AT_ONCE}
     return {name: value for name, value in own.items() if arguments.get(name) is None}
+
+
+def memory_arguments(arguments: Mapping[str, Any], share_mib: int | None, total_mib: int | None) -> dict[str, Any]:
+    """Return what keeps the engine within its share of each GPU, which has `total_mib`; nothing without a share.
+
+    Raises ExecutorError: BadInput where `model.vllm` asks for more than the share.
+    """
+    if share_mib is None or not total_mib:
+        return {}
+    share = min(1.0, math.floor(share_mib / total_mib * 10_000) / 10_000)
+    own = f"{share_mib} of the {total_mib} MiB of its GPU; leave it out, or ask for more memory in resources"
+    asked = arguments.get("gpu_memory_utilization")
+    if asked is not None and float(asked) > share:
+        raise bad_input(f"model.vllm.gpu_memory_utilization is {asked}, but the task has {share:g}: {own}")
+    cache = arguments.get("kv_cache_memory_bytes")
+    if isinstance(cache, int) and cache > share_mib << 20:
+        raise bad_input(f"model.vllm.kv_cache_memory_bytes is {cache}, but the task has {own}")
+    return {} if asked is not None else {"gpu_memory_utilization": share}
 
 
 def sampling_arguments(inference: Mapping[str, Any] | None) -> dict[str, Any]:

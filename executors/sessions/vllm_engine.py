@@ -17,11 +17,13 @@ from executors.base import ExecutorError, bad_input
 from executors.modeling.libraries import prepare_libraries
 from executors.modeling.location import Location
 from executors.sessions.adapters import Adapter, adapters_of, rank
+from executors.sessions.core_log import not_started, overheard
 from executors.sessions.engine import Engine, EngineDied, Loaded
 from executors.sessions.lines import Opening
+from executors.sessions.memory import total_mib
 from executors.sessions.sides import Sides
 from executors.sessions.transformers_loading import locate_base, revision_of
-from executors.sessions.vllm_arguments import engine_arguments, lora_arguments
+from executors.sessions.vllm_arguments import engine_arguments, lora_arguments, memory_arguments
 from gpuflow.protocol import Emitter, Request
 
 #: What a CPU keeps for the KV cache where nobody says, in GiB.
@@ -61,9 +63,12 @@ class VllmEngine(Engine):
         arguments = self._arguments(opening, location, AsyncEngineArgs.__dataclass_fields__)
         emitter.status("loading", "loading the model")
         try:
-            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+            with overheard() as heard:
+                self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         except (TypeError, ValueError) as error:
             raise bad_input(f"vLLM refuses the model or an argument of model.vllm: {error}") from error
+        except RuntimeError as error:
+            raise not_started(error, heard.error()) from error
         self._work = self._make_work(opening, location)
         if current_platform.is_cpu() and arguments.get("enable_lora"):
             self._sides = Sides()
@@ -86,7 +91,9 @@ class VllmEngine(Engine):
             output_dir="",
             checkpoint_path=opening.checkpoint_path,
         )
-        arguments |= lora_arguments(arguments, [rank(adapter) for adapter in adapters_of(asked)])
+        adapted = bool(opening.spec.get("adapted") or adapters_of(asked))
+        arguments |= lora_arguments(arguments, adapted=adapted)
+        arguments |= memory_arguments(arguments, opening.share_mib, _total_mib(opening))
         options = dict(location.options)
         if options.pop("gguf_file", None):
             raise bad_input("vLLM does not read model.source.gguf_file; use engine: transformers")
@@ -182,11 +189,20 @@ class VllmEngine(Engine):
         (adapter,) = adapters
         if rank(adapter) > config.max_lora_rank:
             raise bad_input(
-                f"the adapter has rank {rank(adapter)}, but this session has room for {config.max_lora_rank}; "
-                "set model.vllm.max_lora_rank"
+                f"the adapter has rank {rank(adapter)}, but vLLM was loaded with room for {config.max_lora_rank}; set "
+                "model.vllm.max_lora_rank (at most 512), or use engine: transformers"
             )
         from vllm.lora.request import LoRARequest
 
         with self._naming:  # requests are read in several threads
             number = self._adapters.setdefault(adapter.digest, len(self._adapters) + 1)
         return LoRARequest(lora_name=adapter.digest, lora_int_id=number, lora_path=str(adapter.path))
+
+
+def _total_mib(opening: Opening) -> int | None:
+    """The memory of each GPU of the opening, in MiB; asked for only where a share of it is all that may be used."""
+    if opening.share_mib is None or not opening.gpus:
+        return None
+    from vllm.platforms import current_platform
+
+    return total_mib(opening.gpus) or int(current_platform.get_device_total_memory()) >> 20

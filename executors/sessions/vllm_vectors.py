@@ -21,6 +21,8 @@ from executors.vectors.results import item_of, normalized, vectors_result
 from executors.vectors.texts import Text, read_texts
 from gpuflow.protocol import Emitter, Request
 
+#: Types of models whose positions begin behind that of the padding token.
+_PADDED: Final = ("roberta", "xlm-roberta")
 _TYPES: Final = {"mean": "MEAN", "cls": "CLS", "last": "LAST"}
 
 
@@ -54,6 +56,11 @@ class _Asked:
     items: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 
+def _before_first(config: Any) -> int:
+    """How many positions of a model come before that of the first token: RoBERTa counts from behind the padding's."""
+    return config.pad_token_id + 1 if config.model_type in _PADDED and config.pad_token_id is not None else 0
+
+
 class Vectors:
     """Asks one AsyncLLM. `engine` names adapters and says how much it does at once."""
 
@@ -63,7 +70,9 @@ class Vectors:
         self._name = location.name
         self._tokenizer = load_tokenizer(location, padding_side="right")
         self._pooling: Pooling = read_pooling(location)
-        self._max_tokens = min(filter(None, (self._pooling.max_tokens, llm.vllm_config.model_config.max_model_len)))
+        config = llm.vllm_config.model_config
+        positions = config.max_model_len - _before_first(config.hf_config)
+        self._max_tokens = min(filter(None, (self._pooling.max_tokens, positions)))
         self._numbers = itertools.count(1)
 
     def read(self, request: Request, emitter: Emitter) -> _Asked:

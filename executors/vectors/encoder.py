@@ -24,8 +24,7 @@ class Encoder:
         self._model = model.eval()
         self.tokenizer = tokenizer
         self.pooling = pooling
-        context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        self.max_tokens: int | None = min(filter(None, (pooling.max_tokens, context)), default=None)
+        self.max_tokens: int | None = min(filter(None, (pooling.max_tokens, _positions(model))), default=None)
 
     def embed(self, tokens: Sequence[Sequence[int]], model: Any = None) -> Any:
         """Return an array of float32, a row for each list of tokens; `model` stands in for the loaded one."""
@@ -35,6 +34,14 @@ class Encoder:
         with torch.inference_mode():
             states = (model or self._model)(input_ids=batch["input_ids"], attention_mask=mask).last_hidden_state
             return pooled(states, mask, self.pooling.mode).float().cpu().numpy()
+
+
+def _positions(model: PreTrainedModel) -> int | None:
+    """Return how many tokens a model has positions for. Models such as RoBERTa count them from behind the padding's."""
+    positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    tables = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "position_embeddings"]
+    paddings = [table.padding_idx for table in tables if getattr(table, "padding_idx", None) is not None]
+    return positions - max(paddings) - 1 if positions and paddings else positions
 
 
 def pooled(states: torch.Tensor, mask: torch.Tensor, mode: Mode) -> torch.Tensor:

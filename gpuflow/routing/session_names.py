@@ -22,19 +22,20 @@ def session_name(spec: Mapping[str, Any], asks: Sequence[str] = ()) -> str:
     """Return the name of the sessions that can answer a canonical spec; "" for one that needs a child of its own.
 
     `asks` are the queues of what it asks for: a session has the GPUs that one of them names.
-    Secrets count by their names here, and by their values where the session is (`Sessions.open`).
+    Only whether there are adapters counts: which ones is each request's own. `checkpoint.load` may name whole weights,
+    so it counts as it is. Secrets count by their names here, by their values where the session is (`Sessions.open`).
     """
     task_type, model = str(spec.get("taskType")), spec.get("model")
     if task_type not in SESSION_TYPES or not isinstance(model, Mapping) or not isinstance(model.get("source"), Mapping):
         return ""
     loaded = {name: value for name, value in model.items() if name not in _OF_REQUEST}
-    adapted = bool(model.get("adapters") or (spec.get("checkpoint") or {}).get("load"))
     parts = [
         task_type,
         spec.get("engine"),
         spec.get("environment"),
         loaded,
-        adapted,
+        bool(model.get("adapters")),
+        (spec.get("checkpoint") or {}).get("load"),
         spec.get("env"),
         spec.get("secrets"),
         sorted(asks),

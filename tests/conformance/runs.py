@@ -51,6 +51,8 @@ class Runs:
     provider: Provider
     folder: Path
     model: Path
+    python: str = sys.executable
+    variables: Mapping[str, str] = field(default_factory=dict)
     done: dict[str, Run] = field(default_factory=dict)
 
     def good(self) -> Mapping[str, Any]:
@@ -99,7 +101,7 @@ class Runs:
             cache_dir=str(self.folder / "cache"),
         )
         environment = environment_for(request, Settings())
-        environment |= {"CUDA_VISIBLE_DEVICES": "", **self.provider.environment}
+        environment |= {"CUDA_VISIBLE_DEVICES": "", **self.provider.environment, **self.variables}
         events: list[Event] = []
 
         def on_event(event: Event) -> None:
@@ -110,7 +112,7 @@ class Runs:
         runner = Standalone(
             request,
             environment=environment,
-            argv=[sys.executable, "-P", str(_CHILD), *([fault, self._struck_at(fault)] if fault else [])],
+            argv=[self.python, "-P", str(_CHILD), *([fault, self._struck_at(fault)] if fault else [])],
             on_event=on_event,
             deadline_seconds=deadline_seconds,
             grace_seconds=grace_seconds,

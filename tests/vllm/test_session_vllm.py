@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -100,9 +101,13 @@ def test_an_abort_ends_one_request_alone(caller: Caller) -> None:
     session.send("abort", id="goes")
 
     assert session.until("finish", "goes")["status"] == "cancelled"
+    # Its 31 answers would go on as long as that of `stays`: who comes now would have no place before.
+    caller.run("comes", *["Good morning"] * 31, **LONG)
     assert session.result("stays")["items"][0]["finish_reason"] == "length"
-    session.send("ping", n="after")
-    assert session.until("pong", n="after")["running"] == 0
+    told = [event for event in session.events if event.get("id") in ("stays", "comes")]
+    ended = next(number for number, event in enumerate(told) if (event["id"], event["event"]) == ("stays", "finish"))
+    assert [event for event in told[:ended] if (event["id"], event["event"]) == ("comes", "text_delta")]
+    assert len(outputs(session.result("comes"))) == 31
 
 
 @pytest.mark.parametrize(
@@ -174,6 +179,35 @@ def test_each_request_has_its_own_adapter(
         assert found[f"with-{n}"] == outputs(_whole(expected))
 
 
+def test_an_adapter_of_too_high_a_rank_says_what_to_set(caller: Caller, tiny: Path, tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    shutil.copytree(tiny / "adapter-1", adapter)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "r": 100}))
+    caller.run("high", "Hello", spec={"model": {"adapters": [{"path": str(adapter)}]}})
+
+    error = caller.session.error("high")
+
+    assert (error["type"], error["retryable"]) == ("BadInput", False)
+    assert "rank 100" in error["message"] and "model.vllm.max_lora_rank" in error["message"]
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_stop_tokens_and_min_tokens_are_as_on_transformers(caller: Caller, transformers: Caller, include: bool) -> None:
+    options = {
+        "max_tokens": 60,
+        "min_tokens": 12,
+        "stop": ["e", "a"],
+        "stop_token_ids": list(range(60, 90)),
+        "include_stop_str_in_output": include,
+    }
+
+    result = _whole(caller.ask("stops", *ITEMS, **options))
+
+    assert result == _whole({**transformers.ask("stops", *ITEMS, **options, batch_size=1), "engine": "vllm"})
+    assert "stop" in {item["finish_reason"] for item in result["items"]}
+
+
 def test_merged_calls_are_answered_each_in_its_own_folder(caller: Caller) -> None:
     def call(text: str, **inference: Any) -> dict[str, Any]:
         return {"data": {"type": "list", "items": [text]}, "inference": {"max_tokens": 4, **inference}}
@@ -239,6 +273,17 @@ def test_the_end_of_input_ends_it_and_leaves_no_process(
         assert session.until("finish", "open")["status"] == "cancelled"
         assert session.end() == 0
         assert psutil.wait_procs(tree, timeout=10)[1] == []
+
+
+def test_an_engine_that_cannot_start_says_why_and_may_start_elsewhere(
+    open_session: Callable[..., SessionChild], tiny: Path
+) -> None:
+    with open_session(tiny / "model", "vllm", worker_cls="no_such_module.Worker") as session:
+        error = session.until("finish")["error"]
+
+        assert (error["type"], error["retryable"]) == ("EngineNotStarted", True)
+        assert "no_such_module" in error["message"]
+        assert session.end() == 1
 
 
 @pytest.mark.parametrize(

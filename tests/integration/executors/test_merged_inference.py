@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -136,15 +137,44 @@ def test_one_bad_child_fails_alone(merge: Merge, counts: Counts) -> None:
     assert outputs(merge(good=call("Hello"))["good"]) == outputs(results["good"])
 
 
+def test_a_long_prompt_cuts_no_other_answer(merge: Merge, counts: Counts) -> None:
+    asked = {"max_tokens": 40, "ignore_eos": True}
+
+    results = merge(
+        a=call("Hello", "Hello " * 110, "Dear Bo", **asked),
+        b=call("Hi", **asked),
+        c=call("Hello", "Hello " * 110, "Dear Bo", **asked, temperature=1.0, seed=3),
+    )
+
+    for name in "abc":
+        lengths = [item["usage"]["completion_tokens"] for item in results[name]["items"]]
+        assert all((length == 40) is (number != 1) for number, length in enumerate(lengths))
+    assert counts.batches == [1, 1, 2, 1, 1, 1]
+
+
+def test_a_call_without_a_seed_does_not_repeat_after_a_seeded_one(merge: Merge) -> None:
+    free = call("Tell me", temperature=1.0, max_tokens=8)
+    seeded = call("Tell me", temperature=1.0, max_tokens=8, seed=7)
+
+    found = [outputs(merge(a=seeded, b=free)["b"]) for _ in range(2)]
+
+    assert found[0] != found[1]
+
+
 def test_a_batch_that_fails_is_answered_child_by_child(
     merge: Merge, counts: Counts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from executors.generation.engine import Engine
 
     answer = Engine.answer
+    made: list[weakref.ref[Counts]] = []
+    left: list[int] = []
 
     def fragile(self: Any, texts: Any, watch: Any) -> Any:
-        if len(texts) > 1 or "Bad" in texts[0]:
+        left.append(sum(1 for one in made if one() is not None))
+        tensor = Counts()
+        made.append(weakref.ref(tensor))
+        if len(texts) > 1 or "Bad" in texts[0].text:
             raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return answer(self, texts, watch)
 
@@ -153,6 +183,7 @@ def test_a_batch_that_fails_is_answered_child_by_child(
     results = merge(a=call("Hello"), b=call("Bad"), c=call("Hi"))
 
     assert counts.loads == 1
+    assert left[:2] == [0, 0]  # nothing of the batch is in memory when the first child is tried again
     assert outputs(results["a"]) and outputs(results["c"])
     assert (results["b"]["error"]["type"], results["b"]["error"]["retryable"]) == ("OutOfMemory", True)
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.fixtures.executor_child import Ended
 from tests.fixtures.session_child import Caller, SessionChild
+from tests.fixtures.tiny_adapter import make_tiny_adapter
 
 pytestmark = pytest.mark.ml
 
@@ -19,9 +20,12 @@ TEXTS = ["Hello Ana", "Where is the red car?", "Good morning Dmitri, the green l
 
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[SessionChild]:
-    with SessionChild(tmp_path_factory.mktemp("warm") / "session.log") as session:
-        model = {"source": {"type": "local", "identifier": str(tiny_model)}}
-        session.send("open", engine="transformers", spec={"taskType": "embedding", "model": model})
+    """Its model is named by a variable of the opening's `env`, which is made of one of the process."""
+    variables = {"TINY_MODEL": str(tiny_model)}
+    with SessionChild(tmp_path_factory.mktemp("warm") / "session.log", environment=variables) as session:
+        model = {"source": {"type": "local", "identifier": "${env:MODEL}"}}
+        env = {"MODEL": "${env:TINY_MODEL}"}
+        session.send("open", engine="transformers", spec={"taskType": "embedding", "env": env, "model": model})
         session.until("ready")
         yield session
 
@@ -92,6 +96,62 @@ def test_a_long_text_is_cut_and_says_so(caller: Caller) -> None:
 
     assert [item.get("truncated", False) for item in result["items"]] == [True, False]
     assert result["items"][0]["usage"]["prompt_tokens"] == 256
+
+
+def test_an_adapter_acts_as_if_it_were_merged(
+    caller: Caller, run: Callable[..., Ended], tiny_model: Path, tmp_path: Path
+) -> None:
+    tuned = make_tiny_adapter(tiny_model, tmp_path / "adapter", tmp_path / "merged")
+    whole = expected(tmp_path / "merged", TEXTS)
+    model = {"source": {"type": "local", "identifier": str(tiny_model)}, "adapters": [{"path": str(tuned)}]}
+    data = {"type": "list", "items": TEXTS}
+
+    plain = vectors(caller.ask("plain", *TEXTS))
+    assert close(vectors(caller.ask("tuned", *TEXTS, spec={"model": model})), whole)
+    assert close(vectors(run("embedding", {"model": model, "data": data}).result), whole)
+
+    config = json.loads((tuned / "adapter_config.json").read_text())
+    (tuned / "adapter_config.json").write_text(json.dumps({**config, "task_type": None}))
+    assert close(vectors(caller.ask("no-task-type", *TEXTS, spec={"model": model})), whole)
+    assert close(vectors(caller.ask("plain-again", *TEXTS)), plain)
+    assert not close(plain, whole)
+
+
+def test_a_model_that_counts_positions_from_behind_the_padding_takes_so_many_tokens_less() -> None:
+    import torch
+    from transformers import BertConfig, BertModel, RobertaConfig, RobertaModel
+
+    from executors.vectors.encoder import Encoder
+    from executors.vectors.pooling import Pooling
+
+    class Pads:
+        def pad(self, batch: Any, **_: Any) -> Any:
+            from transformers import BatchEncoding
+
+            tokens = torch.tensor(batch["input_ids"])
+            return BatchEncoding({"input_ids": tokens, "attention_mask": torch.ones_like(tokens)})
+
+    shape: dict[str, Any] = {
+        "vocab_size": 20,
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 8,
+        "max_position_embeddings": 12,
+    }
+    for model, most in (
+        (RobertaModel(RobertaConfig(**shape, pad_token_id=1)), 10),
+        (BertModel(BertConfig(**shape)), 12),
+    ):
+        encoder = Encoder(model, Pads(), Pooling())  # type: ignore[arg-type]
+        assert encoder.max_tokens == most
+        assert encoder.embed([[5] * most]).shape == (1, 8)
+
+
+def test_sampling_of_an_embedding_is_told_of(caller: Caller) -> None:
+    caller.ask("told", "Hello", spec={"inference": {"temperature": 1}})
+
+    assert [event["message"][:21] for event in caller.session.of("told", "log")] == ["inference is not used"]
 
 
 def test_many_vectors_are_a_file(caller: Caller) -> None:

@@ -127,7 +127,7 @@ def test_a_bad_request_fails_alone(caller: Caller, bad: dict[str, Any], kind: st
 
     error = caller.session.error("bad")
 
-    assert (error["type"], error["retryable"]) == (kind, False)
+    assert (error["type"], error["retryable"]) == (kind, kind == "BadRequest")
     assert says in error["message"]
     assert outputs(caller.session.result("good"))
 
@@ -140,6 +140,36 @@ def test_a_seeded_answer_does_not_depend_on_who_else_is_there(caller: Caller) ->
         caller.run(f"other-{number}", "Hello", "Hello", temperature=1.0, max_tokens=12)
 
     assert outputs(caller.ask("again", *items, **seeded)) == alone
+
+
+def test_an_answer_without_a_seed_does_not_repeat_after_a_seeded_one(caller: Caller) -> None:
+    free, seeded = {"temperature": 1.0, "max_tokens": 12}, {"temperature": 1.0, "max_tokens": 12, "seed": 3}
+    found = []
+    for number in range(2):
+        caller.ask(f"seeded-{number}", "Hello Ana", **seeded)
+        found.append(outputs(caller.ask(f"free-{number}", "Hello Ana", **free)))
+
+    assert found[0] != found[1]
+
+
+def test_a_long_prompt_of_a_seeded_request_does_not_cut_its_other_answers(caller: Caller) -> None:
+    sampled = {"temperature": 1.0, "seed": 3, "max_tokens": 40, "ignore_eos": True}
+
+    result = caller.ask("long", "Hello", "Hello " * 110, "Dear Bo", **sampled)
+
+    counts = [item["usage"]["completion_tokens"] for item in result["items"]]
+    assert (counts[0], counts[2]) == (40, 40)
+    assert 0 < counts[1] < 40
+
+
+def test_sections_that_have_no_effect_are_told_of(caller: Caller, tiny_model: Path) -> None:
+    source = {"source": {"type": "local", "identifier": str(tiny_model)}}
+    caller.run("told", "Hello", spec={"model": {**source, "vllm": {"max_num_seqs": 1}, "transformers": {"dtype": "x"}}})
+
+    caller.session.result("told")
+
+    told = [event["message"].split(":")[0] for event in caller.session.of("told", "log")]
+    assert told == ["model.vllm is not used", "model.transformers of this request is not used"]
 
 
 def test_a_garbage_line_is_an_error_and_the_session_lives(caller: Caller) -> None:
@@ -222,7 +252,11 @@ def test_it_ends_at_once_and_leaves_no_process(fresh: SessionChild, tmp_path: Pa
     else:
         fresh.end_input()
 
-    assert fresh.until("finish", "open")["status"] == "cancelled"
+    finish = fresh.until("finish", "open")
+    if how == "SIGTERM":  # nobody has aborted the request
+        assert (finish["error"]["type"], finish["error"]["retryable"]) == ("EngineDied", True)
+    else:
+        assert finish["status"] == "cancelled"
     assert fresh.end() == (143 if how == "SIGTERM" else 0)
     assert psutil.wait_procs(tree, timeout=10)[1] == []
 

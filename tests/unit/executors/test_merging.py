@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from executors.merging import MergedChild, joined
+from gpuflow.protocol import Emitter, Request
 from tests.fixtures.executor_child import Child, Ended
 
 
@@ -80,6 +83,23 @@ def test_when_no_attempt_can_help_each_child_has_its_error(merged: Callable[...,
     children = merged([call("a", echo=fail()), call("b", echo=fail(retryable=True))]).result["children"]
 
     assert [children[name]["error"]["retryable"] for name in "ab"] == [False, True]
+
+
+def test_a_value_that_is_empty_or_has_a_field_error_is_no_failure(tmp_path: Path) -> None:
+    children = [MergedChild(id=name, request=_request(tmp_path)) for name in "abc"]
+    stream = io.StringIO()
+
+    value = joined(_request(tmp_path), children, {"a": {}, "b": {"error": 0.1}}, Emitter(stream))
+
+    assert value["children"]["a"] == {}
+    assert value["children"]["b"] == {"error": 0.1}
+    assert value["children"]["c"]["error"]["type"] == "NoResult"
+    alone = joined(_request(tmp_path), children[1:2], {"b": {"error": {"rate": 0.1}}}, Emitter(stream))
+    assert alone == {"children": {"b": {"error": {"rate": 0.1}}}}
+
+
+def _request(folder: Path) -> Request:
+    return Request(task_id="t", task_type="echo", spec={}, output_dir=str(folder / "out"))
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from executors.base import ExecutorError
 from executors.modeling.location import Location
-from executors.sessions.vllm_arguments import engine_arguments, lora_arguments, sampling_arguments
+from executors.sessions.memory import total_mib, used_bytes
+from executors.sessions.vllm_arguments import (
+    engine_arguments,
+    lora_arguments,
+    memory_arguments,
+    sampling_arguments,
+)
 from executors.vectors.pooling import Pooling, read_pooling
 from executors.vectors.texts import read_texts
 
@@ -35,13 +42,42 @@ def test_unknown_engine_arguments_are_named(name: str, says: str) -> None:
         engine_arguments({name: 1}, [], KNOWN)
 
 
-def test_room_for_adapters_follows_from_their_ranks() -> None:
-    assert lora_arguments({}, []) == {}
-    assert lora_arguments({}, [4]) == {"enable_lora": True, "max_lora_rank": 16, "max_loras": 4}
-    assert lora_arguments({"max_loras": 1}, [40]) == {"enable_lora": True, "max_lora_rank": 64}
-    assert lora_arguments({"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}, []) == {}
-    with pytest.raises(ExecutorError, match="at most 512"):
-        lora_arguments({}, [1024])
+def test_room_for_adapters_does_not_depend_on_whose_came_first() -> None:
+    assert lora_arguments({}, adapted=False) == {}
+    assert lora_arguments({}, adapted=True) == {"enable_lora": True, "max_lora_rank": 64, "max_loras": 4}
+    assert lora_arguments({"enable_lora": True}, adapted=False) == {"max_lora_rank": 64, "max_loras": 4}
+    assert lora_arguments({"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}, adapted=True) == {}
+
+
+def test_an_engine_stays_within_its_share_of_a_gpu() -> None:
+    assert memory_arguments({}, None, 24_576) == {}
+    assert memory_arguments({}, 8_192, None) == {}
+    assert memory_arguments({}, 8_192, 24_576) == {"gpu_memory_utilization": 0.3333}
+    assert memory_arguments({}, 99_999, 24_576) == {"gpu_memory_utilization": 1.0}
+    assert memory_arguments({"gpu_memory_utilization": 0.2}, 8_192, 24_576) == {}
+
+
+def test_the_memory_of_the_smallest_gpu_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"GPU-1": 24, "GPU-2": 16}
+    library = SimpleNamespace(
+        NVMLError=RuntimeError,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetMemoryInfo=lambda uuid: SimpleNamespace(total=sizes[uuid] << 30, used=1 << 30),
+    )
+    monkeypatch.setattr("executors.sessions.memory._library", lambda: library)
+
+    assert total_mib(["GPU-1", "GPU-2"]) == 16 * 1024
+    assert used_bytes(["GPU-1", "GPU-2"]) == 2 << 30
+    assert total_mib([]) is None
+
+
+@pytest.mark.parametrize("asked", [{"gpu_memory_utilization": 0.5}, {"kv_cache_memory_bytes": 9 << 30}])
+def test_more_than_its_share_is_refused(asked: dict[str, Any]) -> None:
+    with pytest.raises(ExecutorError, match=f"{next(iter(asked))}.* 8192 of the 24576 MiB") as raised:
+        memory_arguments(asked, 8_192, 24_576)
+    assert raised.value.type == "BadInput"
 
 
 def test_sampling_arguments_are_those_of_the_schema() -> None:

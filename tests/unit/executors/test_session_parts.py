@@ -16,12 +16,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executors.base import ExecutorError
 from executors.sessions.adapters import adapters_of, rank
 from executors.sessions.batching import BatchQueue, Unit
 from executors.sessions.channel import RequestEmitter, SessionEmitter, listen
-from executors.sessions.lines import Abort, BadLine, Close, Opening, Ping, Run, read_operation
-from executors.sessions.requests import read_request
+from executors.sessions.lines import (
+    MAX_BYTES,
+    Abort,
+    BadLine,
+    Close,
+    Opening,
+    Ping,
+    Run,
+    read_operation,
+    too_long,
+)
 from executors.sessions.sides import Sides
 from gpuflow.protocol import Request
 
@@ -37,8 +45,8 @@ def test_every_operation_is_read() -> None:
     assert operation(op="abort", id="a") == Abort(id="a")
     assert operation(op="ping", n=7) == Ping(n=7)
     assert operation(op="close") == Close()
-    assert operation(op="open", engine="vllm", spec={"taskType": "embedding"}, gpus=["GPU-1"]) == Opening(
-        spec={"taskType": "embedding"}, engine="vllm", task_type="embedding", gpus=("GPU-1",)
+    assert operation(op="open", engine="vllm", spec={"taskType": "embedding"}, gpus=["GPU-1"], share_mib=9) == Opening(
+        spec={"taskType": "embedding"}, engine="vllm", task_type="embedding", gpus=("GPU-1",), share_mib=9
     )
 
 
@@ -56,6 +64,7 @@ def test_every_operation_is_read() -> None:
         (b'{"op": "open", "engine": "vllm", "spec": {"taskType": "sft"}}', "inference, embedding"),
         (b'{"op": "open", "engine": "vllm", "spec": {}, "gpus": [1]}', "gpus"),
         (b'{"op": "open", "engine": "vllm", "spec": {}, "cache_dir": 1}', "cache_dir"),
+        (b'{"op": "open", "engine": "vllm", "spec": {}, "share_mib": "8"}', "share_mib"),
         (b"\xff\xfe", "not JSON"),
         (b"[" * 100_000, "not JSON"),
     ],
@@ -92,7 +101,33 @@ def test_lines_too_long_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None
     listen(io.BytesIO(b"short\n\n123456789012345678901\nlast"), hear)
 
     assert over.wait(10)
-    assert heard == [b"short\n", False, b"last", None]
+    assert [str(line)[:24] if isinstance(line, BadLine) else line for line in heard] == [
+        b"short\n",
+        "a line is longer than 21",
+        b"last",
+        None,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("beginning", "name"),
+    [
+        (b'{"op": "run", "id": "a \\"b\\"", "request": {"task_id": "x"', 'a "b"'),
+        (b'{"op":"run","id":"r1","request"', "r1"),
+        (b'{"op": "run", "id": "never ends', None),
+        (b'{"op": "run", "id": "\\x", "request"', None),
+        (b'{"request": {"id": "inner"', None),
+    ],
+)
+def test_a_line_too_long_names_its_request(beginning: bytes, name: str | None) -> None:
+    refusal = too_long(beginning + b" " * 1000)
+
+    assert refusal.id == name
+    assert "data.path" in str(refusal) and len(str(refusal)) < 300
+
+
+def test_a_line_may_hold_the_data_that_a_worker_puts_into_it() -> None:
+    assert MAX_BYTES == 2 << 30
 
 
 def test_a_request_says_nothing_after_its_finish() -> None:
@@ -110,6 +145,19 @@ def test_a_request_says_nothing_after_its_finish() -> None:
     assert told[1]["value"] == {"value": None}
 
 
+def test_a_large_result_of_a_request_goes_by_a_file_of_its_folder(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    emitter = RequestEmitter(SessionEmitter(stream), "a")
+    emitter.output_dir = str(tmp_path)
+    value = {"items": ["x" * 1000] * 2000}
+
+    emitter.result(value)
+
+    (told,) = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert (told["event"], told["id"], "value" in told) == ("result", "a", False)
+    assert json.loads((tmp_path / told["file"]).read_text()) == value
+
+
 def test_a_reader_that_has_gone_is_told_of_once() -> None:
     stream = io.StringIO()
     emitter = SessionEmitter(stream)
@@ -123,40 +171,7 @@ def test_a_reader_that_has_gone_is_told_of_once() -> None:
     assert told == [1]
 
 
-# -- requests ----------------------------------------------------------------------------------------------------
-
-OPENING = Opening(spec={"model": {"source": {"identifier": "org/model", "revision": None}}}, engine="vllm")
-
-
-def request_of(folder: Path, **fields: Any) -> dict[str, Any]:
-    return {"task_id": "t", "task_type": "inference", "spec": {}, "output_dir": str(folder / "out"), **fields}
-
-
-def test_a_request_is_read_with_its_own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NAME", "Ana")
-    spec = {"env": {"GREETING": "Hello ${env:NAME}"}, "data": {"items": ["${env:GREETING}"]}}
-
-    request = read_request(request_of(tmp_path, spec=spec), OPENING)
-
-    assert request.spec["data"]["items"] == ["Hello Ana"]
-    assert (tmp_path / "out").is_dir()
-    with pytest.raises(ExecutorError, match="GREETING is not set"):
-        read_request(request_of(tmp_path, spec={"data": spec["data"]}), OPENING)
-
-
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({"spec": []}, "spec must be an object"),
-        ({"output_dir": ""}, "output_dir"),
-        ({"task_type": "embedding"}, "embedding"),
-        ({"spec": {"model": {"source": {"identifier": "org/other"}}}}, "org/other"),
-    ],
-)
-def test_a_request_for_another_session_is_refused(tmp_path: Path, fields: dict[str, Any], says: str) -> None:
-    with pytest.raises(ExecutorError, match=says) as raised:
-        read_request(request_of(tmp_path, **fields), OPENING)
-    assert raised.value.type == "BadRequest"
+# -- adapters ----------------------------------------------------------------------------------------------------
 
 
 def test_adapters_have_a_digest_that_follows_their_files(tmp_path: Path) -> None:
@@ -203,6 +218,11 @@ def batches(queue: BatchQueue[Call], count: int) -> Iterator[str]:
 def test_calls_of_one_kind_share_batches_fairly() -> None:
     queue = queue_of((Call(name="a"), 6), (Call(name="b", key="other"), 1), (Call(name="c"), 2))
     assert list(batches(queue, 3)) == ["a0 a1 c0 c1", "b0", "a2 a3 a4 a5"]
+
+
+def test_whoever_got_no_place_in_a_batch_keeps_its_turn() -> None:
+    queue = queue_of(*((Call(name=name, batch_size=2), 3) for name in "abc"))
+    assert list(batches(queue, 5)) == ["a0 b0", "c0 a1", "b1 c1", "a2 b2", "c2"]
 
 
 def test_a_call_that_must_be_alone_is() -> None:
