@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, NoReturn
+from typing import Any, Final, Literal, NoReturn
 
 from executors.base import MERGED, ExecutorError, plain
 from executors.cache import Holds
@@ -41,6 +41,9 @@ _CLOSE_SECONDS: Final = 5.0
 #: Threads that read requests and write results; a request may wait for a lock or a download in one.
 _THREADS: Final = 32
 
+#: Status and error of a finish event.
+Finish = tuple[Literal["completed", "failed", "cancelled"], dict[str, Any] | None]
+
 
 def main() -> NoReturn:
     """Serve one session to its end."""
@@ -55,7 +58,7 @@ class Session:
     def __init__(self, emitter: SessionEmitter) -> None:
         self._emitter = emitter
         self._engine: Engine | None = None
-        self._open: dict[str, asyncio.Task[None]] = {}
+        self._open: dict[str, asyncio.Task[Finish | None]] = {}
         self._aborted: set[str] = set()
         self._loads = self._served = 0
         self._closing = False
@@ -151,13 +154,15 @@ class Session:
             emitter = RequestEmitter(self._emitter, operation.id)
             task = self._loop.create_task(self._serve_one(operation, emitter))
             self._open[operation.id] = task
-            task.add_done_callback(lambda _: self._ended(operation.id, emitter))
+            task.add_done_callback(lambda task: self._ended(operation.id, emitter, task))
 
-    def _ended(self, request_id: str, emitter: Emitter) -> None:
-        self._finish_ended(request_id, emitter)
-        self._aborted.discard(request_id)
-        self._served += 1
+    def _ended(self, request_id: str, emitter: Emitter, task: asyncio.Task[Finish | None]) -> None:
+        """Tell how a request ended. Its id is free by then: whoever hears of the end may use it again."""
         del self._open[request_id]
+        self._served += 1
+        finish = (None if task.cancelled() else task.result()) or self._finish_of(request_id)
+        self._aborted.discard(request_id)
+        emitter.finish(*finish)
         if self._closing and not self._open:
             self._stop(ENDED)
 
@@ -219,7 +224,8 @@ class Session:
 
     # -- requests --------------------------------------------------------------------------------------------------
 
-    async def _serve_one(self, operation: Run, emitter: Emitter) -> None:
+    async def _serve_one(self, operation: Run, emitter: Emitter) -> Finish | None:
+        """Serve a request and return its end; None where that is the end of the session."""
         holds = Holds()
         try:
             emitter.emit("connection", status="connected")
@@ -231,24 +237,24 @@ class Session:
             await asyncio.shield(self._ready)
             result = await self._answer(request, emitter)
             await asyncio.to_thread(emitter.result, result)
-            emitter.finish("completed")
+            return "completed", None
         except EngineDied as error:
             self._die(error)
+            return None
         except Exception as error:  # noqa: BLE001  (the failure of one request is no failure of the others)
             if not isinstance(error, ExecutorError):
                 traceback.print_exception(error)
-            emitter.finish("failed", plain(classify(error)))
+            return "failed", plain(classify(error))
         finally:
             holds.release()
 
-    def _finish_ended(self, request_id: str, emitter: Emitter) -> None:
-        """Say how a request ended; nothing comes of it where the request has its finish line already."""
+    def _finish_of(self, request_id: str) -> Finish:
+        """Return the end of a request that was ended from outside."""
         if self._died is not None:
-            emitter.finish("failed", plain(classify(self._died)))
-        elif self._signalled and request_id not in self._aborted:
-            emitter.finish("failed", classify(EngineDied("the session was ended by a signal")))
-        else:
-            emitter.finish("cancelled")
+            return "failed", plain(classify(self._died))
+        if self._signalled and request_id not in self._aborted:
+            return "failed", classify(EngineDied("the session was ended by a signal"))
+        return "cancelled", None
 
     async def _answer(self, request: Request, emitter: Emitter) -> Result:
         assert self._engine is not None  # noqa: S101  (it is ready)

@@ -28,7 +28,7 @@ _TRAINERS: Final = frozenset(TRAINING_SCHEMAS)
 USED_BY: Final[Mapping[str, frozenset[str]]] = {
     "training": _TRAINERS,
     "lora": _TRAINERS - {"sft"},
-    "inference": frozenset({"inference", "embedding", "rag"}),
+    "inference": frozenset({"inference", "rag"}),
     "engine": frozenset({"inference", "embedding", "rag"}),
     "reward_model": frozenset({"ppo", "grpo"}),
     "generation": frozenset({"ppo", "grpo"}),

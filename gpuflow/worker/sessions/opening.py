@@ -35,7 +35,7 @@ _TITLE_CHARACTERS: Final = 60
 
 @dataclass(frozen=True, kw_only=True)
 class Opening:
-    """How a session is begun. `title` is for people; `variables` a digest of its environment, values of secrets too."""
+    """How a session is begun. `title` is for people; `variables` a digest of what it is loaded with: values too."""
 
     title: str
     argv: Sequence[str]
@@ -56,8 +56,13 @@ def opening_of(start: Start, prepared: Prepared) -> Opening:
         line=_line(start, request),
         environment={**shared, "CUDA_VISIBLE_DEVICES": gpus, "GPU_DEVICE": gpus},
         redactor=prepared.redactor,
-        variables=hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest(),
+        variables=hashlib.sha256(json.dumps([shared, _weights(request)], sort_keys=True).encode()).hexdigest(),
     )
+
+
+def _weights(request: Request) -> str:
+    """Return where the weights of a checkpoint are: brought here anew, they are another folder of the same name."""
+    return request.checkpoint_path or ""
 
 
 def _title(request: Request) -> str:
