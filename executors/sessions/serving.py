@@ -218,6 +218,7 @@ class Session:
     def _die(self, error: Exception) -> None:
         """The engine is gone, or never came: every open request fails with that error, and the session ends."""
         if self._died is None:
+            self._emitter.emit("closing")  # before the first request ends: what is tried again goes elsewhere
             record = classify(error)
             self._died = ExecutorError(record["type"], record["message"], retryable=record["retryable"])
             self._stop(FAILED)

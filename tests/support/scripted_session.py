@@ -2,7 +2,7 @@
 
 `echo X` answers X; `wait FILE` answers when there is such a file, or is aborted; `die` kills the process; `freeze`
 stops it; `sleep N` answers after N seconds; `length` is that of its secret; `log X` writes X to stderr; `cancelled`,
-`garbage` and `deaf` (it does not end) are what they say. Started as a task's own child it answers at once. It needs
+`garbage`, `closing` and `deaf` (it does not end) are what they say. Started as a task's own child it answers at once. It needs
 the standard library alone.
 """
 
@@ -44,6 +44,8 @@ def answer(id: str | None, request: dict[str, Any], model: str, opened: dict[str
     if word == "cancelled":
         say("finish", id, status="cancelled")
         return
+    if word == "closing":
+        say("closing")
     if word == "garbage":
         with _lock:
             os.write(1, b'no json\n[1]\n{"event":"x","id":[1]}\n{"event":"ready","max_requests":"x"}\n{"id":"y"}\n')

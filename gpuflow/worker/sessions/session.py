@@ -35,7 +35,8 @@ SUSPECT_ABORT_SECONDS: Final = 5.0
 #: No engine answers more at once.
 _MOST_REQUESTS: Final = 100_000
 
-State = Literal["loading", "ready", "closing", "ended"]
+#: `leaving`: it wants to be closed; what has a place there is answered first.
+State = Literal["loading", "ready", "leaving", "closing", "ended"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +118,7 @@ class Session:
     def close(self) -> None:
         """Take no more requests; it ends when the open ones have."""
         with self._lock:
-            if self.state not in ("loading", "ready"):
+            if self.state not in ("loading", "ready", "leaving"):
                 return
             self.state = "closing"
         self._tell({"op": "close"})
@@ -234,6 +235,10 @@ class Session:
             with self._lock:
                 if self.state == "loading":
                     self.state, self.ready_at = "ready", time.monotonic()
+        elif name == "closing":
+            with self._lock:
+                if self.state == "ready":
+                    self.state = "leaving"
         elif name == "error":
             log.warning("session_error", model=self.told.model, cause=known.text(str(event.get("error"))))
         elif name in ("worker", "progress") and self.state == "loading":

@@ -263,6 +263,17 @@ def test_one_that_seems_to_hang_gets_no_more_requests(pool: Pool) -> None:
     assert not warm.has_place(now + 3600), "it has said nothing for an hour"
 
 
+def test_one_that_says_that_it_dies_takes_nobody_in(pool: Pool) -> None:
+    pool.sessions.expect("s", "a", None, None)
+
+    assert finish(pool.ask("a", "closing"))["status"] == "completed"
+
+    assert not pool.sessions.join("s", "b")
+    pool.sessions.close_all()
+    pool.sessions.leave("a")
+    eventually(lambda: not pool.sessions._look(), what="it can still be closed")
+
+
 def test_the_keeper_ends_what_is_silent_and_survives_what_goes_wrong(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
