@@ -2,8 +2,8 @@
 
 `echo X` answers X; `wait FILE` answers when there is such a file, or is aborted; `die` kills the process; `freeze`
 stops it; `sleep N` answers after N seconds; `length` is that of its secret; `log X` writes X to stderr; `cancelled`,
-`garbage`, `closing` and `deaf` (it does not end) are what they say. Started as a task's own child it answers at once. It needs
-the standard library alone.
+`garbage`, `closing` and `deaf` (it does not end) are what they say. Started as a task's own child it answers at once.
+It needs the standard library alone.
 """
 
 from __future__ import annotations
