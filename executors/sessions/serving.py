@@ -22,6 +22,7 @@ from executors.merging import Result, children_of, joined
 from executors.sessions.channel import RequestEmitter, SessionEmitter, listen, take_stdin
 from executors.sessions.children import answer_children
 from executors.sessions.engine import Engine, EngineDied, Loaded, make_engine
+from executors.sessions.inputs import check_input
 from executors.sessions.leaving import leave
 from executors.sessions.lines import Abort, BadLine, Close, Opening, Operation, Ping, Run, read_operation
 from executors.sessions.memory import grown_bytes, used_bytes
@@ -235,6 +236,7 @@ class Session:
             emitter.output_dir = request.output_dir
             if not self._ready.done():
                 emitter.status("loading", "waiting for the model")
+                await asyncio.to_thread(check_input, request, opening, emitter)
             await asyncio.shield(self._ready)
             result = await self._answer(request, emitter)
             await asyncio.to_thread(emitter.result, result)

@@ -57,7 +57,8 @@ def slow(_: Emitter) -> None:
 
 def hang(_: Emitter) -> NoReturn:
     """Say no more and hear nothing, as a deadlock in a library does."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     print(HANGING, file=sys.stderr, flush=True)
     while True:
         time.sleep(3600)
