@@ -83,6 +83,16 @@ def hardware_of(number: int) -> Hardware:
     )
 
 
+class NoOffering:
+    """Stands in for what a worker offers: it runs no child, and many of them share one process."""
+
+    def look(self) -> None:
+        pass
+
+    def to_dict(self) -> dict[str, Any]:
+        return {}
+
+
 class SimulatedWorker:
     """One worker. `taken` gets (task id, Unix seconds) for each message that it takes."""
 
@@ -108,6 +118,7 @@ class SimulatedWorker:
             leases=table,
             admission=self.admission,
             machine_gpus=gpus,
+            offering=NoOffering(),
             connected=True,
         )
         self.pause_seconds = 0.0

@@ -1,5 +1,7 @@
 """The child process: reads one request on stdin, runs its executor, writes events on stdout.
 
+`python -m executors session` serves many requests on one loaded model instead, see `executors.sessions`.
+
 Exit codes: 0 completed, 1 failed, 2 a request that cannot be read or is of no known task type, 143 cancelled or
 preempted.
 """
@@ -10,13 +12,14 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final, NoReturn
 
 from executors import cancellation
-from executors.base import ExecutorError, plain
+from executors.base import MERGED, Executor, ExecutorError, plain
 from executors.cache import hold_inputs
 from executors.registry import find
 from gpuflow.protocol import Emitter, Request
+from gpuflow.spec.references import UnresolvedReference, resolve_env
 
 COMPLETED: Final = 0
 FAILED: Final = 1
@@ -40,6 +43,7 @@ def _serve(emitter: Emitter) -> int:
     emitter.emit("connection", status="connected")
     try:
         request = _with_environment(_read_request())
+        emitter.output_dir = request.output_dir
         executor = find(request.task_type)
     except ExecutorError as error:
         return _fail(emitter, error, BAD_REQUEST)
@@ -47,13 +51,21 @@ def _serve(emitter: Emitter) -> int:
         return _fail(emitter, error, FAILED)
     try:
         hold_inputs(request)
-        result = executor.run(request, emitter)
+        result = plain(_run(executor, request, emitter))
+        cancellation.ignore()
+        emitter.result(result)
     except Exception as error:  # noqa: BLE001  (whatever went wrong is told, with its traceback in the log)
         return _fail(emitter, error, FAILED)
-    cancellation.ignore()
-    emitter.result(plain(result))
     emitter.finish("completed")
     return COMPLETED
+
+
+def _run(executor: Executor, request: Request, emitter: Emitter) -> dict[str, Any]:
+    if MERGED not in request.spec:
+        return executor.run(request, emitter)
+    from executors.merging import run_merged
+
+    return run_merged(executor, request, emitter)
 
 
 def _read_request() -> Request:
@@ -77,15 +89,15 @@ def _with_environment(request: Request) -> Request:
     after the other, which become part of the environment. RESUME_FROM stands in for a `resume_from` that the request
     lacks.
     """
-    from gpuflow.spec.references import UnresolvedReference, resolve_env
-
     try:
         for name, value in (request.spec.get("env") or {}).items():
             if "${env:" in str(value):
                 os.environ[name] = resolve_env(str(value), os.environ)
-        spec = resolve_env(request.spec, os.environ)
+        spec = resolve_env({name: part for name, part in request.spec.items() if name != MERGED}, os.environ)
     except UnresolvedReference as error:
         raise ExecutorError("BadInput", str(error)) from error
+    if MERGED in request.spec:  # the references of one child are its own affair
+        spec[MERGED] = request.spec[MERGED]
     return replace(request, spec=spec, resume_from=request.resume_from or os.environ.get("RESUME_FROM"))
 
 
@@ -101,5 +113,13 @@ def _fail(emitter: Emitter, error: Exception, code: int) -> int:
     return code
 
 
+def _session() -> NoReturn:
+    from executors.sessions.serving import main as serve
+
+    serve()
+
+
 if __name__ == "__main__":
+    if sys.argv[1:] == ["session"]:
+        _session()
     sys.exit(main())

@@ -10,14 +10,19 @@ import json
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from gpuflow.protocol import Emitter, Request
 
+if TYPE_CHECKING:
+    from executors.merging import MergedChild
+
 #: Name of the result file in the output folder.
 RESPONSES: Final = "responses.json"
+#: Section of a spec that carries the calls of several callers, see `executors.merging`.
+MERGED: Final = "merge_children"
 
 
 class ExecutorError(Exception):
@@ -36,13 +41,36 @@ def bad_input(message: str) -> ExecutorError:
 
 
 class Executor(ABC):
-    """Runs the tasks of one or more task types, one request a process."""
+    """Runs the tasks of one or more task types, one request a process. Users' own executors derive from it too.
+
+    A class names its `task_types`, and the `environment` (a preset of configs/environments) that its libraries are in;
+    `default` is the worker's own. It is made without arguments. What `run` prints goes to the log; what it tells goes
+    through the emitter; files go to `request.output_dir`.
+    """
 
     task_types: ClassVar[tuple[str, ...]]
+    environment: ClassVar[str] = "default"
 
     @abstractmethod
     def run(self, request: Request, emitter: Emitter) -> dict[str, Any]:
         """Do the work and return the result value; raise ExecutorError, or anything else, for a failure."""
+
+    def run_children(
+        self, request: Request, children: Sequence[MergedChild], emitter: Emitter
+    ) -> dict[str, dict[str, Any]]:
+        """Run the children of a merged request; return the result value of each, or `{"error": {...}}`, by its id.
+
+        Here they run one after the other. An executor that can serve several at once does so in its own way, but for
+        `merging.run_alone`, which is how one bad child fails alone.
+        """
+        from executors.merging import run_alone
+
+        results = {}
+        for done, child in enumerate(children):
+            emitter.progress(done, len(children), "child")
+            results[child.id] = run_alone(child, self.run, emitter)
+        emitter.progress(len(children), len(children), "child")
+        return results
 
 
 def plain(value: Any) -> Any:
@@ -74,6 +102,7 @@ def write_json_atomically(path: Path, value: Any) -> None:
 
 
 def write_responses(request: Request, emitter: Emitter, value: Mapping[str, Any]) -> None:
-    """Write the result file of the task and declare it."""
+    """Write the result file of the task and declare it. A large result value will go to the same folder."""
+    emitter.output_dir = request.output_dir
     write_json_atomically(Path(request.output_dir) / RESPONSES, value)
     emitter.artifact(RESPONSES)

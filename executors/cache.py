@@ -1,7 +1,8 @@
 """The cache of prepared models and data sets: where it is, one preparer at a time, entries that appear whole.
 
 Used by `modeling`, `data` and `models`. An entry is a folder or file under its final name only when it is complete.
-Whoever uses one holds its lock, shared, until the process ends: `cache_trim` removes nothing that is held.
+Whoever uses one holds its lock, shared, until the process ends, or the request that needs it (`Holds`): `cache_trim`
+removes nothing that is held.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Final
@@ -31,9 +33,35 @@ _DESCRIBING: Final = frozenset(
         "transformers",
     }
 )  # fmt: skip
-#: The descriptors of the locks of what this process uses, by their path; they end with it.
-_held: Final[dict[Path, int]] = {}
+#: How often one looks whether an entry that another prepares is there, in seconds.
+_LOOK_SECONDS: Final = 0.1
+#: The locks of what this process uses, by their path: the descriptor, and how many need it. They end with the process.
+_held: Final[dict[Path, tuple[int, int]]] = {}
 _holding: Final = threading.Lock()
+
+
+class Holds:
+    """What one request of several holds of the cache; safe in threads. Taking more is over once it is released."""
+
+    def __init__(self) -> None:
+        self._paths: list[Path] = []
+        self._released = False
+        self._lock = threading.Lock()
+
+    def add(self, path: Path) -> None:
+        """Keep a lock that `hold` has just taken for this request."""
+        with self._lock:
+            if not self._released:
+                self._paths.append(path)
+                return
+        _let_go(path)
+
+    def release(self) -> None:
+        """Let go of all."""
+        with self._lock:
+            paths, self._paths, self._released = self._paths, [], True
+        for path in paths:
+            _let_go(path)
 
 
 def cache_root(cache_dir: str | None) -> Path:
@@ -89,10 +117,11 @@ def lock_name(path: Path) -> str:
     return f"{path.parent.name}-{path.name}"
 
 
-def hold(root: Path, name: str, *, exists: Callable[[], bool] = lambda: True) -> bool:
-    """Hold the lock of an entry, shared, to the end of this process, and note its use; False if it is not there.
+def hold(root: Path, name: str, *, exists: Callable[[], bool] = lambda: True, holds: Holds | None = None) -> bool:
+    """Hold the lock of an entry, shared, and note its use; False if it is not there.
 
-    Waits while another process prepares or removes it. A cache that may only be read is used without locks.
+    Held as long as `holds`; without it, to the end of this process. Waits while another process prepares or removes the
+    entry. A cache that may only be read is used without locks.
     """
     path = lock_path(root, name)
     try:
@@ -101,36 +130,48 @@ def hold(root: Path, name: str, *, exists: Callable[[], bool] = lambda: True) ->
             if not exists():
                 return False
             with _holding:
-                if path not in _held:
-                    _held[path] = os.dup(file.fileno())  # the lock lasts as long as any copy is open
+                # The lock lasts as long as any copy of the descriptor is open.
+                descriptor, count = _held.get(path) or (os.dup(file.fileno()), 0)
+                _held[path] = descriptor, count + 1
+            if holds is not None:
+                holds.add(path)
             os.utime(file.fileno())
     except OSError:
         return exists()
     return True
 
 
-def release(root: Path, name: str) -> None:
-    """Let go of an entry before the process ends."""
+def _let_go(path: Path) -> None:
     with _holding:
-        descriptor = _held.pop(lock_path(root, name), None)
-    if descriptor is not None:
-        os.close(descriptor)
+        descriptor, count = _held.pop(path)
+        if count > 1:
+            _held[path] = descriptor, count - 1
+        else:
+            os.close(descriptor)
 
 
 def obtain(path: Path, make: Callable[[], None], emitter: Emitter) -> Path:
     """Return the entry `<root>/<kind>/<entry>`, made by `make` if it is not there, and held from now on."""
     root, name = path.parent.parent, lock_name(path)
+    told = False
     while not hold(root, name, exists=path.exists):
-        with locked(root, name, emitter):
-            if not path.exists():
+        with unused(root, name) as mine:
+            if mine and not path.exists():
                 make()
+        if not mine:
+            # Never waited for as its only user: a thread of this process may have made it, and holds it by now.
+            if not told:
+                emitter.status("loading", f"waiting for another process that prepares {name}")
+            told = True
+            time.sleep(_LOOK_SECONDS)
     return path
 
 
-def hold_inputs(request: Request) -> None:
+def hold_inputs(request: Request, holds: Holds | None = None) -> None:
     """Hold every entry of the cache that a request names by its path: checkpoints, adapters, files of data.
 
-    Raises ExecutorError: CacheEntryGone (retryable: another attempt fetches it again).
+    As long as `holds`; without it, to the end of this process. Raises ExecutorError: CacheEntryGone (retryable: another
+    attempt fetches it again).
     """
     root = cache_root(request.cache_dir)
     for text in _texts((request.checkpoint_path, request.spec)):
@@ -140,7 +181,7 @@ def hold_inputs(request: Request) -> None:
         if len(parts) < 2 or parts[0] not in KINDS or ".." in parts:
             continue
         entry = root / parts[0] / parts[1]
-        if not hold(root, lock_name(entry), exists=entry.exists):
+        if not hold(root, lock_name(entry), exists=entry.exists, holds=holds):
             raise ExecutorError("CacheEntryGone", f"{entry} was removed from the cache meanwhile", retryable=True)
 
 

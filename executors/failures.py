@@ -24,12 +24,13 @@ _OUT_OF_MEMORY: Final = (
     "cublas_status_alloc_failed",
     "cannot allocate memory",
 )
-#: Faults of a device or of the link between devices: another GPU may do.
+#: Faults of a device or of the link between devices: another process, or another GPU, may do. After any CUDA error but
+#: that of memory, the process can use its GPUs no more.
 _DEVICE_FAULTS: Final = (
     "uncorrectable ecc",
     "unspecified launch failure",
     "cuda driver",
-    "cuda error: unknown error",
+    "cuda error:",
     "nccl error",
     "no cuda gpus are available",
 )

@@ -40,6 +40,7 @@ TASK_MODULES = (
     "tasks.training",
     "tasks.command",
     "tasks.container",
+    "tasks.executor",
     "tasks.pipelines",
     "tasks.maintenance",
 )

@@ -29,7 +29,7 @@ from gpuflow.logs import get_logger
 from gpuflow.pipelines.engine import SETTLE_TASK
 from gpuflow.pipelines.records import new_pipeline_fields
 from gpuflow.pipelines.resolve import task_specs
-from gpuflow.routing.families import CONTROL_QUEUE, TASK_OF_TYPE
+from gpuflow.routing.families import CONTROL_QUEUE, task_of
 from gpuflow.spec import Template, parse
 from gpuflow.submission import id_for_key
 from gpuflow.submission_checks import warn_at_submit
@@ -70,7 +70,7 @@ def submit(
     _until_sent(
         app,
         lambda: app.send_task(
-            TASK_OF_TYPE[spec["taskType"]], kwargs={"spec": spec}, owner=who, title=template.name, task_id=task_id
+            task_of(spec["taskType"]), kwargs={"spec": spec}, owner=who, title=template.name, task_id=task_id
         ),
     )
     return Task(task_id, app)

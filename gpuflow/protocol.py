@@ -8,6 +8,7 @@ Celery nor Redis.
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import threading
@@ -23,7 +24,16 @@ PROTOCOL_SCHEMA: Final = 1
 #: Longest line that the supervisor takes as one event, in bytes; a longer one is cut and becomes a log event.
 MAX_LINE_BYTES: Final = 8 * 1024 * 1024
 
-#: Event names with their required fields. Any other name is passed on as it is.
+#: A result whose JSON is larger than this goes by a file, in bytes: other events of the process need not wait for it.
+INLINE_RESULT_BYTES: Final = 1024 * 1024
+
+#: Largest result, in bytes of JSON.
+MAX_RESULT_BYTES: Final = 256 * 1024 * 1024
+
+#: The file of a large result, in the output folder; whoever supervises removes it once it is read.
+RESULT_FILE: Final = ".result.json"
+
+#: Event names with their required fields. Any other name is passed on as it is. A result may have `file` for `value`.
 EVENT_FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
     "connection": ("status",),
     "worker": ("status",),
@@ -44,6 +54,8 @@ PREEMPTED: Final = "Preempted"
 
 #: The file that makes a checkpoint folder a complete one. It comes last, by rename; without it, a folder is not read.
 CHECKPOINT_MARKER: Final = "complete.json"
+#: Task types of users' own executors: names with a dot, the first part says whose. Those of gpuflow have none.
+_USER_TYPE: Final = re.compile(r"[a-z][a-z0-9_-]{0,62}(\.[a-z0-9_-]{1,63})+")
 _CHECKPOINT: Final = re.compile(r"checkpoint-([0-9]+)")
 
 
@@ -65,7 +77,8 @@ class Request:
     """What a child is asked to do.
 
     `spec` is a canonical task spec (references resolved, aliases replaced). Paths are absolute. `gpus` are UUIDs, in
-    the order of CUDA_VISIBLE_DEVICES. `checkpoint_path` is the local folder of `checkpoint.load`, if there is one.
+    the order of CUDA_VISIBLE_DEVICES. `share_mib` is how much memory of each it may use; None: all of it.
+    `checkpoint_path` is the local folder of `checkpoint.load`, if there is one.
     """
 
     task_id: str
@@ -74,6 +87,7 @@ class Request:
     output_dir: str
     attempt: int = 1
     gpus: tuple[str, ...] = ()
+    share_mib: int | None = None
     checkpoint_dir: str | None = None
     resume_from: str | None = None
     checkpoint_path: str | None = None
@@ -96,6 +110,11 @@ class Request:
             raise ValueError(f"the request lacks {', '.join(missing)}")
         known["gpus"] = tuple(known.get("gpus") or ())
         return cls(**known)
+
+
+def is_user_type(task_type: object) -> bool:
+    """Say whether a task type has the form of a user's own (`acme.translate`), whether or not anybody runs it."""
+    return isinstance(task_type, str) and len(task_type) <= 200 and _USER_TYPE.fullmatch(task_type) is not None
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
@@ -140,6 +159,8 @@ def parse_line(line: bytes | str, at: float | None = None) -> Event:
     if not isinstance(name, str):
         return Event(name="log", data={"message": text}, at=when)
     missing = [key for key in EVENT_FIELDS.get(name, ()) if key not in raw]
+    if name == "result" and isinstance(raw.get("file"), str):
+        missing = []
     if missing or (name == "finish" and raw.get("status") not in FINISH_STATUSES):
         why = f"lacks {', '.join(missing)}" if missing else f"status {raw.get('status')!r} is unknown"
         return Event(name="log", data={"message": text, "invalid": f"event {name!r} {why}"}, at=when)
@@ -150,8 +171,11 @@ class Emitter:
     """Writes events from the child to its supervisor; safe to use from several threads.
 
     `claim_stdout()` keeps the real stdout for events and points `sys.stdout` at stderr, so that a library's print
-    ends in the log and not between the events.
+    ends in the log and not between the events. `output_dir` is set as soon as it is known.
     """
+
+    #: The output folder of the request: a large result is written there.
+    output_dir: str | None = None
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -160,8 +184,6 @@ class Emitter:
     @classmethod
     def claim_stdout(cls) -> Emitter:
         """Return an emitter on the real stdout and send all later prints of this process to stderr."""
-        import os
-
         stream = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
         os.dup2(2, 1)
         sys.stdout = sys.stderr
@@ -195,8 +217,20 @@ class Emitter:
         self.emit("checkpoint", path=path, step=step)
 
     def result(self, value: Mapping[str, Any]) -> None:
-        """Give the result value; the last one counts."""
-        self.emit("result", value=dict(value))
+        """Give the result value; the last one counts. A large one is written to a file first. Raises OSError."""
+        content = json.dumps(dict(value), ensure_ascii=False, default=str).encode("utf-8", "replace")
+        if self.output_dir is None or len(content) <= INLINE_RESULT_BYTES:
+            self.emit("result", value=dict(value))
+            return
+        place = Path(self.output_dir, RESULT_FILE)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        fresh = place.with_name(f"{RESULT_FILE}.{os.getpid()}.new")
+        try:
+            fresh.write_bytes(content)
+            fresh.replace(place)
+        finally:
+            fresh.unlink(missing_ok=True)
+        self.emit("result", file=RESULT_FILE)
 
     def finish(self, status: str = "completed", error: Mapping[str, Any] | None = None) -> None:
         """End the work: completed, failed or cancelled. `error` holds type, message and retryable."""

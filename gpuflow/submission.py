@@ -17,7 +17,7 @@ from gpuflow.errors import InvalidTemplate
 from gpuflow.fleet.seen_fleet import SeenFleet
 from gpuflow.ledger.records import new_record_fields
 from gpuflow.routing.affinity import hints
-from gpuflow.routing.families import TASK_OF_TYPE
+from gpuflow.routing.families import task_of
 from gpuflow.routing.fit import match
 from gpuflow.routing.queues import queue_name
 from gpuflow.routing.requirement import Requirement
@@ -64,8 +64,8 @@ def submission_header(
     spec = refer_large(canonical(given), lambda: data_store(app.settings, app.broker_address()))
     _refuse_uploads(spec)
     task_type = spec["taskType"]
-    if TASK_OF_TYPE.get(task_type) != name:
-        raise InvalidTemplate(f"{name} does not run taskType {task_type!r}; send it as {TASK_OF_TYPE[task_type]!r}")
+    if task_of(task_type) != name:
+        raise InvalidTemplate(f"{name} does not run taskType {task_type!r}; send it as {task_of(task_type)!r}")
     owner = options.pop("owner", None) or ""
     key = options.pop("idempotency_key", None)
     task_id = options.get("task_id") or (id_for_key(owner, key) if key else str(uuid.uuid4()))
@@ -90,7 +90,7 @@ def submission_header(
         "kind": "task",
         "id": task_id,
         "requirement": json.dumps(requirement.to_dict()),
-        "hints": hints(spec),
+        "hints": hints(spec, [queue_text] if queue is not None else [queue_name(one) for one in alternatives]),
         "fields": fields,
     }
     if len(alternatives) > 1 and queue is None:

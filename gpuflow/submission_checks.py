@@ -22,6 +22,7 @@ from gpuflow.fleet.seen_fleet import FRESH_SECONDS, READ_SHARE
 from gpuflow.fleet.worker_views import worker_views
 from gpuflow.logs import get_logger
 from gpuflow.routing.describe import describe
+from gpuflow.routing.offers import asked_name
 from gpuflow.routing.requirement import Requirement
 from gpuflow.routing.resources import requirement_from_resources
 from gpuflow.routing.situation import PASSING, Situation, judge
@@ -34,7 +35,7 @@ log = get_logger("gpuflow.submit")
 _QUIET_SECONDS: Final = 60.0
 
 
-#: Task type and alternatives.
+#: What is asked to run it (`routing.offers`), and alternatives.
 _Ask = tuple[str, tuple[Requirement, ...]]
 
 
@@ -73,12 +74,12 @@ def problems_at_submit(app: GPUFlow, template: Template, *, fail_fast: bool = Fa
     known = _known_of(app)
     now = time.monotonic()
     found = []
-    for name, task_type, alternatives in asks:
-        key = (task_type, alternatives)
+    for name, asked, alternatives in asks:
+        key = (asked, alternatives)
         quiet = not fail_fast and now - known.said.get(key, float("-inf")) <= _QUIET_SECONDS
         if quiet or key in known.served:
             continue
-        problem = problem_of(name, task_type, alternatives, workers)
+        problem = problem_of(name, asked, alternatives, workers)
         if problem is None:
             known.served.add(key)
         else:
@@ -96,11 +97,11 @@ def can_serve(app: GPUFlow, template: Template) -> bool:
 
 
 def problem_of(
-    name: str, task_type: str, alternatives: Sequence[Requirement], workers: Sequence[WorkerView]
+    name: str, executor: str, alternatives: Sequence[Requirement], workers: Sequence[WorkerView]
 ) -> str | None:
     """Return why no live worker serves any of the alternatives, or None when one does. Pure."""
     live = [worker for worker in workers if worker.state != "OFFLINE"]
-    task = TaskView(name=name, executor=task_type)
+    task = TaskView(name=name, executor=executor)
     judged: list[Situation] = []
     for ask, worker in product(alternatives, live):
         one = judge(ask, ask.queue_name(), task, worker)
@@ -117,13 +118,14 @@ def problem_of(
         queues = ",".join(dict.fromkeys(ask.queue_name() for ask in alternatives))
         return f"only their -Q keeps {names} from running {name!r}; start a worker without -Q, or with -Q {queues}"
     if capable:
-        return f"no worker takes {name!r} now: {capable[0].worker} {capable[0].text}; it waits until one does"
+        mend = f"; run {capable[0].mend} there" if capable[0].mend else ""
+        return f"no worker takes {name!r} now: {capable[0].worker} {capable[0].text}{mend}; it waits until one does"
     nearest = judged[0]
     return f"no live worker can run {name!r}: the nearest is {nearest.worker}, but the task {nearest.text}"
 
 
 def _asks(template: Template) -> list[tuple[str, str, tuple[Requirement, ...]]]:
-    """Return name, task type and alternatives of every stage whose ask is known before it runs."""
+    """Return name, what is asked to run it, and alternatives of every stage whose ask is known before it runs."""
     found = []
     for stage in template.stages:
         resources = stage.spec.get("resources") or {}
@@ -135,7 +137,7 @@ def _asks(template: Template) -> list[tuple[str, str, tuple[Requirement, ...]]]:
             raise InvalidTemplate(f"{template.source}: stage {stage.name!r}: {error}") from error
         if not resources and stage.task_type != "echo":
             alternatives = (Requirement(gpu_count=1), *alternatives)
-        found.append((stage.name, stage.task_type, alternatives))
+        found.append((stage.name, asked_name(stage.spec), alternatives))
     return found
 
 

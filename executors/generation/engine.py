@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from executors.base import bad_input
 from executors.generation.parameters import Sampling
+from executors.generation.prompts import Rendered, encoded
 from executors.generation.rows import Row
 
 if TYPE_CHECKING:
@@ -53,44 +53,73 @@ class _OccurrencePenalty(LogitsProcessor):
         )
 
 
-class Engine:
-    """A loaded model that answers batches of prompts. One thread at a time."""
+class Weights:
+    """A loaded model and its tokenizer, for any number of engines.
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> None:
-        self._model = model.eval()
-        self._tokenizer = tokenizer
-        self._sampling = sampling
+    The sampling defaults of the checkpoint would fill what a task leaves out: they are read once, here, and taken away.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.model = model.eval()
+        self.tokenizer = tokenizer
         defaults = model.generation_config
         ends = defaults.eos_token_id if defaults.eos_token_id is not None else tokenizer.eos_token_id
-        ends = [ends] if isinstance(ends, int) else list(ends or ())
-        self._end_tokens = [] if sampling.ignore_eos else ends
-        self._end_tokens = [*self._end_tokens, *sampling.stop_token_ids]
-        # Sampling defaults of the checkpoint would fill what the task leaves out: start from a clean one.
+        self.end_tokens: tuple[int, ...] = (ends,) if isinstance(ends, int) else tuple(ends or ())
         model.generation_config = GenerationConfig(
             pad_token_id=tokenizer.pad_token_id, bos_token_id=defaults.bos_token_id, eos_token_id=None
         )
         config = model.config.get_text_config()
-        self._context_tokens: int | None = getattr(config, "max_position_embeddings", None)
+        self.context_tokens: int | None = getattr(config, "max_position_embeddings", None)
 
-    def count_tokens(self, text: str) -> int:
-        """Return the number of tokens of a rendered prompt."""
-        return len(self._encode([text])["input_ids"][0])
+    def batch(self, prompts: Sequence[Rendered]) -> Any:
+        """Return rendered prompts as padded tensors.
 
-    def _encode(self, texts: Sequence[str], **options: Any) -> Any:
-        # A chat template writes its own begin token.
-        special = self._tokenizer.chat_template is None
-        return self._tokenizer(list(texts), add_special_tokens=special, **options)
+        Padded after encoding: to encode with padding changes the tokenizer, which other threads may be using.
+        """
+        return self.tokenizer.pad({"input_ids": encoded(prompts, self.tokenizer)}, return_tensors="pt")
 
-    def answer(self, texts: Sequence[str], watch: Watcher) -> list[list[Row]]:
-        """Return for each prompt its `n` finished rows. Raises ExecutorError: BadInput for too long a prompt."""
-        batch = self._encode(texts, return_tensors="pt", padding=True).to(self._model.device)
+
+class Engine:
+    """A loaded model that answers batches of prompts with one way of sampling. One thread at a time.
+
+    `model` stands in for that of the weights: the same one with adapters.
+    """
+
+    def __init__(self, weights: Weights, sampling: Sampling, model: Any = None) -> None:
+        self._weights = weights
+        self._model = weights.model if model is None else model
+        self._tokenizer = weights.tokenizer
+        self._sampling = sampling
+        self._end_tokens = [*(() if sampling.ignore_eos else weights.end_tokens), *sampling.stop_token_ids]
+        self._context_tokens = weights.context_tokens
+
+    @property
+    def sampling(self) -> Sampling:
+        """How it samples."""
+        return self._sampling
+
+    def leaves_room(self, prompt_tokens: int) -> bool:
+        """Say whether a prompt leaves room for a whole answer of max_tokens. Raises BadInput for none."""
+        return self._room(prompt_tokens) == self._sampling.max_tokens
+
+    def count_tokens(self, prompts: Sequence[Rendered]) -> list[int]:
+        """Return the number of tokens of each prompt; in any thread."""
+        return [len(tokens) for tokens in encoded(prompts, self._tokenizer)]
+
+    def answer(self, prompts: Sequence[Rendered], watch: Watcher) -> list[list[Row]]:
+        """Return for each prompt its `n` finished rows. Raises ExecutorError: BadInput for too long a prompt.
+
+        All rows have the room that the longest prompt leaves: `answers.batches` says which may go together.
+        """
+        batch = self._weights.batch(prompts).to(self._model.device)
         length = batch["input_ids"].shape[1]
         arguments = self._sampling.generate_arguments()
         arguments["max_new_tokens"] = self._room(length)
         if arguments.get("min_new_tokens"):
             arguments["min_new_tokens"] = min(arguments["min_new_tokens"], arguments["max_new_tokens"])
         rows = [
-            Row(self._sampling, self._decode, frozenset(self._end_tokens)) for _ in range(len(texts) * self._sampling.n)
+            Row(self._sampling, self._decode, frozenset(self._end_tokens))
+            for _ in range(len(prompts) * self._sampling.n)
         ]
         processors = LogitsProcessorList()
         if self._sampling.presence_penalty or self._sampling.frequency_penalty:
@@ -128,25 +157,3 @@ class Engine:
                 clean_up_tokenization_spaces=False,
             )
         )
-
-
-class Meter:
-    """Counts tokens over time. `due` is true at most once an interval, so that progress costs little."""
-
-    def __init__(self, interval_seconds: float = 0.5) -> None:
-        self._started = self._last = time.monotonic()
-        self._interval_seconds = interval_seconds
-        self.tokens = 0
-
-    def due(self) -> bool:
-        """Whether it is time to tell again."""
-        now = time.monotonic()
-        if now - self._last < self._interval_seconds:
-            return False
-        self._last = now
-        return True
-
-    def tokens_per_second(self, running: int = 0) -> float:
-        """Return the mean speed since the start; `running` are the tokens of rows not yet counted."""
-        elapsed = time.monotonic() - self._started
-        return round((self.tokens + running) / elapsed, 2) if elapsed > 0 else 0.0

@@ -66,7 +66,15 @@ def _read(entry: Any, index: int, column: str | None) -> Prompt:
     return Prompt(index=index, given=entry, messages=({"role": "user", "content": value},))
 
 
-def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, inference: Mapping[str, Any]) -> str:
+@dataclass(frozen=True, kw_only=True)
+class Rendered:
+    """The text that goes to the model; `templated` where a chat template made it, which writes its own begin token."""
+
+    text: str
+    templated: bool
+
+
+def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, inference: Mapping[str, Any]) -> Rendered:
     """Return the text that goes to the model.
 
     A tokenizer with a chat template formats the chat; without one the contents stand below each other. The system
@@ -78,21 +86,31 @@ def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, inference: Mappin
         messages.insert(0, {"role": "system", "content": system})
     template = inference.get("chat_template") or tokenizer.chat_template
     if not template:
-        return "\n\n".join(message["content"] for message in messages)
+        return Rendered(text="\n\n".join(message["content"] for message in messages), templated=False)
     generate = inference.get("add_generation_prompt")
     ends_open = messages[-1]["role"] == "assistant"
     try:
-        return str(
-            tokenizer.apply_chat_template(
-                messages,
-                chat_template=inference.get("chat_template"),
-                tokenize=False,
-                add_generation_prompt=not ends_open if generate is None else generate,
-                continue_final_message=ends_open and not generate,
-                **(inference.get("chat_template_kwargs") or {}),
-            )
+        text = tokenizer.apply_chat_template(
+            messages,
+            chat_template=inference.get("chat_template"),
+            tokenize=False,
+            add_generation_prompt=not ends_open if generate is None else generate,
+            continue_final_message=ends_open and not generate,
+            **(inference.get("chat_template_kwargs") or {}),
         )
     except Exception as error:
         if type(error).__module__.startswith("jinja2"):
             raise bad_input(f"data item {prompt.index} does not fit the chat template: {error}") from error
         raise
+    return Rendered(text=str(text), templated=True)
+
+
+def encoded(prompts: Sequence[Rendered], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Return the tokens of each prompt; in any thread. Only plain text is given the begin token of the tokenizer."""
+    tokens: dict[int, list[int]] = {}
+    for templated in (False, True):
+        chosen = [number for number, prompt in enumerate(prompts) if prompt.templated is templated]
+        if chosen:
+            found = tokenizer([prompts[number].text for number in chosen], add_special_tokens=not templated)
+            tokens |= zip(chosen, found["input_ids"], strict=True)
+    return [tokens[number] for number in range(len(prompts))]

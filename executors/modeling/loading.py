@@ -60,13 +60,16 @@ def load_tokenizer(location: Location, *, padding_side: str) -> PreTrainedTokeni
     return tokenizer
 
 
-def load_model(location: Location, options: Mapping[str, Any]) -> PreTrainedModel:
-    """Load the weights with arguments of from_pretrained; to the first GPU, if there is one and no device_map."""
+def load_model(location: Location, options: Mapping[str, Any], kind: Any = AutoModelForCausalLM) -> PreTrainedModel:
+    """Load the weights with arguments of from_pretrained; to the first GPU, if there is one and no device_map.
+
+    `kind` is the class of transformers that loads them: a language model, unless it is said.
+    """
     arguments = {**location.options, **options}
     if "torch_dtype" in arguments:
         arguments.setdefault("dtype", arguments.pop("torch_dtype"))
     arguments["dtype"] = _dtype(arguments.get("dtype", "auto"))
-    model = AutoModelForCausalLM.from_pretrained(location.place, **arguments)
+    model: PreTrainedModel = kind.from_pretrained(location.place, **arguments)
     if torch.cuda.is_available() and "device_map" not in arguments and getattr(model, "hf_quantizer", None) is None:
         model = model.to("cuda")
     return model

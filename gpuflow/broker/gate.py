@@ -12,21 +12,37 @@ ANY_TIME: Final = -1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A queue to take from now; with `most_seconds`, a task alone whose time limit is no longer."""
+    """A queue to take from now; with `most_seconds`, a task alone whose time limit is no longer.
+
+    `with_gpus` says whether its tasks get GPUs; with `warm_only`, tasks alone that a warm session here can answer. If
+    sessions that answer no more would make room for its other tasks (`yields`), those wait for a bounded time only.
+    """
 
     queue: str
     most_seconds: float = ANY_TIME
+    with_gpus: bool = False
+    warm_only: bool = False
+    yields: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Taste:
-    """Which messages of a queue a consumer takes: of some task types alone (None: all), of its models before others.
+    """Which messages of a queue a consumer takes.
 
-    A message whose model another worker has is left to that one for `patience_seconds`.
+    Of `types` alone (`routing.offers`), of `gpu_types` from queues whose tasks get GPUs; None for `types`: all of
+    gpuflow's own, and those of users in `user_types`; None for `gpu_types`: as `types`. None that the sessions in
+    `full` alone could answer here. Of its `sessions` (those with a place) and `models` before others; a message whose
+    model another worker has is left to that one for `patience_seconds`. `here` are all its sessions: what they answer
+    sooner or later need not be made room for.
     """
 
     types: tuple[str, ...] | None = None
+    gpu_types: tuple[str, ...] | None = None
+    user_types: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
+    sessions: tuple[str, ...] = ()
+    full: tuple[str, ...] = ()
+    here: tuple[str, ...] = ()
     patience_seconds: float = 0.0
 
 
@@ -60,8 +76,15 @@ class Gate(Protocol):
     def chosen_none(self) -> None:
         """Nothing was taken after `choose`."""
 
-    def taken(self, queue: str, tag: str) -> None:
-        """A message of `queue` was leased under `tag`; it uses what `choose` has held for it."""
+    def cold(self, queue: str) -> None:
+        """A message of `queue` was left where it is, as only a warm session could have taken it: make room for it."""
+
+    def taken(self, queue: str, tag: str, session: str = "", asked: str = "") -> bool:
+        """A message of `queue` was leased under `tag`: it gets a place in a session, or what `choose` has held for it.
+
+        `session` is the name of the sessions that can answer it, "" for none, `asked` what it asks to be run by
+        (`routing.offers`). False: there is no room for it any more, and it goes back to the front of its queue.
+        """
 
     def settled(self, tag: str) -> bool:
         """The message of `tag` was acknowledged, put back or lost; say whether more may be taken than before."""
@@ -92,8 +115,12 @@ class OpenGate:
     def chosen_none(self) -> None:
         """Do nothing."""
 
-    def taken(self, queue: str, tag: str) -> None:
+    def cold(self, queue: str) -> None:
         """Do nothing."""
+
+    def taken(self, queue: str, tag: str, session: str = "", asked: str = "") -> bool:
+        """Let it in."""
+        return True
 
     def settled(self, tag: str) -> bool:
         """Nothing was closed."""

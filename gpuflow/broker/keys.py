@@ -189,6 +189,10 @@ class Keys:
         """Which classes of workers serve one demand queue."""
         return f"{self.prefix}queue:{name}:classes"
 
+    def wish(self, machine: str) -> str:
+        """What a task of some worker of a machine finds no GPU for."""
+        return f"{self.prefix}gpuflow.wish:{machine}"
+
     def worker(self, worker_id: str) -> str:
         """Hash of one worker."""
         return f"{self.prefix}worker:{worker_id}"

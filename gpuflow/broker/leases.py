@@ -23,6 +23,7 @@ from gpuflow.broker.lease import Lease, Reclaim, new_token
 from gpuflow.broker.scripts import broker_script
 from gpuflow.broker.sweeper import BELL_SECONDS, Sweeper
 from gpuflow.logs import get_logger
+from gpuflow.routing.affinity import session_of
 
 log = get_logger("gpuflow.leases")
 
@@ -86,11 +87,14 @@ class LeaseTable:
         """Say that nothing more is taken, and that what runs here goes on without the consumer loop."""
         self._ticked_at = math.inf
 
-    def take(self, tag: str, queue: str, key: str = "", raw: str = "") -> None:
-        """Note a message that the pop script has leased to us: its queue, the list it came from, and its text."""
+    def take(self, tag: str, queue: str, key: str = "", raw: str = "") -> bool:
+        """Note a message that the pop script has leased to us: its queue, the list it came from, and its text.
+
+        False: there is no room for it any more; it is to be settled as `front`.
+        """
         with self._lock:
             self._leases[tag] = Lease(queue=queue, delivery=next(self._deliveries), list_key=key, raw=raw)
-        self.gate.taken(queue, tag)
+        return self.gate.taken(queue, tag, *session_of(raw))
 
     def start(self, tag: str, on_lost: Callable[[], None] | None = None) -> bool:
         """Note that work on the message begins: a cut connection no longer returns it. False if it is not ours."""

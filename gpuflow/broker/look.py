@@ -98,8 +98,18 @@ class Look:
             "groups": groups,
             "limits": [-1] * len(self.plain) + [choice.most_seconds for choice in self.chosen],
             "models": taste.models,
+            "sessions": taste.sessions,
+            "full": taste.full,
+            "user_types": taste.user_types,
             "patience": taste.patience_seconds,
         }
+        if any(choice.warm_only for choice in self.chosen):
+            how["warm_only"] = [False] * len(self.plain) + [choice.warm_only for choice in self.chosen]
+            how["here"] = taste.here
+            how["yields"] = [False] * len(self.plain) + [choice.yields for choice in self.chosen]
         if taste.types is not None:
             how["types"] = taste.types
+        if taste.gpu_types is not None:
+            how["gpu_types"] = taste.gpu_types
+            how["with_gpus"] = [False] * len(self.plain) + [choice.with_gpus for choice in self.chosen]
         return json.dumps(how)

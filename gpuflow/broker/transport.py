@@ -229,13 +229,16 @@ class Channel(stock.Channel):  # type: ignore[misc]
 
     def _read_popped(self, reply: Any) -> bool:
         gate, look = self.leases.gate, self._look
-        key, raw, names = reply or (b"", b"", [])
+        key, raw, names, cold = reply or (b"", b"", [], [])
         look.page = [bytes_to_str(name) for name in names]
-        if key:
-            self._deliver_leased(bytes_to_str(key), bytes_to_str(raw))
+        delivered = bool(key) and self._deliver_leased(bytes_to_str(key), bytes_to_str(raw))
+        if not delivered:
+            gate.chosen_none()
+            look.in_vain(time.monotonic())
+        for queue in cold:
+            gate.cold(bytes_to_str(queue))
+        if delivered:
             return True
-        gate.chosen_none()
-        look.in_vain(time.monotonic())
         fitting = gate.fitting(look.page, look.barren)
         if not fitting and len(names) == PAGE_NAMES:
             look.page = self._further()
@@ -258,12 +261,15 @@ class Channel(stock.Channel):  # type: ignore[misc]
             start += FAR_NAMES
         return []
 
-    def _deliver_leased(self, key: str, raw: str) -> None:
+    def _deliver_leased(self, key: str, raw: str) -> bool:
+        """Hand a message over; False when it had to go back."""
         queue = queue_of(key[len(self.global_keyprefix) :])
         self._look.found(queue)
         message = loads(raw)
         tag = message["properties"]["delivery_tag"]
-        self.leases.take(tag, queue, key, raw)
+        if not self.leases.take(tag, queue, key, raw):
+            self.leases.settle_surely(tag, "front")
+            return False
         if queue in self._active_queues:
             self._queue_cycle.rotate(queue)
             if queue in self._unacknowledged:
@@ -271,6 +277,7 @@ class Channel(stock.Channel):  # type: ignore[misc]
             self.connection._deliver(message, queue)
         else:
             self.connection._deliver(message, self._carrier())
+        return True
 
     def _carrier(self) -> str:
         """Return a queue whose consumer also gets the messages of demand queues, which no consumer names, or ""."""

@@ -36,6 +36,8 @@ SECTIONS: Final[dict[str, dict[str, tuple[str, str, str]]]] = {
         "gateway": ("gateway", "gateway", "Serve the results of tasks over HTTP."),
         "presets": ("presets", "presets", "List what is shipped: pipelines, models, data sets, environments."),
         "models": ("models", "models", "List, fetch, remove, export and import models."),
+        "env": ("env", "env", "Build, list and check the environments of executors."),
+        "executor": ("executor", "executor", "List the executors; run one by itself, without a broker."),
         "doctor": ("doctor", "doctor", "Check broker, GPUs, folders, environments and settings; say how to mend."),
     },
 }

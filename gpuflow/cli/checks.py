@@ -49,6 +49,7 @@ def everything(settings: Settings) -> list[Check]:
         Check(name="settings", status="ok", detail="every value can be used"),
         *broker(settings),
         *machine(),
+        *built(settings),
         *locks(settings),
         folder("results folder", settings.results_dir, "RESULTS_DIR"),
         folder("state folder", settings.state_dir, "GPUFLOW_STATE_DIR"),
@@ -206,6 +207,13 @@ def locks(settings: Settings) -> list[Check]:
     from gpuflow.cli.checks_locks import lock_directory
 
     return lock_directory(settings)
+
+
+def built(settings: Settings) -> list[Check]:
+    """Check the environments of executors that were built on this machine."""
+    from gpuflow.cli.checks_environments import built_environments
+
+    return built_environments(settings)
 
 
 def environments() -> list[Check]:

@@ -64,6 +64,9 @@ def _on_this_machine(target: str, settings: Settings) -> list[Explanation]:
     from gpuflow.fleet.hardware import probe
     from gpuflow.routing.capability import Capability
     from gpuflow.routing.views import WorkerView
+    from gpuflow.spec.user_types import usable
 
     capability = Capability.of(probe(), disk_free_mib=free_mib(settings.results_dir))
-    return explain_here(load_template(target), WorkerView(id="this machine", capability=capability))
+    own = tuple(usable(settings.executors))
+    here = WorkerView(id="this machine", capability=capability, user_types=own)
+    return explain_here(load_template(target), here)

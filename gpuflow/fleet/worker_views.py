@@ -6,7 +6,10 @@ What a worker does not tell is None there. Read from the entry's `load`, beside 
 |---|---|---|
 | `families` | list of text, or null | the demand queues of its -Q; null: it has none and serves all |
 | `executors` | list of text, or null | those of --executors; null: all |
+| `userTypes` | list of text | task types of users' own executors that are registered there |
+| `offers` | {cpu: {names, lacking}, gpu: ...} | what it runs for tasks without GPUs and with; `routing.offers` |
 | `freeGpus` | list of UUIDs | GPUs that no task of gpuflow holds, on the whole machine |
+| `sessions` | list of {model, engine, state, running, idle, gpus} | its warm models; idle ones make room for a task |
 | `freeJobs` | number, or null | how many more tasks it could start; null: no limit |
 | `foreignMib` | UUID -> MiB | GPUs that are held back because of processes outside gpuflow, and what these use |
 | `roomMib` | UUID -> MiB | what is left of each GPU for tasks that share it |
@@ -24,6 +27,7 @@ from gpuflow.fleet.registry import Fleet, WorkerEntry
 from gpuflow.ledger.ledger import Ledger
 from gpuflow.ledger.records import TaskRecord
 from gpuflow.routing.capability import CAPABILITY_SCHEMA, Capability
+from gpuflow.routing.offers import Offers
 from gpuflow.routing.queues import is_demand_queue
 from gpuflow.routing.views import Reservation, RunningTask, WorkerView
 
@@ -53,7 +57,10 @@ def view_of(entry: WorkerEntry, records: Mapping[str, TaskRecord], now: float) -
         silent_seconds=max(0.0, now - entry.heartbeat_at) if entry.heartbeat_at else None,
         families=_families(entry),
         executors=_texts(load.get("executors")),
-        free_gpus=_texts(load.get("freeGpus")),
+        user_types=_texts(load.get("userTypes")),
+        offers=_offers(load, "cpu"),
+        gpu_offers=_offers(load, "gpu"),
+        free_gpus=_free_gpus(load),
         free_jobs=load["freeJobs"] if isinstance(load.get("freeJobs"), int) else None,
         tasks=tuple(_running(task, records.get(task), now) for task in entry.tasks),
         reservation=_reservation(_mapping(load.get("reservation")), records, now),
@@ -76,6 +83,23 @@ def _families(entry: WorkerEntry) -> tuple[str, ...] | None:
     if any(not is_demand_queue(name) and not name.startswith("gpuflow.") for name in entry.queues):
         return None
     return tuple(name for name in entry.queues if is_demand_queue(name))
+
+
+def _free_gpus(load: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Return the GPUs that a task could have: those that nobody holds, and those of models that only idle there."""
+    free = _texts(load.get("freeGpus"))
+    if free is None:
+        return None
+    sessions = [_mapping(one) for one in load.get("sessions") or ()]
+    idle = [uuid for one in sessions if one.get("idle") for uuid in _texts(one.get("gpus")) or ()]
+    return tuple(dict.fromkeys([*free, *idle]))
+
+
+def _offers(load: Mapping[str, Any], kind: str) -> Offers | None:
+    try:
+        return Offers.from_dict(_mapping(load.get("offers"))[kind])
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None  # an older worker, or one without GPUs
 
 
 def _running(task_id: str, record: TaskRecord | None, now: float) -> RunningTask:

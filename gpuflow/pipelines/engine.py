@@ -26,7 +26,7 @@ from gpuflow.pipelines.plan import plan
 from gpuflow.pipelines.records import PipelineRecord, PipelineState, StageRecord, StageState
 from gpuflow.pipelines.resolve import task_specs
 from gpuflow.pipelines.store import PipelineStore
-from gpuflow.routing.families import CONTROL_QUEUE, TASK_OF_TYPE
+from gpuflow.routing.families import CONTROL_QUEUE, task_of
 from gpuflow.spec import Template
 
 log = get_logger("gpuflow.pipelines")
@@ -139,7 +139,7 @@ class Engine:
         nudge = self.app.signature(SETTLE_TASK, args=(record.id,), immutable=True, options={"queue": CONTROL_QUEUE})
         header = [
             self.app.signature(
-                TASK_OF_TYPE[spec["taskType"]],
+                task_of(spec["taskType"]),
                 kwargs={"spec": spec},
                 options={
                     "task_id": task_id,

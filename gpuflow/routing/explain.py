@@ -11,7 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from gpuflow.protocol import is_user_type
 from gpuflow.routing.describe import ago, describe
+from gpuflow.routing.offers import task_type_of
 from gpuflow.routing.requirement import Requirement
 from gpuflow.routing.resources import format_resources
 from gpuflow.routing.situation import PASSING, Situation, judge
@@ -162,9 +164,17 @@ def _who(capable: Sequence[Situation]) -> str:
 
 def _kept(queue: QueueView, task: TaskView, capable: Sequence[Situation]) -> str:
     """Return why the capable workers will not take it, and the mend if there is one for all."""
+    task_type = task_type_of(task.executor)
+    lacking = [one for one in capable if one.mend]
     mends = {
         "restricted": f"start one without -Q, or with -Q {queue.name}",
-        "no_executor": f"start one without --executors, or with {task.executor} among them",
+        "no_executor": (
+            f"run {lacking[0].mend} on the machine of {lacking[0].worker}"
+            if lacking
+            else f"install the package of {task_type} there and start it again"
+            if is_user_type(task_type)
+            else f"start one without --executors, or with {task_type} among them"
+        ),
         "draining": "start another one",
         "offline": "start it again",
     }

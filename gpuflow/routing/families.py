@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from gpuflow.protocol import is_user_type
+
 #: Served by every worker in slots of its own, whatever its -Q, load or drain state.
 CONTROL_QUEUE: Final = "gpuflow.control"
 
@@ -23,5 +25,13 @@ TASK_OF_TYPE: Final[dict[str, str]] = {
     "container": "gpuflow.container",
 }
 
+#: The Celery task of all task types of users' own executors.
+USER_TASK: Final = "gpuflow.executor"
+
 #: Celery tasks that run an executor under supervision and have a task record.
-SUPERVISED_TASKS: Final = frozenset(TASK_OF_TYPE.values())
+SUPERVISED_TASKS: Final = frozenset({*TASK_OF_TYPE.values(), USER_TASK})
+
+
+def task_of(task_type: str) -> str:
+    """Return the name of the Celery task that runs a task type. Raises KeyError for what is no task type."""
+    return USER_TASK if is_user_type(task_type) else TASK_OF_TYPE[task_type]

@@ -101,3 +101,10 @@ def _labels(ask: Requirement, capability: Capability) -> Iterator[Reason]:
             yield reason("label", asked, "no such label", "the worker has no such label")
         elif glob and not fnmatchcase(value, glob):
             yield reason("label", asked, f"{key}={value}", f"the worker has {key}={value}")
+
+
+def shared_mib(asked: Requirement, capability: Capability, gpus: tuple[str, ...]) -> int | None:
+    """Return how many MiB of its one GPU a sharing task gets; None for whole GPUs."""
+    if not asked.shares:
+        return None
+    return next(share_mib(asked, gpu) for gpu in capability.gpus if gpu.uuid in gpus)

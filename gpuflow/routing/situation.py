@@ -9,9 +9,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from gpuflow.protocol import is_user_type
 from gpuflow.routing.capability import Capability, GpuCapability
 from gpuflow.routing.describe import ago
 from gpuflow.routing.fit import match, nearness
+from gpuflow.routing.offers import Lack, in_words, task_type_of
 from gpuflow.routing.queues import family_matches
 from gpuflow.routing.reasons import Reason
 from gpuflow.routing.requirement import Requirement
@@ -32,7 +34,10 @@ _MAX_NAMED: Final = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
-    """`text` goes on after the worker's name: "is busy with train (7aa1)"; `reasons` are there only if it is unfit."""
+    """`text` goes on after the worker's name: "is busy with train (7aa1)"; `reasons` are there only if it is unfit.
+
+    `mend` is the command that mends it on that worker's machine, where there is one.
+    """
 
     worker: str
     kind: Kind
@@ -40,6 +45,7 @@ class Situation:
     reasons: tuple[Reason, ...] = ()
     nearness: float = 0.0
     tasks: tuple[RunningTask, ...] = ()
+    mend: str = ""
 
     @property
     def fits(self) -> bool:
@@ -77,8 +83,21 @@ def judge(ask: Requirement, queue: str, task: TaskView, worker: WorkerView) -> S
             reasons=fit.reasons,
             nearness=nearness(fit),
         )
-    kind, text = _kept_away(queue, task, worker) or _occupied(ask, task, worker) or ("free", "is free")
-    return Situation(worker=worker.id, kind=kind, text=text, tasks=worker.tasks)
+    lack = _lack(ask, task, worker)
+    kept: tuple[Kind, str] | None = _kept_away(queue, task, worker)
+    if kept is None and lack is not None:
+        kept = "no_executor", f"has no executor {in_words(task.executor)}: {lack.why}"
+    kind, text = kept or _occupied(ask, task, worker) or ("free", "is free")
+    mend = lack.mend if lack is not None and kind == "no_executor" else ""
+    return Situation(worker=worker.id, kind=kind, text=text, tasks=worker.tasks, mend=mend)
+
+
+def _lack(ask: Requirement, task: TaskView, worker: WorkerView) -> Lack | None:
+    """Return what keeps a worker from offering what a task asks to be run by."""
+    offers = worker.gpu_offers if ask.gpu_count and worker.gpu_offers is not None else worker.offers
+    if offers is None or not task.executor or task.executor in offers.names:
+        return None
+    return offers.lacking.get(task.executor) or Lack(why="no executor and no environment there has that name")
 
 
 def _kept_away(queue: str, task: TaskView, worker: WorkerView) -> tuple[Kind, str] | None:
@@ -90,11 +109,14 @@ def _kept_away(queue: str, task: TaskView, worker: WorkerView) -> tuple[Kind, st
         return "draining", "is draining: it ends what it runs and takes nothing new"
     if not worker.enabled:
         return "disabled", "is disabled: it takes nothing until it is enabled again"
-    if worker.executors is not None and task.executor and task.executor not in worker.executors:
+    task_type = task_type_of(task.executor)
+    if worker.executors is not None and task_type and task_type not in worker.executors:
         return (
             "no_executor",
-            f"has no executor {task.executor}: it was started with --executors {','.join(worker.executors)}",
+            f"has no executor {task_type}: it was started with --executors {','.join(worker.executors)}",
         )
+    if is_user_type(task_type) and task_type not in (worker.user_types or ()):
+        return "no_executor", f"has no executor {task_type}: no package there registers it, nor GPUFLOW_EXECUTORS"
     if worker.families is not None and not any(family_matches(queue, family) for family in worker.families):
         served = ",".join(worker.families)
         return "restricted", f"does not serve {queue}: " + (

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gpuflow.routing.capability import Capability
+from gpuflow.routing.offers import Offers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +36,11 @@ class WorkerView:
     """A worker. `state` is that of the registry.
 
     `families` are the demand queues of its -Q (None: it has none, it serves all), `executors` those of its
-    --executors (None: all), `free_gpus` the UUIDs that no task of gpuflow holds, `free_jobs` how many more
-    tasks it could start, `foreign_mib` what processes outside gpuflow hold, by the UUID of each GPU that is
-    held back for it, `room_mib` what is left of each GPU for tasks that share it.
+    --executors (None: all), `user_types` the users' own task types that it can run, `offers` what it runs for tasks
+    without GPUs and `gpu_offers` for those with (None: not told), `free_gpus` the UUIDs that
+    a task could have now, `free_jobs` how many more tasks it could start, `foreign_mib` what processes outside
+    gpuflow hold, by the UUID of each GPU that is held back for it, `room_mib` what is left of each GPU for tasks
+    that share it.
     """
 
     id: str
@@ -47,6 +50,9 @@ class WorkerView:
     silent_seconds: float | None = None
     families: tuple[str, ...] | None = None
     executors: tuple[str, ...] | None = None
+    user_types: tuple[str, ...] | None = None
+    offers: Offers | None = None
+    gpu_offers: Offers | None = None
     free_gpus: tuple[str, ...] | None = None
     free_jobs: int | None = None
     tasks: tuple[RunningTask, ...] = ()
@@ -69,8 +75,9 @@ class QueueView:
 class TaskView:
     """A task; without a state it has not been submitted.
 
-    `wait_seconds` is how long it must wait before its next attempt, `avoids` the worker on which it failed
-    and which it is kept from for `avoid_seconds`, `worker` where it runs, since `running_seconds`.
+    `executor` is its task type, or what it asks to be run by (`routing.offers`), `wait_seconds` how long it must wait
+    before its next attempt, `avoids` the worker on which it failed and which it is kept from for `avoid_seconds`,
+    `worker` where it runs, since `running_seconds`.
     """
 
     name: str

@@ -64,6 +64,10 @@ def _setting(env_name: str, default: Any, hint: str, *, secret: bool = False) ->
     return Field(default=default, description=hint, json_schema_extra=extra, validate_default=True)
 
 
+#: The settings whose value is a path.
+_FOLDERS: Final = ("results_dir", "cache_dir", "state_dir", "env_dir", "secrets_dir", "valkey_server", "lock_dir")
+
+
 class Settings(BaseModel):
     """All settings. `Settings()` holds the defaults; `Settings.load()` reads environment and file."""
 
@@ -117,6 +121,7 @@ class Settings(BaseModel):
         "GPUFLOW_MODEL_CACHE_MAX_BYTES", None, "a size such as 200GB, or bytes"
     )
     state_dir: Path = _setting("GPUFLOW_STATE_DIR", "~/.local/state/gpuflow", "a folder")
+    env_dir: Path = _setting("GPUFLOW_ENV_DIR", "~/.local/share/gpuflow/environments", "a folder on a local disk")
     grace_seconds: Seconds = _setting("GPUFLOW_GRACE_SEC", 10, "seconds from SIGTERM to SIGKILL, such as 10")
     notice_seconds: Seconds = _setting("GPUFLOW_NOTICE_SEC", 30, "seconds a preempted task has to save its state")
     submit_timeout_seconds: Seconds = _setting(
@@ -129,14 +134,20 @@ class Settings(BaseModel):
     model_patience_seconds: Duration = _setting(
         "GPUFLOW_MODEL_PATIENCE_SEC", 2.0, "seconds that a task is left to a worker that has its model"
     )
+    session_idle_seconds: Duration = _setting(
+        "GPUFLOW_SESSION_IDLE_SEC", 300.0, "seconds that a model stays loaded without work; 0: not at all"
+    )
     lock_dir: Path | None = _setting(
         "GPUFLOW_LOCK_DIR", None, "a folder on a local disk that every worker of the machine shares"
+    )
+    executors: Names = _setting(
+        "GPUFLOW_EXECUTORS", (), "owner.name=module:Class or owner.name=/path/file.py:Class, separated by commas"
     )
     valkey_server: Path | None = _setting("GPUFLOW_VALKEY_SERVER", None, "the path of a valkey-server")
 
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
 
-    @field_validator("results_dir", "cache_dir", "state_dir", "secrets_dir", "valkey_server", "lock_dir", mode="after")
+    @field_validator(*_FOLDERS, mode="after")
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
         return None if value is None else value.expanduser().absolute()
@@ -259,27 +270,27 @@ def _shown(name: str, value: Any) -> str:
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
-_FOLDERS: Final = ("results_dir", "cache_dir", "state_dir", "secrets_dir", "valkey_server", "lock_dir")
-
-
 def _default_folders(env: Mapping[str, str], cwd: Path) -> Iterator[tuple[str, sources.RawValue]]:
     """Yield the folders whose default depends on the environment: the XDG base directories, and the home."""
-    for name, variable, fallback in (
-        ("cache_dir", "XDG_CACHE_HOME", "~/.cache"),
-        ("state_dir", "XDG_STATE_HOME", "~/.local/state"),
+    for name, variable, fallback, below in (
+        ("cache_dir", "XDG_CACHE_HOME", "~/.cache", "gpuflow"),
+        ("state_dir", "XDG_STATE_HOME", "~/.local/state", "gpuflow"),
+        ("env_dir", "XDG_DATA_HOME", "~/.local/share", "gpuflow/environments"),
     ):
         base = env.get(variable, "")
         absolute = Path(base).is_absolute()  # the XDG specification: a relative path is to be ignored
         source = f"default, under {variable}" if absolute else "default"
         yield (
             name,
-            sources.RawValue(value=f"{base if absolute else fallback}/gpuflow", source=source, folder=cwd),
+            sources.RawValue(value=f"{base if absolute else fallback}/{below}", source=source, folder=cwd),
         )
     yield "results_dir", sources.RawValue(value="./results_workers", source="default", folder=cwd)
 
 
 def _located(name: str, item: sources.RawValue, env: Mapping[str, str]) -> Any:
     """Return the value to validate: a path made absolute by the folder of its source."""
+    if name == "executors":
+        return sources.executor_places(item)
     if name not in _FOLDERS or not isinstance(item.value, str):
         return item.value
     text = item.value

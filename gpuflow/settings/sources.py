@@ -72,6 +72,22 @@ def store_url(url: str) -> str:
     return url.rstrip("/") if parts.path.strip("/") else url
 
 
+def executor_places(item: RawValue) -> Any:
+    """Return the entries of GPUFLOW_EXECUTORS with their files (`owner.name=./file.py:Class`) as absolute paths."""
+    entries = item.value.split(",") if isinstance(item.value, str) else item.value
+    if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
+        return item.value
+    return tuple(_absolute_place(entry.strip(), item.folder) for entry in entries if entry.strip())
+
+
+def _absolute_place(entry: str, folder: Path) -> str:
+    task_type, separator, place = entry.partition("=")
+    file, colon, name = place.strip().rpartition(":")
+    if not file.endswith(".py"):
+        return entry
+    return f"{task_type}{separator}{folder / Path(file).expanduser()}{colon}{name}"
+
+
 def config_file(env: Mapping[str, str], cwd: Path) -> Path | None:
     """Return the settings file in use, or None. Raises InvalidSettings when GPUFLOW_CONFIG names none."""
     named = env.get(CONFIG_FILE_VARIABLE, "").strip()

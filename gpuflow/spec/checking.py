@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
+from gpuflow.protocol import is_user_type
 from gpuflow.spec.fields import check_section
 from gpuflow.spec.graph_template import render
 from gpuflow.spec.models_task import TaskSpec
@@ -29,11 +30,14 @@ from gpuflow.spec.sections import (
     TASK_TYPES,
     TRAINING_SCHEMAS,
     USED_BY,
+    is_used,
     training_section,
 )
 
 #: Longest path of unknown fields that are taken out one after the other before giving up.
 _MAX_PASSES: Final = 4
+#: Sections of which one field is what a task needs.
+_SHOWN: Final = {"model": "model.source", "embedding": "embedding.model"}
 
 
 def canonical(spec: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,17 +95,18 @@ def _task_type(spec: dict[str, Any], findings: Findings) -> str | None:
         findings.add(("taskType",), f"is required and missing; give {one_of(TASK_TYPES)}")
         spec["taskType"] = "echo"
         return None
-    if task_type not in TASK_TYPES:
+    if task_type not in TASK_TYPES and not is_user_type(task_type):
         near = suggest(task_type, TASK_TYPES) if isinstance(task_type, str) else ""
-        findings.add(("taskType",), f"is {show(task_type)}; it must be {one_of(TASK_TYPES)}{near}")
+        others = "or the owner.name of a user's own"
+        findings.add(("taskType",), f"is {show(task_type)}; it must be {one_of(TASK_TYPES)}, {others}{near}")
         spec["taskType"] = "echo"
         return None
     return str(task_type)
 
 
 def _check_use(spec: dict[str, Any], task_type: str, findings: Findings, *, foreign: bool) -> None:
-    for section in [name for name in spec if name in USED_BY and task_type not in USED_BY[name]]:
-        users = one_of(sorted(USED_BY[section]))
+    for section in [name for name in spec if not is_used(name, task_type)]:
+        users = one_of(sorted(USED_BY[section])) if USED_BY[section] else "users' own task types (owner.name)"
         message = f"is not used by taskType {task_type}; it belongs to {users}"
         if foreign:
             findings.warn((section,), f"is not used: {message}")
@@ -111,16 +116,21 @@ def _check_use(spec: dict[str, Any], task_type: str, findings: Findings, *, fore
 
 
 def _check_needs(spec: dict[str, Any], task_type: str, findings: Findings) -> None:
-    for need in NEEDS[task_type]:
+    for need in NEEDS.get(task_type, ()):
         choice = (need,) if isinstance(need, str) else need
         if not any(_has(spec, section) for section in choice):
-            what = one_of("model.source" if name == "model" else name for name in choice)
+            what = one_of(_SHOWN.get(name, name) for name in choice)
             findings.add((choice[0],), f"is missing: taskType {task_type} needs {what}")
+    section = spec.get("embedding")
+    if task_type == "rag" and isinstance(section, dict) and section.get("model") is None:
+        findings.add(("embedding", "model"), "is required and missing")
 
 
 def _has(spec: Mapping[str, Any], section: str) -> bool:
     """Whether a section is there; a model may also come whole from a checkpoint."""
     value = spec.get(section)
+    if section == "embedding":
+        return value is not None and (not isinstance(value, dict) or value.get("model") is not None)
     if section != "model":
         return value is not None
     return bool(spec.get("checkpoint")) or (value is not None and (not isinstance(value, dict) or "source" in value))

@@ -76,9 +76,9 @@ class Qdrant(Strict):
 
 
 class Embedding(Strict):
-    """The model that makes vectors."""
+    """How vectors are made. `model` is for rag; for embedding it is another way to write model.source."""
 
-    model: Name
+    model: Name | None = None
     normalize: Flag | None = None
     batch_size: Whole | None = Field(None, ge=1, le=65536)
     query_prefix: str | None = None

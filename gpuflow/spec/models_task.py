@@ -5,18 +5,36 @@ Used by `checking`. The sections training, lora, inference and model.vllm are pl
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import re
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, model_validator
 
+from gpuflow.protocol import is_user_type
 from gpuflow.spec.models_data import Data, Generation, RewardModel
 from gpuflow.spec.models_kinds import Checkpoint, Command, Container, Echo, Embedding, Model, Output, Qdrant, Search
 from gpuflow.spec.models_resources import Resources
 from gpuflow.spec.models_types import Duration, EnvName, Flag, Name, Number, Strict, Text, Whole
+from gpuflow.spec.report import one_of, show
+from gpuflow.spec.sections import TASK_TYPES
 
-TaskType = Literal[
-    "echo", "inference", "embedding", "rag", "sft", "lora_sft", "dpo", "ppo", "grpo", "reward", "command", "container"
-]
+_ENVIRONMENT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def _known_type(value: str) -> str:
+    if value not in TASK_TYPES and not is_user_type(value):
+        raise ValueError(f"is {show(value)}; it must be {one_of(TASK_TYPES)}, or the owner.name of a user's own")
+    return value
+
+
+def _environment_name(value: str) -> str:
+    if _ENVIRONMENT.fullmatch(value) is None:
+        raise ValueError(f"is {show(value)}; an environment's name has letters, digits, '.', '_' and '-'")
+    return value
+
+
+TaskType = Annotated[str, AfterValidator(_known_type)]
+EnvironmentName = Annotated[str, AfterValidator(_environment_name)]
 
 
 class Retry(Strict):
@@ -61,6 +79,7 @@ class TaskSpec(Strict):
     echo: Echo | None = None
     command: Command | None = None
     container: Container | None = None
+    parameters: dict[str, Any] | None = Field(None, description="Of a user's own task type")
     output: Output | None = None
     parallel: Parallel | None = None
     env: dict[EnvName, Text] | None = Field(None, description="Environment of the child")
@@ -71,9 +90,18 @@ class TaskSpec(Strict):
     priority: Whole | None = Field(None, ge=0, le=9, description="9 first; 5 where unset")
     merge: Literal["auto", "always", "never"] | None = None
     target: Literal["worker", "local", "auto"] | None = None
-    environment: Name | None = Field(None, description="A shipped environment preset for the executor")
+    engine: Literal["auto", "vllm", "transformers"] | None = Field(
+        None, description="What answers; auto: vLLM where its environment works, else transformers"
+    )
+    environment: EnvironmentName | None = Field(None, description="The environment that the executor runs in")
     sloSeconds: Number | None = Field(None, gt=0, le=315_360_000)  # noqa: N815
     resultTtlSeconds: Number | None = Field(None, ge=0, le=315_360_000)  # noqa: N815
+
+    @model_validator(mode="after")
+    def _one_way_to_run(self) -> Self:
+        if self.environment is not None and self.engine not in (None, "auto"):
+            raise ValueError(f"has engine {self.engine} and environment {show(self.environment)}; keep one of them")
+        return self
 
 
 class Metadata(Strict):

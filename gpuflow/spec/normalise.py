@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any, Final
 
+from gpuflow.spec.presets import list_presets
 from gpuflow.spec.references import walk_references
 from gpuflow.spec.report import Findings, Path, show
 
@@ -33,6 +34,8 @@ _SUFFIXES: Final = {
     ".tsv": "csv",
     ".parquet": "parquet",
 }
+#: What a path begins with, as no id on the hub does.
+_PATHS: Final = ("/", "./", "../", "~")
 _ENV_STYLE: Final = re.compile(r"(?<!\$)\$\{([A-Z_][A-Z0-9_]*)\}")
 
 Renames = dict[Path, Path]
@@ -44,6 +47,8 @@ def normalise(spec: dict[str, Any], findings: Findings, *, foreign: bool) -> Ren
     if foreign:
         _foreign(spec, renamed)
     _resources(spec, findings, renamed)
+    if spec.get("taskType") == "embedding" and isinstance(spec.get("embedding"), dict):
+        _embedding_model(spec, spec["embedding"], findings, renamed)
     _model(spec)
     if isinstance(spec.get("command"), str | list):
         spec["command"] = {"command": spec["command"]}
@@ -82,6 +87,22 @@ def _model(spec: dict[str, Any]) -> None:
     source = model.get("source") if isinstance(model, dict) else None
     if isinstance(source, dict) and source.get("type") is None and "identifier" in source:
         source["type"] = "huggingface"
+
+
+def _embedding_model(spec: dict[str, Any], section: dict[str, Any], findings: Findings, renamed: Renames) -> None:
+    """`embedding.model: NAME` is model.source: a shipped preset, a path, or a hub id."""
+    name, model = section.get("model"), spec.get("model") or {}
+    if not isinstance(name, str) or not isinstance(model, dict) or "${" in name:
+        return
+    if model.get("source") is None:
+        kind = "preset" if name in list_presets("models") else "local" if name.startswith(_PATHS) else "huggingface"
+        spec["model"] = {**model, "source": {"identifier": name, "type": kind}}
+        renamed["model", "source"] = renamed["model", "source", "identifier"] = ("embedding", "model")
+    elif not isinstance(model["source"], dict) or model["source"].get("identifier") != name:
+        findings.warn(("embedding", "model"), "is not used: model.source says which model")
+    del section["model"]
+    if not section:
+        del spec["embedding"]
 
 
 def _data(data: dict[str, Any], findings: Findings, renamed: Renames, *, foreign: bool) -> None:

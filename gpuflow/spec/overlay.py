@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from gpuflow.spec.report import Path
-from gpuflow.spec.sections import USED_BY
+from gpuflow.spec.sections import USED_BY, is_used
 
 #: Mappings whose `type` says which other fields make sense: with another type, the base's fields are not merged in.
 TYPED: Final[frozenset[Path]] = frozenset(
@@ -44,8 +44,8 @@ def stage_spec(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any
     task_type = merged.get("taskType")
     unused = [
         section
-        for section, users in USED_BY.items()
-        if section in merged and section not in own and isinstance(task_type, str) and task_type not in users
+        for section in USED_BY
+        if section in merged and section not in own and isinstance(task_type, str) and not is_used(section, task_type)
     ]
     return {key: value for key, value in merged.items() if key not in unused}
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from gpuflow.protocol import is_user_type
 from gpuflow.spec import bounds
 from gpuflow.spec.bounds import Bound
 
@@ -23,11 +24,12 @@ TRAINING_SCHEMAS: Final[Mapping[str, str]] = {
 
 _TRAINERS: Final = frozenset(TRAINING_SCHEMAS)
 
-#: Section -> the task types that use it. A section that is not here is common to all.
+#: Section -> the task types of gpuflow that use it. A section that is not here is common to all.
 USED_BY: Final[Mapping[str, frozenset[str]]] = {
     "training": _TRAINERS,
     "lora": _TRAINERS - {"sft"},
-    "inference": frozenset({"inference", "embedding", "rag"}),
+    "inference": frozenset({"inference", "rag"}),
+    "engine": frozenset({"inference", "embedding", "rag"}),
     "reward_model": frozenset({"ppo", "grpo"}),
     "generation": frozenset({"ppo", "grpo"}),
     "qdrant": frozenset({"rag"}),
@@ -38,7 +40,11 @@ USED_BY: Final[Mapping[str, frozenset[str]]] = {
     "echo": frozenset({"echo"}),
     "command": frozenset({"command"}),
     "container": frozenset({"container"}),
+    "parameters": frozenset(),
 }
+
+#: Sections that users' own executors use, beside those that are common to all.
+_USED_BY_USERS: Final = frozenset({"parameters", "checkpoint", "inference", "lora"})
 
 #: Task type -> sections of which each must be there; a tuple is a choice.
 NEEDS: Final[Mapping[str, tuple[str | tuple[str, ...], ...]]] = {
@@ -55,6 +61,13 @@ NEEDS: Final[Mapping[str, tuple[str | tuple[str, ...], ...]]] = {
     "container": ("container",),
     "echo": (),
 }
+
+
+def is_used(section: str, task_type: str) -> bool:
+    """Say whether a task type uses a section."""
+    if section not in USED_BY:
+        return True
+    return section in _USED_BY_USERS if is_user_type(task_type) else task_type in USED_BY[section]
 
 
 @dataclass(frozen=True, kw_only=True)

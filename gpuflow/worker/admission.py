@@ -12,18 +12,23 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final
 
-from gpuflow.broker.gate import ANY_TIME, Choice, Taste
+from gpuflow.broker.gate import Choice, Taste
 from gpuflow.fleet.gpu_locks import Hold
 from gpuflow.routing.capability import Capability
 from gpuflow.routing.families import CONTROL_QUEUE
-from gpuflow.routing.fit import match, share_mib
+from gpuflow.routing.fit import match, shared_mib
 from gpuflow.routing.queues import is_demand_queue
 from gpuflow.routing.requirement import Requirement
+from gpuflow.worker.books import Books
 from gpuflow.worker.demands import Demands
 from gpuflow.worker.machine_gpus import MachineGpus
+from gpuflow.worker.offering import Offering
 from gpuflow.worker.recent_models import RecentModels
 from gpuflow.worker.reserving import Reserving, Room
-from gpuflow.worker.slots import CONTROL_SLOTS, Allocation, Limits, SlotClass
+from gpuflow.worker.rooms import Rooms
+from gpuflow.worker.sessions.neighbours import Neighbours
+from gpuflow.worker.sessions.pool import Sessions
+from gpuflow.worker.slots import Allocation, Limits, SlotClass
 
 #: So many demand queues are named in one pop at most.
 MOST_CHOSEN: Final = 8
@@ -39,19 +44,26 @@ class Admission:
         gpus: MachineGpus,
         reserving: Reserving,
         *,
-        types: tuple[str, ...] | None = None,
+        offering: Offering | None = None,
         patience_seconds: float = 0.0,
+        sessions: Sessions | None = None,
+        neighbours: Neighbours | None = None,
     ) -> None:
         self.demands = demands
         self.limits = limits
         self.reserving = reserving
         self.models = RecentModels()
         self.draining = False
-        self._types = types
+        self._offering = offering
         self._patience_seconds = patience_seconds
         self._gpus = gpus
-        self._held: dict[str, Allocation] = {}
+        self.sessions = sessions
+        self._neighbours = neighbours
+        self._books = Books(limits=limits, sessions=sessions)
+        self._held = self._books.held
+        self._rooms = Rooms(demands, gpus, reserving, self._books)
         self._chosen: Hold | None = None
+        self._warm_only: set[str] = set()
         self._machine = gpus.group()
         self._lock = threading.RLock()
 
@@ -64,9 +76,9 @@ class Admission:
 
     @property
     def waits_as(self) -> str:
-        """The class of this worker while it could take a job; "" otherwise."""
+        """The class of this worker while it could take a job, or a request to a warm session; "" otherwise."""
         with self._lock:
-            return self.demands.name if self._takes_jobs() else ""
+            return self.demands.name if self._takes_jobs() or self._warm_names() else ""
 
     @property
     def machine(self) -> str:
@@ -81,7 +93,16 @@ class Admission:
     @property
     def taste(self) -> Taste:
         """Which messages of a queue this worker takes first, and which not at all."""
-        return Taste(types=self._types, models=self.models.names(), patience_seconds=self._patience_seconds)
+        offers = self._offering
+        return Taste(
+            types=None if offers is None else tuple(offers.plain.names),
+            gpu_types=None if offers is None or offers.same else tuple(offers.with_gpus.names),
+            models=self.models.names(),
+            sessions=self._warm_names(),
+            full=self.sessions.full() if self.sessions is not None else (),
+            here=self.sessions.here() if self.sessions is not None else (),
+            patience_seconds=self._patience_seconds,
+        )
 
     def woken_for(self, queue: str) -> None:
         """Say of a queue of which the doorbell told whether this class serves it."""
@@ -91,7 +112,7 @@ class Admission:
         """Return the demand queues of `ready`, without the barren ones, whose next message could start now."""
         served = self._served(ready, barren)
         with self._lock:
-            return [queue for queue, _ in self._rooms(served, ready)]
+            return [queue for queue, _ in self._rooms_of(served, ready)]
 
     def choose(self, ready: Sequence[str], barren: Collection[str] = ()) -> list[Choice]:
         """Take the GPUs for the first queue that fits; return it, and others that what is held now would serve.
@@ -104,25 +125,41 @@ class Admission:
         waiting: list[tuple[str, Room]] = []
         first: tuple[Requirement, tuple[str, ...]] | None = None
         with self._lock:
-            for queue, room in self._rooms(served, ready):
+            for queue, room in self._rooms_of(served, ready):
                 waiting.append((queue, room))
-                first = first or self._hold_for(self._asked(queue), room)
+                first = first or self._hold_for(self._rooms.asked(queue), room)
                 if first is None:
                     continue
-                chosen += [
-                    Choice(queue=name, most_seconds=its.most_seconds)
-                    for name, its in waiting
-                    if self._served_by(name, its, *first)
-                ]
+                chosen += [self._choice(name, its) for name, its in waiting if self._rooms.serves(name, its, *first)]
                 waiting.clear()
                 if len(chosen) >= MOST_CHOSEN and (first[1] or not self.capability.gpus):
                     break
-        return chosen[:MOST_CHOSEN]
+            chosen = chosen[:MOST_CHOSEN]
+            rest = [queue for queue in served if queue not in {choice.queue for choice in chosen}]
+            warm = self._rooms.warm(rest, most=MOST_CHOSEN - len(chosen), beyond=self._neighbours is not None)
+            self._warm_only = {choice.queue for choice in warm}
+            return chosen + warm
+
+    def cold(self, queue: str) -> None:
+        """Close sessions that idle, as many as must go for the next task of a queue; it begins when they are gone.
+
+        Where that does not help, other workers of the machine are asked to close theirs.
+        """
+        asked = self.demands.requirement(queue)
+        if asked is None or not self._takes_jobs() or self.make_room(asked, f"a task of {queue} waits for its place"):
+            return
+        if self._neighbours is not None and asked.gpu_count:
+            self._neighbours.wish(asked)
+
+    def make_room(self, asked: Requirement, why: str) -> bool:
+        """Close sessions that idle until this would fit; say whether it will."""
+        with self._lock:
+            return self._rooms.make(asked, why)
 
     def _hold_for(self, asked: Requirement, room: Room) -> tuple[Requirement, tuple[str, ...]] | None:
         """Take the GPUs for a task; return its ask with them, None when they cannot be had."""
         gpus = match(asked, room.capability).gpus if asked.gpu_count else ()
-        hold = self._gpus.take(gpus, _share(asked, room.capability, gpus)) if gpus else None
+        hold = self._gpus.take(gpus, shared_mib(asked, room.capability, gpus)) if gpus else None
         if hold is None and asked.gpu_count:
             return None
         self._chosen = hold
@@ -135,21 +172,49 @@ class Admission:
             if chosen is not None:
                 self._gpus.release(chosen, wait_seconds=0)
 
-    def taken(self, queue: str, tag: str) -> None:
-        """Hold a slot, and what the queue asks for, for the message of `tag`."""
+    def taken(self, queue: str, tag: str, session: str = "", asked: str = "") -> bool:
+        """Hold a place in a warm session for the message of `tag`, or a slot and what its queue asks for.
+
+        False when there is neither: the session that could have answered it has ended since the queue was chosen.
+        """
         with self._lock:
             slot = self.slot_of(queue)
             allocation = Allocation(queue=queue, slot=slot)
-            if slot == "job":
-                allocation.requirement = self.demands.requirement(queue)
-                if allocation.requirement is not None and allocation.requirement.gpu_count:
-                    allocation.hold, self._chosen = self._chosen, None
-                self.limits.jobs_taken += 1
-                self.reserving.taken(queue)
+            if slot == "job" and not self._place(queue, tag, allocation, session, asked):
+                self.chosen_none()
+                return False
             self._held[tag] = allocation
             self.chosen_none()
         if slot == "job":
             self.demands.tell(queue)
+            if self._neighbours is not None:
+                self._neighbours.granted()
+        return True
+
+    def _place(self, queue: str, tag: str, allocation: Allocation, session: str, asked: str) -> bool:
+        """Give the message of a demand queue its place; False where it has none."""
+        requirement = self.demands.requirement(queue)
+        needs_gpus = requirement is not None and requirement.gpu_count > 0
+        sessions = self.sessions if session and self._keeps_warm(asked, gpus=needs_gpus) else None
+        if sessions is not None and sessions.join(session, tag):
+            allocation.slot, allocation.session = "request", session
+            return True
+        if queue in self._warm_only or (needs_gpus and self._chosen is None):
+            return False
+        hold: Hold | None = None
+        if needs_gpus:
+            hold, self._chosen = self._chosen, None
+        if sessions is not None:
+            allocation.slot, allocation.session = "request", session
+            sessions.expect(session, tag, hold, requirement)
+        else:
+            allocation.requirement, allocation.hold = requirement, hold
+        self.limits.jobs_taken += 1
+        self.reserving.taken(queue)
+        return True
+
+    def _keeps_warm(self, asked: str, *, gpus: bool) -> bool:
+        return self._offering is None or self._offering.keeps_warm(asked, gpus=gpus)
 
     def settled(self, tag: str) -> bool:
         """Give back what `tag` holds, or leave that to the supervisor that has claimed it; say if that opens a queue.
@@ -163,9 +228,9 @@ class Admission:
             allocation.settled = True
             if allocation.claimed:
                 return False
-            opens = allocation.slot == "job" or not self._is_open(allocation.queue)
+            opens = allocation.slot in ("job", "request") or not self._is_open(allocation.queue)
             del self._held[tag]
-        self._let_go(allocation)
+        self._let_go(tag, allocation)
         return opens
 
     # -- the supervisor -----------------------------------------------------------------------------------------
@@ -187,10 +252,10 @@ class Admission:
         """Free the slot and the GPUs of a job whose child has gone, before its result is committed."""
         with self._lock:
             allocation = self._held.get(tag)
-            if allocation is None or allocation.slot != "job":
+            if allocation is None or allocation.slot not in ("job", "request"):
                 return
             allocation.slot = "ending"
-        self._let_go(allocation)
+        self._let_go(tag, allocation)
 
     def release(self, tag: str) -> None:
         """End a claim: nothing of the child is left."""
@@ -201,7 +266,7 @@ class Admission:
             allocation.claimed = False
             if allocation.settled:
                 del self._held[tag]
-        self._let_go(allocation)
+        self._let_go(tag, allocation)
 
     # -- what others ask ----------------------------------------------------------------------------------------
 
@@ -212,19 +277,19 @@ class Admission:
         return "job" if is_demand_queue(queue) else "plain"
 
     def jobs(self) -> int:
-        """Return how many jobs are held now."""
+        """Return how many jobs and requests to sessions are held now."""
         with self._lock:
-            return self._count("job")
+            return self._books.count("job", "request")
 
     def free_jobs(self) -> int | None:
         """Return how many more jobs could begin, None for no limit."""
         with self._lock:
-            return None if self.limits.max_jobs is None else max(0, self.limits.max_jobs - self._count("job"))
+            return None if self.limits.max_jobs is None else max(0, self.limits.max_jobs - self._books.jobs())
 
     def tags_on(self, uuid: str) -> list[str]:
-        """Return the delivery tags of the jobs that hold a GPU."""
+        """Return the delivery tags of the messages that are worked on by a GPU."""
         with self._lock:
-            return [tag for tag, held in self._held.items() if uuid in held.gpus]
+            return self._books.on(uuid)
 
     def idle(self) -> bool:
         """Whether nothing but control tasks is held."""
@@ -247,16 +312,19 @@ class Admission:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _takes_jobs(self) -> bool:
-        limits = self.limits
-        if self.draining or (limits.one_job_only and limits.jobs_taken):
-            return False
-        return limits.max_jobs is None or self._count("job") < limits.max_jobs
+        return not self.draining and self._books.takes_jobs()
+
+    def _warm_names(self) -> tuple[str, ...]:
+        """Return the sessions that may be given a request now."""
+        if self.sessions is None or self.draining or not self._books.takes_requests():
+            return ()
+        return self.sessions.names(idle=self._books.takes_jobs())
 
     def _is_open(self, queue: str) -> bool:
         slot = self.slot_of(queue)
         if slot == "control":
-            return self._count("control") < CONTROL_SLOTS
-        return slot == "plain" and not self.draining and self._count("plain") < self.limits.threads
+            return self._books.takes_control()
+        return slot == "plain" and not self.draining and self._books.takes_plain()
 
     def _served(self, ready: Sequence[str], barren: Collection[str]) -> Mapping[str, Requirement]:
         """Return what this worker serves of `ready`, in order, while it takes jobs; looks at the reservation too."""
@@ -265,85 +333,18 @@ class Admission:
         self.reserving.look(ready)
         return self.demands.served(name for name in ready if name not in barren)
 
-    def _rooms(self, served: Mapping[str, Requirement], ready: Sequence[str]) -> Iterator[tuple[str, Room]]:
-        """Yield the queues whose next message could start now, each with what it may use. Needs the lock."""
-        if not served:
-            return
-        offers = {sized: self._gpus.free(self.capability, asks_memory=sized) for sized in (True, False)}
-        uses_gpus = False
-        for queue, asked in served.items():
-            free = self._free(asked, offers)
-            room = self._room(queue, asked, ready, free)
-            if room is not None:
-                uses_gpus = uses_gpus or asked.gpu_count > 0
-                yield queue, room
-            elif self._may_starve(asked) and not uses_gpus:
-                self.reserving.claim(queue, asked, self.capability, free, ready)
+    def _rooms_of(self, served: Mapping[str, Requirement], ready: Sequence[str]) -> Iterator[tuple[str, Room]]:
+        return self._rooms.of(served, ready) if self._takes_jobs() else iter(())
 
-    def _free(self, asked: Requirement, offers: Mapping[bool, Capability]) -> Capability:
-        """Return this worker with the GPUs that could be given to such a task now."""
-        if not asked.gpu_count:
-            return self.capability
-        if asked.shares:
-            return self.capability.with_room(self._gpus.room(self.capability))
-        return offers[asked.vram_gb_min is not None]
+    def _choice(self, queue: str, room: Room) -> Choice:
+        with_gpus = self._rooms.asked(queue).gpu_count > 0
+        return Choice(queue=queue, most_seconds=room.most_seconds, with_gpus=with_gpus)
 
-    def _room(self, queue: str, asked: Requirement, ready: Sequence[str], free: Capability) -> Room | None:
-        """Return what the next task of a queue may use of `free`, None when it cannot start now."""
-        if not self._host_fits(asked):
-            return None
-        kept = self.reserving.kept_from(queue, ready)
-        beside = kept is None or self._host_fits(asked, beside=self._asked(kept))
-        for room in self.reserving.room(queue, ready, free):
-            if (beside or room.most_seconds != ANY_TIME) and match(asked, room.capability).fits:
-                return room
-        return None
-
-    def _may_starve(self, asked: Requirement) -> bool:
-        """Whether smaller tasks could keep one from its GPUs for ever: for several, or for one that is shared now."""
-        return asked.gpu_count > 1 or (not asked.shares and self._gpus.shared())
-
-    def _host_fits(self, asked: Requirement, beside: Requirement | None = None) -> bool:
-        """Whether CPUs, memory and slots are there, GPUs apart; with `beside`, also when that task has begun too."""
-        held = [one for one in self._held.values() if one.slot == "job"]
-        asks = [one.requirement for one in held if one.requirement is not None] + ([beside] if beside else [])
-        if asked.cpu and asked.cpu + sum(one.cpu or 0 for one in asks) > self.capability.cpu_count:
-            return False
-        memory_mib = sum(one.memory_mib or 0 for one in asks)
-        if asked.memory_mib and asked.memory_mib + memory_mib > self.capability.memory_mib:
-            return False
-        limits = self.limits
-        if asked.gpu_count or asked.cpu or limits.max_jobs is not None:
-            return True
-        unsaid = [one for one in held if not one.gpus and not (one.requirement and one.requirement.cpu)]
-        return len(unsaid) < limits.cpu_jobs
-
-    def _asked(self, queue: str) -> Requirement:
-        return self.demands.requirement(queue) or Requirement()
-
-    def _served_by(self, queue: str, room: Room, first: Requirement, gpus: tuple[str, ...]) -> bool:
-        """Whether a message of `queue` could use exactly the GPUs that are held for `first`, or needs none."""
-        asked = self._asked(queue)
-        if not asked.gpu_count:
-            return True
-        if asked.shares or first.shares:
-            return asked == first
-        fit = match(asked, room.capability.only(gpus))
-        return fit.fits and set(fit.gpus) == set(gpus)
-
-    def _let_go(self, allocation: Allocation) -> None:
-        """Give the GPUs back; it may take some seconds until nothing is left on them, so not under the lock."""
+    def _let_go(self, tag: str, allocation: Allocation) -> None:
+        """Give place and GPUs back; it may take some seconds until nothing is left on these, so not under the lock."""
+        if self.sessions is not None and allocation.session:
+            self.sessions.leave(tag)
         with self._lock:
             hold, allocation.hold = allocation.hold, None
         if hold is not None:
             self._gpus.release(hold)
-
-    def _count(self, slot: SlotClass) -> int:
-        return sum(1 for held in self._held.values() if held.slot == slot)
-
-
-def _share(asked: Requirement, capability: Capability, gpus: tuple[str, ...]) -> int | None:
-    """Return how many MiB of its one GPU a sharing task gets; None for whole GPUs."""
-    if not asked.shares:
-        return None
-    return next(share_mib(asked, gpu) for gpu in capability.gpus if gpu.uuid in gpus)

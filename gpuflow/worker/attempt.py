@@ -1,4 +1,4 @@
-"""One attempt of one task: a child process, its events, its limits, and how it ended.
+"""One attempt of one task: its child or its request to a session, the events, the limits, and how it ended.
 
 Runs on a pool thread. It is told to stop from other threads (`stop`). What it learns goes to the ledger as it
 happens; the end is returned as an `Outcome`, and the supervisor commits it.
@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, Final, Literal
+from typing import Any, Final
 
 from redis.exceptions import RedisError
 
@@ -23,7 +21,11 @@ from gpuflow.ledger.ledger import Holder, Ledger
 from gpuflow.logs import get_logger
 from gpuflow.protocol import Event, Request, parse_line
 from gpuflow.secrets import Redactor, known
-from gpuflow.worker.child import Child, ChildEnd
+from gpuflow.worker.child import ChildEnd, Work
+from gpuflow.worker.given_result import GivenResult, ResultLost, shown_piece
+from gpuflow.worker.handed_back import HandedBack
+from gpuflow.worker.judging import StopReason, cannot_start, failed, stopped, succeeded
+from gpuflow.worker.log_file import LogFile
 
 log = get_logger("gpuflow.attempt")
 
@@ -40,13 +42,13 @@ _CONTENT: Final = frozenset({"result", "text", "text_delta"})
 #: The end of a child's log that is kept in the record of the attempt, in characters.
 LOG_TAIL: Final = 4000
 
-#: `preempted`: the child gets a notice first, to save what it has; `shutdown`: it is stopped as it is.
-StopReason = Literal["cancelled", "timeout", "soft_timeout", "lost", "superseded", "preempted", "shutdown", "gpu_lost"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How an attempt ended: the result value of a completed one, or the error record of any other."""
+    """How an attempt ended: the result value of a completed one, or the error record of any other.
+
+    `began` says whether its child had told a single event, or was ended by a signal before it could.
+    """
 
     completed: bool
     result: dict[str, Any] = field(default_factory=dict)
@@ -54,26 +56,16 @@ class Outcome:
     stop: StopReason | None = None
     artifacts: tuple[str, ...] = ()
     log_tail: str = ""
+    began: bool = True
 
 
-class _LogFile:
-    """The child's log on disk; a full disk costs the rest of the file, not the child."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file: IO[bytes] | None = file
-
-    def write(self, data: bytes) -> None:
-        if self._file is None:
-            return
-        try:
-            self._file.write(data)
-        except OSError as error:
-            log.warning("log_file_given_up", file=self._file.name, cause=str(error))
-            self._file = None
+def handed_back(error: HandedBack) -> Outcome:
+    """Return the end of an attempt that did not begin, through no fault of its task."""
+    return Outcome(completed=False, stop="preempted", error=error.record())
 
 
 class Attempt:
-    """Runs one child to its end.
+    """Runs one piece of work to its end: `begin` starts it (OSError: it cannot be started; HandedBack: not here).
 
     `grace_seconds` is the time from SIGTERM to SIGKILL, `notice_seconds` that from the notice of a preemption to
     SIGTERM; `deadline_seconds` the time-out of the whole attempt (None: no limit), enforced for silent children too.
@@ -89,13 +81,11 @@ class Attempt:
         ledger: Ledger,
         holder: Holder,
         *,
-        argv: Sequence[str],
-        environment: Mapping[str, str],
+        begin: Callable[[], Work],
         log_path: Path,
         grace_seconds: float,
         notice_seconds: float,
         deadline_seconds: float | None = None,
-        keep_open: Sequence[int] = (),
         celery_meta: Callable[[Mapping[str, Any] | None], str] | None = None,
         on_tick: Callable[[], None] | None = None,
         redactor: Redactor | None = None,
@@ -103,20 +93,18 @@ class Attempt:
         self.request = request
         self.ledger = ledger
         self.holder = holder
-        self._argv = argv
-        self._environment = environment
+        self._begin = begin
         self._log_path = log_path
         self._grace_seconds = grace_seconds
         self._notice_seconds = notice_seconds
         self._deadline_seconds = deadline_seconds
-        self._keep_open = tuple(keep_open)
         self._celery_meta = celery_meta
         self._reported = False
         self._on_tick = on_tick
         self.redactor = redactor or Redactor()
         self.on_checkpoint: Callable[[], None] | None = None
         self._end_by: float | None = None
-        self._child: Child | None = None
+        self._child: Work | None = None
         self._stop: StopReason | None = None
         self._terminate_at: float | None = None
         self._kill_at: float | None = None
@@ -125,7 +113,9 @@ class Attempt:
         self._events: list[str] = []
         self._progress: dict[str, Any] | None = None
         self._finish: Mapping[str, Any] | None = None
-        self._result: dict[str, Any] = {}
+        self._began = False
+        self._has_text = self._urgent = False
+        self._given = GivenResult(Path(request.output_dir))
         self._artifacts: list[str] = []
 
     @property
@@ -179,31 +169,29 @@ class Attempt:
 
     def _run(self) -> Outcome:
         started = time.monotonic()
+        if self._stop is not None:
+            return Outcome(completed=False, error=stopped(self._stop, 0, self._deadline_seconds), stop=self._stop)
         try:
             with self._log_path.open("ab", buffering=0) as log_file:
-                child = Child(
-                    self._argv,
-                    request=self.request.to_json(),
-                    environment=self._environment,
-                    cwd=Path(self.request.output_dir),
-                    keep_open=self._keep_open,
-                )
+                child = self._begin()
                 with self._lock:
                     self._child = child
                     if self._stop is not None:
                         child.kill()
-                self._follow(child, _LogFile(log_file), started)
+                self._follow(child, LogFile(log_file), started)
         except BaseException as error:
             if self._child is not None:
                 self._child.kill()
+            elif isinstance(error, HandedBack):
+                return handed_back(error)
             elif isinstance(error, OSError):
-                return Outcome(completed=False, error=_error("CannotStart", f"the child cannot start: {error}", True))
+                return Outcome(completed=False, error=cannot_start(error))
             raise
         end = child.wait()
         self._flush()
         return self._judge(end, time.monotonic() - started)
 
-    def _follow(self, child: Child, log_file: _LogFile, started: float) -> None:
+    def _follow(self, child: Work, log_file: LogFile, started: float) -> None:
         flushed = asked = time.monotonic()
         for kind, line in child.read(FLUSH_SECONDS):
             if kind == "log":
@@ -214,14 +202,18 @@ class Attempt:
                 self._note(Event(name="log", data={"message": text, "stream": "stderr"}))
             elif kind == "event":
                 self._handle(self._hidden(parse_line(line)))
+            elif kind == "cut":
+                self._given.passed_over(line)
+                self._note(Event(name="log", data={"message": shown_piece(self.redactor.line(line))}))
             now = time.monotonic()
             self._enforce(child, now, started)
-            due = self._events and (now - flushed >= FLUSH_SECONDS or len(self._events) >= FLUSH_EVENTS)
+            due = self._events and (self._urgent or now - flushed >= FLUSH_SECONDS or len(self._events) >= FLUSH_EVENTS)
             if due or now - asked >= ASK_SECONDS:
                 self._flush()
+                self._urgent = False
                 flushed = asked = now
 
-    def _enforce(self, child: Child, now: float, started: float) -> None:
+    def _enforce(self, child: Work, now: float, started: float) -> None:
         if self._on_tick is not None:
             self._on_tick()
         if self._stop is None and self._deadline_seconds is not None and now - started > self._deadline_seconds:
@@ -244,18 +236,20 @@ class Attempt:
             return Event(name="log", data={"message": self.redactor.text(note)}, at=event.at)
 
     def _handle(self, event: Event) -> None:
+        self._began = self._began or event.name != "log"
         if event.name == "finish":
             self._finish = event.data
         elif event.name == "result":
-            value = event.data["value"]
-            self._result = dict(value) if isinstance(value, Mapping) else {"value": value}
+            self._given.told(event.data)
             return
         elif event.name == "artifact":
             self._artifacts.append(str(event.data["path"]))
-        elif event.name == "progress":
+        elif event.name == "progress" and "child" not in event.data:  # that of one caller is not that of the task
             self._progress = dict(event.data)
         if event.name in ("checkpoint", "artifact") and self.on_checkpoint is not None:
             self.on_checkpoint()
+        if event.name == "text_delta" and not self._has_text:
+            self._has_text = self._urgent = True  # somebody waits for the first words
         self._note(event)
 
     def _note(self, event: Event) -> None:
@@ -285,61 +279,21 @@ class Attempt:
     def _judge(self, end: ChildEnd, seconds: float) -> Outcome:
         artifacts = tuple(dict.fromkeys(self._artifacts))
         finish = self._finish or {}
-        status = finish.get("status")
-        if status == "completed" and end.exit_code == 0 and self._stop not in ("lost", "superseded"):
-            return Outcome(completed=True, result=self._result, artifacts=artifacts, log_tail=self._log_tail)
-        error = _failed(finish, end) if self._stop is None else _stopped(self._stop, seconds, self._deadline_seconds)
-        return Outcome(completed=False, error=error, stop=self._stop, artifacts=artifacts, log_tail=self._log_tail)
-
-
-def _error(kind: str, message: str, retryable: bool) -> dict[str, Any]:
-    return {"type": kind, "message": message, "retryable": retryable}
-
-
-def _stopped(reason: StopReason, seconds: float, limit: float | None) -> dict[str, Any]:
-    if reason == "timeout":
-        limit_text = f"{limit:g} s" if limit is not None else "the time limit"
-        return _error("TimeLimitExceeded", f"stopped after {seconds:.1f} s: the limit is {limit_text}", False)
-    if reason == "soft_timeout":
-        return _error("SoftTimeLimitExceeded", f"stopped after {seconds:.1f} s by the soft time limit", False)
-    if reason == "cancelled":
-        return _error("Cancelled", "cancelled by a user", False)
-    if reason == "gpu_lost":
-        return _error("GpuLost", "a GPU of the task fell off the bus (the driver says so)", True)
-    return _error("WorkerLost", f"the attempt was given up: {reason}", True)
-
-
-def _failed(finish: Mapping[str, Any], end: ChildEnd) -> dict[str, Any]:
-    status = finish.get("status")
-    given = finish.get("error")
-    if status == "completed" and end.exit_code is not None:
-        return _error("Contradiction", f"the child said completed, but ended with {_ending(end)}", False)
-    if isinstance(given, Mapping) and status != "completed":
-        return _error(
-            str(given.get("type", "Failed")),
-            str(given.get("message", "")),
-            bool(given.get("retryable", False)),
+        lost = None
+        try:
+            if succeeded(finish, end) and self._stop not in ("lost", "superseded"):
+                result = self._given.read(self.redactor)
+                return Outcome(completed=True, result=result, artifacts=artifacts, log_tail=self._log_tail)
+        except ResultLost as error:
+            lost = error.record()
+        finally:
+            self._given.forget()
+        told = failed(finish, end) if self._stop is None else stopped(self._stop, seconds, self._deadline_seconds)
+        return Outcome(
+            completed=False,
+            error=lost or told,
+            stop=self._stop,
+            artifacts=artifacts,
+            log_tail=self._log_tail,
+            began=self._began or not end.exit_code,
         )
-    if status in ("failed", "cancelled"):
-        return _error("Failed", f"the child said {status} and gave no error", False)
-    if end.signal is not None:
-        return _error("ChildKilled", f"the child ended with {_ending(end)}{_hint(end.signal)}; see its log", True)
-    if end.exit_code is None:
-        return _error("ChildLost", "the process that watched the child is gone", True)
-    if end.exit_code == os.EX_TEMPFAIL:
-        return _error("ChildDied", "the child ended with exit code 75 (try again later); see its log", True)
-    if end.exit_code != 0:
-        return _error("ChildDied", f"the child ended with {_ending(end)}; see its log", False)
-    return _error("NoFinish", "the child ended without a finish event; see its log", False)
-
-
-def _hint(number: int) -> str:
-    if number == signal.SIGKILL:
-        return " (was the machine out of memory? `dmesg` says so)"
-    return " (a full disk or a failing device?)" if number == signal.SIGBUS else ""
-
-
-def _ending(end: ChildEnd) -> str:
-    if end.signal is not None:
-        return f"signal {signal.Signals(end.signal).name}"
-    return f"exit code {end.exit_code}"

@@ -25,18 +25,23 @@ from gpuflow.fleet.hardware import probe
 from gpuflow.logs import get_logger
 from gpuflow.routing.capability import Capability
 from gpuflow.routing.families import CONTROL_QUEUE, TASK_OF_TYPE
+from gpuflow.spec.user_types import registered, usable
 from gpuflow.worker.admission import Admission
 from gpuflow.worker.demands import Demands
 from gpuflow.worker.event_batches import EventBatches
 from gpuflow.worker.housekeeping import Housekeeping
 from gpuflow.worker.machine_gpus import MachineGpus
 from gpuflow.worker.main import CannotStart
+from gpuflow.worker.offering import Offering
 from gpuflow.worker.preflight import require_durable, require_own_id
 from gpuflow.worker.presence import PresenceThread
 from gpuflow.worker.reserving import Reserving
 from gpuflow.worker.runtime import Runtime, current, find, install
+from gpuflow.worker.sessions.neighbours import Neighbours
+from gpuflow.worker.sessions.setup import make_sessions, yield_to
 from gpuflow.worker.slots import Limits
 from gpuflow.worker.stopping import Stopper
+from gpuflow.worker.user_environments import environments_of
 
 log = get_logger("gpuflow.worker")
 
@@ -55,16 +60,32 @@ def parse_labels(given: tuple[str, ...], tags: tuple[str, ...]) -> dict[str, str
     return labels
 
 
-def parse_executors(given: str | None) -> tuple[str, ...] | None:
-    """Return the task types of `--executors a,b`, None for all. Raises InvalidSettings for an unknown one."""
+def user_types(entries: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the task types of users' own executors that are registered here; `entries` is the setting `executors`.
+
+    Raises InvalidSettings for a bad entry of it; a package that registers a bad name is told of in the log.
+    """
+    for one in registered(entries):
+        if one.problem and one.source != "entry point":
+            raise InvalidSettings(one.problem)
+        if one.problem:
+            log.warning("executor_not_usable", package=one.package, problem=one.problem)
+    return tuple(sorted(usable(entries)))
+
+
+def parse_executors(given: str | None, own: tuple[str, ...] = ()) -> tuple[str, ...] | None:
+    """Return the task types of `--executors a,b`, None for all; `own` are those of users that are registered here.
+
+    Raises InvalidSettings for an unknown one.
+    """
     if given is None:
         return None
     names = tuple(name.strip() for name in given.split(",") if name.strip())
-    unknown = [name for name in names if name not in TASK_OF_TYPE]
+    unknown = [name for name in names if name not in TASK_OF_TYPE and name not in own]
     if unknown or not names:
         raise InvalidSettings(
             f"--executors {given!r}: {unknown[0] if unknown else ''!r} is no task type; "
-            f"give some of {', '.join(TASK_OF_TYPE)}"
+            f"give some of {', '.join((*TASK_OF_TYPE, *own))}"
         )
     return names
 
@@ -111,15 +132,24 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
             member=worker.worker_id,
         )
         machine_gpus = MachineGpus(capability.gpus, app.settings.lock_dir)
-        types = parse_executors(executors)
+        own_types = user_types(app.settings.executors)
+        types = parse_executors(executors, own_types)
+        named = dict.fromkeys(TASK_OF_TYPE) | environments_of(app.settings, own_types)
+        taken = {name: named[name] for name in types} if types is not None else named
+        offering = Offering(app.settings, taken, gpus=bool(capability.gpus))
+        neighbours = Neighbours(app.redis, app.keys, machine_gpus.group(), worker.worker_id)
         table.gate = admission = Admission(
             Demands(app.redis, app.keys, capability, families=worker.asked_queues, cost=cost),
             limits,
             machine_gpus,
             Reserving(machine_gpus, app.redis, app.keys, worker.worker_id),
-            types=types,
+            offering=offering,
             patience_seconds=app.settings.model_patience_seconds,
+            sessions=make_sessions(app.settings, table, machine_gpus, worker.worker_id) if not ephemeral else None,
+            neighbours=neighbours,
         )
+        if admission.sessions is not None:
+            admission.sessions.keeper.on_idle = lambda: yield_to(neighbours, admission)
         table.reclaim = lambda free, new_run: app.ledger.reclaim(
             free, table.owner, table.lease_seconds, new_run=new_run
         )
@@ -134,6 +164,8 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
             ephemeral=ephemeral,
             asked_queues=worker.asked_queues,
             executors=types,
+            user_types=own_types,
+            offering=offering,
             machine_gpus=machine_gpus,
         )
         runtime.stopper = Stopper(runtime, float(app.conf.worker_soft_shutdown_timeout or 0))
@@ -168,6 +200,7 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
                 "bandwidthBytesPerSecond": runtime.app.settings.worker_network_bandwidth_bytes_per_second,
                 "leases": len(runtime.leases.held()),
                 "running": sorted(runtime.running),
+                "sessions": runtime.admission.sessions.to_dict() if runtime.admission.sessions else [],
             }
         }
 

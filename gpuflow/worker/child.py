@@ -1,6 +1,7 @@
 """Starts one child process behind its shim and talks to it: request in, lines of events and log out.
 
-Used by the attempt (`worker.attempt`) alone. It knows processes and pipes; not what a task, a record or a queue is.
+Used by the attempt (`worker.attempt`) and by sessions. It knows processes and pipes; not what a task, a record or a
+queue is.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
 
 from gpuflow.protocol import MAX_LINE_BYTES
 from gpuflow.worker.spawner import spawner
 
 _CHUNK_BYTES: Final = 65_536
+
+#: `cut`: a piece of a line of stdout that is too long to be an event.
+LineKind = Literal["event", "cut", "log", "tick"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,33 +34,62 @@ class ChildEnd:
     stragglers: int = 0
 
 
+class Work(Protocol):
+    """What an attempt follows: a child of its own, or one request of a session."""
+
+    @property
+    def shim_pid(self) -> int | None:
+        """The process that ends only when nothing of the work is left; None while there is none yet."""
+
+    def notice(self) -> None:
+        """Tell it that it is to end soon and to go on elsewhere."""
+
+    def terminate(self) -> None:
+        """Ask it to stop."""
+
+    def kill(self) -> None:
+        """End it now."""
+
+    def read(self, timeout_seconds: float) -> Iterator[tuple[LineKind, bytes]]:
+        """Yield its output until its end, and a tick at least every timeout."""
+
+    def wait(self) -> ChildEnd:
+        """Wait for the end, and tell how it was."""
+
+
 class _Lines:
-    """Cuts a byte stream into lines; a line over the limit is handed out in pieces."""
+    """Cuts a byte stream into lines; a line over the limit is handed out in pieces. With each: whether it is one."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
+        self._cut = False
 
-    def feed(self, chunk: bytes) -> list[bytes]:
+    def feed(self, chunk: bytes) -> list[tuple[bytes, bool]]:
         self._rest += chunk
         if b"\n" not in chunk and len(self._rest) < MAX_LINE_BYTES:
             return []
         lines = bytes(self._rest).split(b"\n")
         self._rest = bytearray(lines.pop())
+        found = []
+        for line in lines:
+            found.append((line, self._cut))
+            self._cut = False
         if len(self._rest) >= MAX_LINE_BYTES:
-            lines.append(bytes(self._rest))
+            found.append((bytes(self._rest), True))
             self._rest.clear()
-        return lines
+            self._cut = True
+        return found
 
-    def rest(self) -> list[bytes]:
+    def rest(self) -> list[tuple[bytes, bool]]:
         last, self._rest = bytes(self._rest), bytearray()
-        return [last] if last else []
+        return [(last, self._cut)] if last else []
 
 
 class Child:
     """One running child. `read()` yields its output until all of its tree has ended.
 
-    `keep_open` are file descriptors that the shim holds until then (lock files). Raises OSError when the shim cannot
-    be started.
+    `keep_open` are file descriptors that the shim holds until then (lock files). With `talks`, its stdin stays open
+    after the request, for `send`. Raises OSError when the shim cannot be started.
     """
 
     def __init__(
@@ -67,6 +100,7 @@ class Child:
         environment: Mapping[str, str],
         cwd: Path,
         keep_open: Sequence[int] = (),
+        talks: bool = False,
     ) -> None:
         pipes = [os.pipe() for _ in range(6)]
         theirs = [pipes[0][0], pipes[1][1], pipes[2][1], pipes[3][0], pipes[4][1], pipes[5][0]]
@@ -79,6 +113,8 @@ class Child:
             pipes[5][1],
         )
         self._lock = threading.Lock()
+        self._stdin = stdin if talks else -1
+        self._sending = threading.Lock()
         try:
             self.shim_pid = spawner().spawn(argv, cwd, [*theirs, *keep_open])
         except OSError:
@@ -89,17 +125,37 @@ class Child:
             for descriptor in theirs:
                 os.close(descriptor)
         self._feeder = threading.Thread(
-            target=self._feed, args=(stdin, env_write, dict(environment), request), name="gpuflow-feed", daemon=True
+            target=self._feed,
+            args=(stdin, env_write, dict(environment), request, talks),
+            name="gpuflow-feed",
+            daemon=True,
         )
         self._feeder.start()
 
     @staticmethod
-    def _feed(stdin: int, env_write: int, environment: Mapping[str, str], request: str) -> None:
+    def _feed(stdin: int, env_write: int, environment: Mapping[str, str], request: str, talks: bool) -> None:
         """Write environment and request; a child that reads neither must not block its supervisor."""
         with contextlib.suppress(OSError), os.fdopen(env_write, "wb") as stream:
             stream.write(json.dumps(environment).encode())
-        with contextlib.suppress(OSError), os.fdopen(stdin, "wb") as stream:
+        with contextlib.suppress(OSError), os.fdopen(stdin, "wb", closefd=not talks) as stream:
             stream.write(request.encode())
+
+    def send(self, line: bytes) -> None:
+        """Write one line to its stdin; it may block while the child does not read. Raises OSError when it has gone."""
+        self._feeder.join()
+        with self._sending:
+            if self._stdin < 0:
+                raise BrokenPipeError("its stdin is closed")
+            rest = memoryview(line + b"\n")
+            while rest:
+                rest = rest[os.write(self._stdin, rest) :]
+
+    def end_input(self) -> None:
+        """Close its stdin: a session then ends at once."""
+        with self._sending:
+            if self._stdin >= 0:
+                os.close(self._stdin)
+                self._stdin = -1
 
     def notice(self) -> None:
         """Tell the child that it is to end soon and to go on elsewhere (SIGUSR1)."""
@@ -119,10 +175,11 @@ class Child:
                 with contextlib.suppress(OSError):
                     os.write(self._control, word)
 
-    def read(self, timeout_seconds: float) -> Iterator[tuple[Literal["event", "log", "tick"], bytes]]:
+    def read(self, timeout_seconds: float) -> Iterator[tuple[LineKind, bytes]]:
         """Yield `(event, line)` of stdout, `(log, line)` of stderr, and `(tick, b"")` at least every timeout.
 
-        Ends when both streams are closed by every process of the tree.
+        A line of stdout that is too long comes as several `(cut, piece)`. Ends when both streams are closed by every
+        process of the tree.
         """
         kinds: dict[int, Literal["event", "log"]] = {self._stdout: "event", self._stderr: "log"}
         cutters = {descriptor: _Lines() for descriptor in kinds}
@@ -133,8 +190,8 @@ class Child:
             for descriptor, _ in poller.poll(timeout_seconds * 1000):
                 chunk = os.read(descriptor, _CHUNK_BYTES)
                 lines = cutters[descriptor].feed(chunk) if chunk else cutters[descriptor].rest()
-                for line in lines:
-                    yield kinds[descriptor], line
+                for line, cut in lines:
+                    yield "cut" if cut and descriptor == self._stdout else kinds[descriptor], line
                 if not chunk:
                     poller.unregister(descriptor)
                     del cutters[descriptor]
@@ -150,6 +207,7 @@ class Child:
         os.close(self._stdout)
         os.close(self._stderr)
         self._feeder.join()
+        self.end_input()
         if not text:
             return ChildEnd(exit_code=None, signal=None)
         ended = json.loads(text)

@@ -10,9 +10,12 @@ from gpuflow.artifacts.destination import FetchFailed, UploadFailed
 from gpuflow.errors import TaskCancelled, TaskDead, TaskFailed
 from gpuflow.ledger.states import TaskState
 from gpuflow.secrets import known
+from gpuflow.worker.starting import EnvironmentNotReady
 
 #: How a supervised task ends when it does not succeed; Celery logs these in one line, without a traceback.
 ENDS: Final = (TaskFailed, TaskCancelled)
+#: What another attempt, here or on another worker, may not meet.
+_PASSING: Final = (OSError, UploadFailed, FetchFailed, CheckpointUnreachable, EnvironmentNotReady)
 
 
 def exception_of(state: TaskState, error: dict[str, Any]) -> Exception:
@@ -31,5 +34,5 @@ def cause_of(error: Exception) -> dict[str, Any]:
     return {
         "type": "DiskFull" if full else type(error).__name__,
         "message": known.text(str(error)),
-        "retryable": isinstance(error, OSError | UploadFailed | FetchFailed | CheckpointUnreachable),
+        "retryable": isinstance(error, _PASSING),
     }

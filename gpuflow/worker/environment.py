@@ -106,10 +106,11 @@ def given_variables(
     results_dir: Path,
     python_path: str | None,
     notice_seconds: float | None = None,
+    executors: Sequence[str] = (),
 ) -> dict[str, str]:
     """Return the variables that every executor may rely on (docs/reference/events.md).
 
-    `notice_seconds` is the time from a notice (SIGUSR1) to SIGTERM.
+    `notice_seconds` is the time from a notice (SIGUSR1) to SIGTERM, `executors` the setting of that name.
     """
     source = (model or {}).get("source") or {}
     variables = {
@@ -132,6 +133,8 @@ def given_variables(
         variables["MODEL_NAME"] = str(source["identifier"])
         if source.get("type") == "local":
             variables["MODEL_PATH"] = str(source["identifier"])
+    if executors:
+        variables["GPUFLOW_EXECUTORS"] = ",".join(executors)
     if python_path:
         variables["PYTHONPATH"] = python_path
     return variables

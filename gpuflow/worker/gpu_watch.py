@@ -41,6 +41,8 @@ class GpuWatch:
             log.error("gpus_lost", gpus=sorted(lost)) if lost else log.info("gpus_are_back")
             runtime.admission.demands.change(replace(now, gpus=there.gpus))
         for uuid in lost:
+            if runtime.admission.sessions is not None:
+                runtime.admission.sessions.kill_on(uuid, lost[uuid])
             for task in runtime.tasks_on(uuid):
                 if runtime.stop(task, "gpu_lost"):
                     log.error("task_stopped", task=task, gpu=uuid, cause=lost[uuid])

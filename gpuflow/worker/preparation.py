@@ -28,8 +28,10 @@ from gpuflow.protocol import Request
 from gpuflow.secrets import Redactor
 from gpuflow.settings import Settings
 from gpuflow.worker.environment import child_environment, given_variables, python_path
+from gpuflow.worker.merged_inputs import MERGED, gather, specs_of
 from gpuflow.worker.results import ResultsFolder, attempt_and_step
 from gpuflow.worker.secret_sources import redactor_of, reference_values, secrets_of
+from gpuflow.worker.starting import Start
 
 log = get_logger("gpuflow.preparation")
 
@@ -52,9 +54,11 @@ class Prepared:
 def prepare(
     spec: Mapping[str, Any],
     *,
+    start: Start,
     task_id: str,
     attempt: int,
     gpus: Sequence[str],
+    share_mib: int | None = None,
     folder: ResultsFolder,
     settings: Settings,
     worker_id: str,
@@ -65,6 +69,13 @@ def prepare(
     """
     output_dir = folder.create_attempt(attempt)
     secrets = secrets_of(spec, settings, worker_id)
+    children: dict[str, Any] = {}
+    callers: list[dict[str, Any]] = []
+    if MERGED in spec:
+        callers = list(specs_of(spec))
+        gathered = gather(spec, secrets, settings, worker_id)
+        secrets, children = gathered.secrets, {MERGED: gathered.children}
+        spec = {**{name: value for name, value in spec.items() if name != MERGED}, "env": gathered.env}
     values = reference_values(spec, secrets, settings)
     store = destination_store(spec, settings, values)
     chosen = _resume_from(folder, store, task_id, attempt)
@@ -74,10 +85,11 @@ def prepare(
     request = Request(
         task_id=task_id,
         task_type=str(spec["taskType"]),
-        spec={name: value for name, value in inputs.spec.items() if name != "notify"},
+        spec={name: value for name, value in inputs.spec.items() if name != "notify"} | children,
         output_dir=str(output_dir),
         attempt=attempt,
         gpus=tuple(gpus),
+        share_mib=share_mib,
         checkpoint_dir=str(checkpoint_dir),
         checkpoint_path=inputs.checkpoint_path,
         cache_dir=str(settings.cache_dir),
@@ -100,12 +112,14 @@ def prepare(
             model=spec.get("model"),
             results_dir=settings.results_dir,
             python_path=python_path(),
+            executors=settings.executors,
         ),
     )
+    environment = start.variables(environment)
     return Prepared(
         request=request,
         environment=environment,
-        redactor=redactor_of(spec, secrets, environment, settings),
+        redactor=redactor_of([spec, *callers], secrets, environment, settings),
         store=store,
         output_dir=output_dir,
         checkpoint_dir=checkpoint_dir,

@@ -49,12 +49,16 @@ class PresenceThread(threading.Thread):
         """Beat until stopped; a broker that is away is tried again at the next turn."""
         settings = self.runtime.app.settings
         next_beat = try_again = next_watch = 0.0
+        next_look = time.monotonic() + settings.heartbeat_interval_seconds
         watch = GpuWatch(self.runtime)
         while not self._stop_event.wait(0.25):
             if time.monotonic() >= next_watch:
                 watch.look_quietly()
                 next_watch = time.monotonic() + WATCH_SECONDS
             now = time.monotonic()
+            if now >= next_look:
+                self.runtime.offering.look()
+                next_look = time.monotonic() + settings.heartbeat_interval_seconds
             if now < try_again or (now < next_beat and not self._is_due(now)):
                 continue
             try:
@@ -171,8 +175,11 @@ class PresenceThread(threading.Thread):
             "jobs": admission.jobs(),
             "freeGpus": list(admission.free_gpus()),
             "freeJobs": admission.free_jobs(),
+            "sessions": admission.sessions.to_dict() if admission.sessions is not None else [],
             "families": None if families is None else list(families),
             "executors": None if self.runtime.executors is None else list(self.runtime.executors),
+            "userTypes": list(self.runtime.user_types),
+            "offers": self.runtime.offering.to_dict(),
         }
         if hardware.gpus:
             load |= self._gpu_load()

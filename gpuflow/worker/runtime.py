@@ -17,8 +17,10 @@ from gpuflow.errors import GPUFlowError
 from gpuflow.fleet.hardware import Hardware
 from gpuflow.fleet.registry import Fleet
 from gpuflow.worker.admission import Admission
-from gpuflow.worker.attempt import Attempt, StopReason
+from gpuflow.worker.attempt import Attempt
+from gpuflow.worker.judging import StopReason
 from gpuflow.worker.machine_gpus import MachineGpus
+from gpuflow.worker.offering import Offering
 
 if TYPE_CHECKING:
     from gpuflow.worker.presence import PresenceThread
@@ -38,6 +40,8 @@ class Runtime:
     machine_gpus: MachineGpus
     ephemeral: bool = False
     executors: tuple[str, ...] | None = None
+    user_types: tuple[str, ...] = ()
+    offering: Offering
     asked_queues: tuple[str, ...] | None = None
     running: dict[str, Attempt] = field(default_factory=dict)
     connected: bool = False
@@ -88,6 +92,8 @@ class Runtime:
 
     def close(self) -> None:
         """Leave the registry and let go of all leases; the last thing that a worker does."""
+        if self.admission.sessions is not None:
+            self.admission.sessions.stop(self.app.settings.grace_seconds)
         if self.presence is not None:
             self.presence.stop()
             self.presence = None

@@ -120,11 +120,16 @@ def reference_values(spec: Mapping[str, Any], secrets: Mapping[str, str], settin
 
 
 def redactor_of(
-    spec: Mapping[str, Any], secrets: Mapping[str, str], environment: Mapping[str, str], settings: Settings
+    specs: Sequence[Mapping[str, Any]], secrets: Mapping[str, str], environment: Mapping[str, str], settings: Settings
 ) -> Redactor:
-    """Return what hides a task's secrets: its own, what its spec and environment hold, and the worker's."""
-    put_in = placeholder_secrets(spec, reference_values(spec, secrets, settings))
-    inferred = [*secrets_in_spec(spec), *secrets_in_environment(environment), *put_in, *_of_worker(settings)]
+    """Return what hides a task's secrets: its own, what its spec and environment hold, and the worker's.
+
+    A merged request has several specs, those of its callers.
+    """
+    inferred = [*secrets_in_environment(environment), *_of_worker(settings)]
+    for spec in specs:
+        inferred += secrets_in_spec(spec)
+        inferred += placeholder_secrets(spec, reference_values(spec, secrets, settings))
     return Redactor(secrets.values(), inferred)
 
 

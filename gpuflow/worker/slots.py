@@ -11,16 +11,21 @@ from gpuflow.routing.requirement import Requirement
 #: Control tasks (joins, dispatch) that may run at once, beside all other work.
 CONTROL_SLOTS: Final = 4
 
-#: `ending`: the child of a job has gone and its result is being committed; it holds no slot and no GPU any more.
-SlotClass = Literal["control", "plain", "job", "ending"]
+#: `request`: it is answered by a warm session. `ending`: the child of a job has gone and its result is being committed;
+#: it holds no slot and no GPU any more.
+SlotClass = Literal["control", "plain", "job", "request", "ending"]
 
 
 @dataclass(kw_only=True)
 class Allocation:
-    """What one leased message holds: a slot, what its queue asks for, and the GPUs that it got."""
+    """What one leased message holds: a slot, what its queue asks for, and the GPUs that it got.
+
+    `session` is the name of the session in which it has a place; what that holds is not in here.
+    """
 
     queue: str
     slot: SlotClass
+    session: str = ""
     requirement: Requirement | None = None
     hold: Hold | None = None
     claimed: bool = False

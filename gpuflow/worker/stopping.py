@@ -62,6 +62,8 @@ class Stopper(threading.Thread):
         if not runtime.admission.draining:
             log.info("draining", worker=runtime.worker_id, why=why, deadline_seconds=deadline_seconds)
             runtime.admission.draining = True
+            if runtime.admission.sessions is not None:
+                runtime.admission.sessions.close_all()
         self._wake.set()
 
     def run(self) -> None:

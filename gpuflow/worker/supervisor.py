@@ -6,7 +6,6 @@ counts and links, and it does so only after the record says so.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final, Literal, NoReturn, TypeVar
@@ -26,14 +25,17 @@ from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
 from gpuflow.routing.affinity import model_key
 from gpuflow.spec.units import duration_seconds
-from gpuflow.worker.attempt import Attempt, Outcome
+from gpuflow.worker.attempt import Attempt, Outcome, handed_back
 from gpuflow.worker.checkpoint_uploads import CheckpointUploads, begin_uploads, forget_checkpoints, goes_on
 from gpuflow.worker.ends import cause_of, exception_of
+from gpuflow.worker.handed_back import HandedBack
 from gpuflow.worker.preparation import prepare
 from gpuflow.worker.results import ResultsFolder
 from gpuflow.worker.retries import AVOID_SECONDS, Again, decide
 from gpuflow.worker.runtime import Runtime, current
 from gpuflow.worker.secret_sources import scrubbed
+from gpuflow.worker.starting import EnvironmentNotReady, Start
+from gpuflow.worker.work import begin_of, hold_of
 
 log = get_logger("gpuflow.supervisor")
 
@@ -116,15 +118,22 @@ class Delivery:
         limit = duration_seconds(self.spec["timeout"]) if self.spec.get("timeout") else None
         allocation = runtime.admission.claim(self.tag, limit)
         try:
+            hold = hold_of(runtime, self.tag, allocation)
+            start = runtime.offering.start_of(self.spec, gpus=bool(hold.uuids))
             prepared = prepare(
                 self.spec,
+                start=start,
                 task_id=self.id,
                 attempt=number,
-                gpus=allocation.gpus if allocation else (),
+                gpus=hold.uuids,
+                share_mib=hold.share_mib,
                 folder=self.folder,
                 settings=settings,
                 worker_id=runtime.worker_id,
             )
+            begin = begin_of(runtime, self.tag, allocation, start, prepared)
+        except HandedBack as error:
+            return handed_back(error)
         except (OSError, GPUFlowError) as error:
             return Outcome(completed=False, error=cause_of(error))
         self.store = prepared.store
@@ -133,13 +142,11 @@ class Delivery:
             prepared.request,
             self.ledger,
             holder,
-            argv=[sys.executable, "-P", "-m", "executors"],
-            environment=prepared.environment,
+            begin=begin,
             log_path=self.folder.log_path(number),
             grace_seconds=settings.grace_seconds,
             notice_seconds=settings.notice_seconds,
             deadline_seconds=limit,
-            keep_open=allocation.hold.fds if allocation is not None and allocation.hold is not None else (),
             celery_meta=self._celery_meta(number),
             on_tick=lambda: leases.beat(self.tag),
             redactor=prepared.redactor,
@@ -160,7 +167,21 @@ class Delivery:
             if self.uploads is not None:
                 self.uploads.finish(upload=outcome is not None and goes_on(outcome))
             runtime.end(self.id)
-        return scrubbed(outcome, prepared.output_dir, prepared.redactor)
+        return scrubbed(self._by_engine(outcome, start), prepared.output_dir, prepared.redactor)
+
+    def _by_engine(self, outcome: Outcome, start: Start) -> Outcome:
+        """Name the engine in the result, and the environment in the error of a child that it did not even begin."""
+        if outcome.completed:
+            engine = {"engine": start.engine} if start.engine and "children" not in outcome.result else {}
+            return replace(outcome, result={**engine, **outcome.result})
+        if outcome.began or outcome.stop is not None or not start.use.variant:
+            return outcome
+        broken = EnvironmentNotReady(
+            f"the child could not begin in environment {start.use.name}: {(outcome.error or {}).get('message')}; "
+            f"run `gpuflow env check {start.use.name}` on worker {self.runtime.worker_id}"
+        )
+        self.runtime.offering.let_down(start, "a child could not begin in it")
+        return replace(outcome, error=cause_of(broken))
 
     def _wake(self) -> None:
         """Let the consumers of the machine look for the next task while this one is committed."""

@@ -263,6 +263,7 @@ def test_hostile_references_read_nothing_of_a_worker(fleet: TestFleet, tmp_path:
         )
 
 
+@pytest.mark.ml  # A worker takes such tasks where their libraries are installed.
 def test_wrong_columns_fail_before_the_model_is_looked_for(fleet: TestFleet, tmp_path: Path) -> None:
     fleet.start_worker("w1")
     (tmp_path / "t.csv").write_text("subject,reply\nHelp,Here\n")

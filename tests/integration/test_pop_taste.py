@@ -26,6 +26,7 @@ class Queues:
 
     def __init__(self, broker: Broker) -> None:
         self.client = broker.client
+        self.cold: list[str] = []
         self._numbers = count()
 
     def clear(self) -> Queues:
@@ -46,13 +47,16 @@ class Queues:
         self.client.zadd(KEYS.ready, {queue: 1})
 
     def pop(self, *choices: Choice | str, **taste: Any) -> str | None:
-        """Return the name of the message that a consumer of this taste gets from these queues."""
+        """Return the name of the message that a consumer of this taste gets from these queues.
+
+        `cold` are then the queues that the step told to have something for a consumer with more room.
+        """
         chosen = [Choice(queue=one) if isinstance(one, str) else one for one in choices or ("gpu",)]
         queues = [choice.queue for choice in chosen]
         look = Look(queues=queues, chosen=chosen)
         keys = [KEYS.leases, KEYS.unacked, KEYS.owners, KEYS.ready, KEYS.unreadable, KEYS.sweep, KEYS.bell("me")]
         args = ["me", 60, look.to_json(["@mine"], Taste(**taste), 0)]
-        _, raw, _ = broker_script("pop")(self.client, [*keys, *list_keys(queues)], args)
+        _, raw, _, self.cold = broker_script("pop")(self.client, [*keys, *list_keys(queues)], args)
         return json.loads(raw)["headers"]["id"] if raw else None
 
 
@@ -68,6 +72,19 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
 @pytest.fixture
 def queues(broker: Broker) -> Queues:
     return Queues(broker).clear()
+
+
+def test_what_is_taken_may_differ_for_tasks_that_get_gpus(queues: Queues) -> None:
+    taste = {"types": ("inference", "inference:vllm"), "gpu_types": ("inference",)}
+    gpu = Choice(queue="gpu", with_gpus=True)
+    queues.put("needs-vllm", x="inference:vllm")
+    queues.put("needs-vllm-too", queue="cpu", x="inference:vllm")
+    queues.put("any", x="inference")
+
+    assert queues.pop(gpu, "cpu", **taste) == "needs-vllm-too"
+    assert queues.pop(gpu, "cpu", **taste) == "any"
+    assert queues.pop(gpu, "cpu", **taste) is None
+    assert queues.pop("gpu", **{**taste, "gpu_types": None}) == "needs-vllm", "as for tasks without"
 
 
 def test_other_task_types_are_passed_over_as_deep_as_one_looks(queues: Queues) -> None:
@@ -165,3 +182,81 @@ def test_a_hint_is_read_from_the_front_alone(queues: Queues) -> None:
 
     assert queues.pop(types=("inference",)) is None
     assert queues.pop(types=("echo",)) == "plain"
+
+
+WARM = Choice(queue="gpu", warm_only=True)
+YIELDS = Choice(queue="gpu", warm_only=True, yields=True)
+
+
+def test_without_room_only_what_a_warm_session_answers_is_taken(queues: Queues) -> None:
+    queues.put("cold", s="other", age=1000)
+    queues.put("warm", s="mine")
+
+    assert queues.pop(WARM, patience_seconds=2) is None
+    assert queues.cold == ["gpu"]
+    assert queues.pop(WARM, sessions=("mine",), patience_seconds=2) == "warm"
+    assert queues.pop(sessions=("mine",), patience_seconds=2) == "cold", "with room, all is taken"
+
+
+def test_of_a_session_without_a_place_nothing_is_taken_that_would_open_one_more(queues: Queues) -> None:
+    queues.put("full", s="mine")
+    queues.put("other", s="other")
+
+    assert queues.pop(full=("mine",)) == "other"
+    assert queues.pop(full=("mine",)) is None
+    assert queues.pop() == "full"
+
+
+def test_a_warm_session_is_given_nothing_new_while_it_keeps_a_task_from_its_gpus_too_long(queues: Queues) -> None:
+    taste = {"sessions": ("mine",), "patience_seconds": 2}
+    queues.put("cold", s="other", age=31)
+    queues.put("warm", s="mine")
+
+    assert queues.pop(YIELDS, **taste) is None
+    assert queues.cold == ["gpu"]
+    assert queues.pop(WARM, **taste) == "warm", "it would not help the other"
+    queues.put("warm", s="mine")
+    queues.client.delete("gpu")
+    queues.put("cold", s="other", age=29)
+    queues.put("warm", s="mine")
+    assert queues.pop(YIELDS, **taste) == "warm", "it has not waited long"
+
+
+def test_a_task_that_waits_too_long_holds_back_what_is_younger_or_less_urgent(queues: Queues) -> None:
+    taste = {"sessions": ("mine",), "patience_seconds": 2}
+    both = (YIELDS, Choice(queue="gpu-a100", warm_only=True, yields=True))
+    queues.put("cold", s="other", age=31)
+    queues.put("younger", "gpu-a100", s="mine", age=30)
+    queues.put("less-urgent", "gpu-a100", s="mine", priority=1, age=90)
+
+    assert queues.pop(*both, **taste) is None
+    queues.put("older", "gpu-a100", s="mine", age=32, priority=5)
+    queues.client.lrem("gpu-a100", 1, queues.client.lindex("gpu-a100", -1))
+    assert queues.pop(*both, **taste) == "older"
+    queues.put("urgent", "gpu-a100", s="mine", priority=7)
+    assert queues.pop(*both, **taste) == "urgent"
+    assert queues.pop(*both, **taste) is None
+
+
+def test_nothing_is_made_room_for_that_a_session_here_will_answer(queues: Queues) -> None:
+    queues.put("next", s="mine", age=100)
+    queues.put("warm", s="other")
+
+    assert queues.pop(YIELDS, here=("mine", "other"), sessions=("other",), patience_seconds=2) == "warm"
+    assert queues.cold == []
+
+
+def test_what_waits_for_room_is_told_beside_what_is_taken(queues: Queues) -> None:
+    queues.put("cold", s="other")
+    queues.put("warm", "gpu-a100", s="mine")
+
+    assert queues.pop(WARM, Choice(queue="gpu-a100", warm_only=True), sessions=("mine",)) == "warm"
+    assert queues.cold == ["gpu"]
+
+
+def test_less_urgent_requests_wait_behind_a_task_that_needs_the_gpus_of_their_session(queues: Queues) -> None:
+    queues.put("cold", s="other", priority=9)
+    queues.put("warm", s="mine", age=60)
+
+    assert queues.pop(YIELDS, sessions=("mine",), patience_seconds=60) is None
+    assert queues.pop(WARM, sessions=("mine",), patience_seconds=60) == "warm"

@@ -16,6 +16,7 @@ from gpuflow.worker.admission import Admission
 from gpuflow.worker.demands import Demands
 from gpuflow.worker.machine_gpus import MachineGpus
 from gpuflow.worker.reserving import Reserving
+from gpuflow.worker.sessions.pool import Sessions
 from gpuflow.worker.slots import Limits
 
 KEYS = Keys()
@@ -90,15 +91,20 @@ def all_idle(uuids: Sequence[str]) -> Uses:
     return Uses(uses=uses, failed={})
 
 
-def worker(client: Client, folder: Path, capability: Capability, name: str = "w1", **limits: Any) -> Admission:
-    """Return the admission of one worker of the machine whose lock directory is `folder`."""
+def worker(
+    client: Client, folder: Path, capability: Capability, name: str = "w1", *, warm: bool = False, **limits: Any
+) -> Admission:
+    """Return the admission of one worker of the machine whose lock directory is `folder`; `warm`: it keeps sessions."""
     clock = iter(range(10**9))
     gpus = MachineGpus(capability.gpus, folder, clock=lambda: next(clock), reader=UsageReader(all_idle))
+    log_dir = folder.parent / f"logs-{name}"
+    sessions = Sessions(idle_seconds=3600, log_dir=log_dir, release=gpus.release, on_change=lambda: None)
     return Admission(
         Demands(client, KEYS, capability),  # type: ignore[arg-type]
         Limits(**{"cpu_jobs": 4, **limits}),
         gpus,
         Reserving(gpus, client, KEYS, name),  # type: ignore[arg-type]
+        sessions=sessions if warm else None,
     )
 
 

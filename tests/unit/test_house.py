@@ -144,7 +144,18 @@ def test_no_file_names_the_machine_it_was_written_on() -> None:
     suffixes = {".py", ".md", ".toml", ".ini", ".yaml", ".json", ".lua", ".c", ""}
     kept = [
         path
-        for folder in ("gpuflow", "tasks", "executors", "configs", "tests", "benchmarks", "docs", "tools", ".ci")
+        for folder in (
+            "gpuflow",
+            "tasks",
+            "executors",
+            "configs",
+            "tests",
+            "benchmarks",
+            "docs",
+            "tools",
+            "examples",
+            ".ci",
+        )
         for path in (ROOT / folder).rglob("*")
         if path.is_file() and path.suffix in suffixes and "__pycache__" not in path.parts
     ]

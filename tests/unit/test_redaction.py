@@ -244,7 +244,7 @@ def test_a_child_gets_the_allowlist_its_env_and_its_secrets() -> None:
 def test_the_redactor_of_a_task_knows_spec_environment_and_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORKER_ONLY_PASSWORD", "machineword")
     settings = Settings.load({"REDIS_URL": "redis://:brokerword@h", "GPUFLOW_WORKER_TOKEN": "tokenword"})
-    redactor = redactor_of(SPEC, {"S": "sssw"}, {"HTTPS_PROXY": "http://u:proxyword@p"}, settings)
+    redactor = redactor_of([SPEC], {"S": "sssw"}, {"HTTPS_PROXY": "http://u:proxyword@p"}, settings)
 
     words = "sssw proxyword machineword brokerword tokenword dbword outword"
     assert redactor.values(words) == " ".join(["***"] * 7)

@@ -10,11 +10,17 @@
 --   bell     seconds that a doorbell token may lie unread
 --   groups   groups of waiters to register in: plain queues, and the class of this worker
 --   limits   for each queue, the longest time limit in seconds of a task that may be taken, or -1
---   types    the task types that this worker runs; none: all
+--   types    what this worker runs (routing/offers.py); none: all without a dot, and user_types (names with a dot)
+--   gpu_types, with_gpus   the same for queues whose tasks get GPUs, and for each queue whether they do; none: types
+--   sessions the warm sessions here that have a place; for each queue, warm_only: nothing else can be taken from it,
+--            and yields: it could, if the sessions here answered no more
+--   here     all warm sessions here: nothing is made room for that one of them will answer
+--   full     sessions here without a place, beside which none is to be opened: their messages are left
 --   models   the models that this worker has   patience: seconds to leave a task to a worker that has its model
 --
--- Returns {list, message, names}; with '' for both when nothing was taken: then the doorbell is registered in the same
--- step, so that no publish is missed, and another waiter is woken for the queue of pass_on.
+-- Returns {list, message, names, cold}, `cold` being the queues that have a message for this worker but for their
+-- warm_only. With '' for the first two when nothing was taken: then the doorbell is registered in the same step, so that
+-- no publish is missed, and another waiter is woken for the queue of pass_on.
 -- Nothing is taken while the fleet gathers after a new server run (arrive.lua).
 -- A message that is not JSON with a delivery tag goes to the unreadable list as it is and is never lost.
 local ready = KEYS[4]
@@ -34,8 +40,15 @@ local function as_set(names)
   return set
 end
 
-local types, models = as_set(look.types), as_set(look.models)
-local choosy = next(models) ~= nil
+local types, models = as_set(look.types or look.user_types), as_set(look.models)
+local gpu_types = look.gpu_types and as_set(look.gpu_types) or types
+local sessions, full, here = as_set(look.sessions), as_set(look.full), as_set(look.here)
+local choosy = next(models) ~= nil or next(sessions) ~= nil
+local cold = {}
+-- When the message was queued for which sessions are to take nothing that came later; 0: it is also more urgent.
+local stuck
+-- Whether a message that sessions could make room for waits in the lists that were looked at.
+local waits
 
 -- Return the hints of a message, and when it was queued.
 local function hints_of(raw)
@@ -43,12 +56,14 @@ local function hints_of(raw)
   if not at then return {}, 0 end
   local front = string.sub(raw, 1, (string.find(raw, '"body"', 1, true) or 1) - 1)
   return {type = string.match(front, '"x": "([^"]*)"'), model = string.match(front, '"m": "([^"]*)"'),
-    limit = string.match(front, '"t": ([%d.]+)')}, tonumber(at)
+    limit = string.match(front, '"t": ([%d.]+)'), session = string.match(front, '"s": "([^"]*)"')}, tonumber(at)
 end
 
-local function may_take(hints, at, most_seconds)
+local function may_take(hints, at, most_seconds, mine)
   if most_seconds >= 0 and not (hints.limit and tonumber(hints.limit) <= most_seconds) then return false end
-  if look.types and hints.type and not types[hints.type] then return false end
+  local limited = hints.type and (look.types or string.find(hints.type, '.', 1, true))
+  if limited and not mine[hints.type] then return false end
+  if hints.session and full[hints.session] then return false end
   if hints.model and not models[hints.model] and now - at < look.patience then
     return redis.call('EXISTS', prefix_of(ready) .. 'gpuflow.warm:' .. hints.model) == 0
   end
@@ -56,14 +71,24 @@ local function may_take(hints, at, most_seconds)
 end
 
 -- Return the message of one list that this worker should take next, and when it was queued.
-local function best_of(list, most_seconds)
+local function best_of(list, most_seconds, mine, warm_only, yields)
   local first, first_at
   for depth = 1, DEPTH do
     local raw = redis.call('LINDEX', list, -depth)
     if not raw then break end
     local hints, at = hints_of(raw)
-    if may_take(hints, at, most_seconds) then
-      if not choosy or (hints.model and models[hints.model]) then return raw, at end
+    local warm = hints.session and sessions[hints.session]
+    local mine_now = may_take(hints, at, most_seconds, mine)
+    if mine_now and warm_only and not warm then
+      local comes = hints.session and here[hints.session]
+      if not comes then cold[queue_of(ready, list)] = true end
+      waits = waits or yields and not comes
+      if yields and not comes and now - at > LONGEST * look.patience then
+        stuck = math.min(stuck or at, at)
+        break
+      end
+    elseif mine_now then
+      if not choosy or warm or (hints.model and models[hints.model]) then return raw, at end
       if not first then first, first_at = raw, at end
       if now - first_at > LONGEST * look.patience then break end
     end
@@ -85,13 +110,21 @@ end
 
 -- Return the best message of one priority, and its list.
 local function best_from(first)
-  local list, raw, at
+  local heads, best = {}, nil
   if not any_waits(first, first + look.queues - 1) then return end
   for i = 0, look.queues - 1 do
-    local found, queued = best_of(KEYS[first + i], look.limits[i + 1])
-    if found and (not list or queued < at) then list, raw, at = KEYS[first + i], found, queued end
+    local mine = look.with_gpus and look.with_gpus[i + 1] and gpu_types or types
+    local warm_only = look.warm_only and look.warm_only[i + 1]
+    local yields = look.yields and look.yields[i + 1]
+    local found, queued = best_of(KEYS[first + i], look.limits[i + 1], mine, warm_only, yields)
+    heads[#heads + 1] = found and {list = KEYS[first + i], raw = found, at = queued, warm_only = warm_only}
   end
-  return list, raw
+  for _, head in ipairs(heads) do
+    local may = not (head.warm_only and stuck and stuck < head.at)
+    if may and (not best or head.at < best.at) then best = head end
+  end
+  if waits then stuck = 0 end
+  if best then return best.list, best.raw end
 end
 
 local function take()
@@ -124,4 +157,7 @@ end
 for _, group in ipairs(look.groups) do
   redis.call(list and 'SREM' or 'SADD', prefix_of(ready) .. 'gpuflow.waiters:' .. group, KEYS[7])
 end
-return {list or '', raw or '', look.page > 0 and redis.call('ZRANGE', ready, 0, look.page - 1) or {}}
+local names = look.page > 0 and redis.call('ZRANGE', ready, 0, look.page - 1) or {}
+local queues = {}
+for queue in pairs(cold) do queues[#queues + 1] = queue end
+return {list or '', raw or '', names, queues}

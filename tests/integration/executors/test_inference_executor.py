@@ -84,6 +84,17 @@ def test_a_seed_repeats_and_sampling_varies(run):
     assert sample(seed=1, top_p=1e-6) == sample(seed=1, top_k=1)
 
 
+def test_a_long_prompt_cuts_no_other_answer(run):
+    data = {"type": "list", "items": ["Hello", "Hello " * 110, "Dear Bo"]}
+    inference = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
+
+    items = run("inference", {"data": data, "inference": inference}).result["items"]
+
+    counts = [item["usage"]["completion_tokens"] for item in items]
+    assert (counts[0], counts[2]) == (40, 40)
+    assert 0 < counts[1] < 40
+
+
 def test_n_answers_a_prompt(run):
     ended = run(
         "inference", {"data": _texts(PROMPTS[:2]), "inference": {"n": 3, "seed": 1, "max_tokens": 8, "stream": True}}

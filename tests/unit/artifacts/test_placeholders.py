@@ -200,6 +200,6 @@ def test_the_values_are_those_of_the_child_and_all_of_them_are_hidden(
 
     assert (values["JOINED"], values["PLAIN"], values["STORE"]) == (f"cnry-part/{TOKEN}", "p", TOKEN)
     assert not {"NOT_ALLOWED", "LACKS", "GPUFLOW_WORKER_TOKEN"} & set(values)
-    told = redactor_of(spec, {"STORE": TOKEN}, {}, settings).text(f"a {TOKEN} b cnry-part/{TOKEN}")
+    told = redactor_of([spec], {"STORE": TOKEN}, {}, settings).text(f"a {TOKEN} b cnry-part/{TOKEN}")
     assert told == "a *** b ***"
     assert os.environ["HF_PART"] == "cnry-part"

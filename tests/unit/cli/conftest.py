@@ -20,6 +20,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("GPUFLOW_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setenv("GPUFLOW_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("GPUFLOW_ENV_DIR", str(tmp_path / "environments"))
     monkeypatch.setenv("RESULTS_DIR", str(tmp_path / "results"))
     monkeypatch.chdir(tmp_path)
 

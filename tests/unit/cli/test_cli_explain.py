@@ -56,6 +56,10 @@ def test_all_that_a_worker_tells_is_in_its_view() -> None:
         "families": ["gpu-a100", "cpu"],
         "executors": ["echo", "inference"],
         "freeGpus": ["g"],
+        "sessions": [
+            {"model": "warm", "idle": True, "gpus": ["h"]},
+            {"model": "at-work", "idle": False, "gpus": ["i"]},
+        ],
         "freeJobs": 2,
         "foreignMib": {"g": 3000},
         "roomMib": {"g": 4000},
@@ -72,7 +76,7 @@ def test_all_that_a_worker_tells_is_in_its_view() -> None:
 
     assert view.families == ("gpu-a100", "cpu")
     assert view.executors == ("echo", "inference")
-    assert (view.free_gpus, view.free_jobs, view.silent_seconds) == (("g",), 2, 5)
+    assert (view.free_gpus, view.free_jobs, view.silent_seconds) == (("g", "h"), 2, 5)
     assert (dict(view.foreign_mib), view.room_mib) == ({"g": 3000}, {"g": 4000})
     assert view.reservation is not None
     assert (view.reservation.name, view.reservation.seconds) == ("big-job", 30)

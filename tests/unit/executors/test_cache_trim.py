@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from executors.base import ExecutorError
-from executors.cache import hold, hold_inputs, lock_name, lock_path, obtain, release, unused
+from executors.cache import Holds, hold, hold_inputs, lock_name, lock_path, obtain, unused
 from executors.cache_trim import Entry, entries, evictions, remove, trim
 from executors.models import main
 from gpuflow.protocol import Emitter, Request
@@ -82,8 +82,9 @@ def test_trim_removes_whole_entries_and_says_so(cache: Path) -> None:
 
 
 def test_use_makes_an_entry_young(cache: Path) -> None:
-    hold(cache, "models-old")
-    release(cache, "models-old")
+    holds = Holds()
+    hold(cache, "models-old", holds=holds)
+    holds.release()
 
     trim(cache, 2000)
 
@@ -92,27 +93,28 @@ def test_use_makes_an_entry_young(cache: Path) -> None:
 
 def test_what_is_held_stays_and_the_limit_is_said_to_be_passed(cache: Path) -> None:
     told: list[str] = []
+    holds = Holds()
     for name in ("old", "new"):
-        hold(cache, f"models-{name}")
+        hold(cache, f"models-{name}", holds=holds)
 
     trim(cache, 500, tell=told.append)
 
     assert names(cache) == ["new", "old"]
     assert "GPUFLOW_MODEL_CACHE_MAX_BYTES" in told[-1]
-    for name in ("old", "new"):
-        release(cache, f"models-{name}")
+    holds.release()
     trim(cache, 500)
     assert names(cache) == []
 
 
 def test_an_entry_that_is_taken_between_listing_and_removal_stays(cache: Path) -> None:
     (old,) = (one for one in entries(cache) if one.name == "old")
-    hold(cache, "models-old")
+    holds = Holds()
+    hold(cache, "models-old", holds=holds)
 
     assert not remove(cache, old)
 
     assert "old" in names(cache)
-    release(cache, "models-old")
+    holds.release()
 
 
 def test_links_are_neither_followed_nor_removed(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -149,10 +151,10 @@ def test_two_that_want_one_entry_make_it_once_and_it_is_held(tmp_path: Path) -> 
     for thread in threads:
         thread.join(20)
 
+    assert [thread.is_alive() for thread in threads] == [False, False]
     assert made == [1]
     with unused(tmp_path, lock_name(path)) as free:
         assert not free
-    release(tmp_path, lock_name(path))
 
 
 def test_inputs_that_lie_in_the_cache_are_held(tmp_path: Path) -> None:
@@ -161,11 +163,27 @@ def test_inputs_that_lie_in_the_cache_are_held(tmp_path: Path) -> None:
     spec = {"model": {"adapters": [{"path": str(folder)}]}, "data": {"path": "/elsewhere"}}
     request = Request(task_id="t", task_type="echo", spec=spec, output_dir="o", cache_dir=str(tmp_path))
 
-    hold_inputs(request)
+    first, second = Holds(), Holds()
+    for holds in (first, second):
+        hold_inputs(request, holds)
+
+    first.release()
 
     with unused(tmp_path, "checkpoints-abc") as free:
         assert not free
-    release(tmp_path, "checkpoints-abc")
+    second.release()
+    with unused(tmp_path, "checkpoints-abc") as free:
+        assert free
+
+
+def test_what_is_taken_for_a_request_that_has_ended_is_let_go(tmp_path: Path) -> None:
+    holds = Holds()
+    holds.release()
+
+    hold(tmp_path, "checkpoints-abc", holds=holds)
+
+    with unused(tmp_path, "checkpoints-abc") as free:
+        assert free
 
 
 def test_a_checkpoint_is_safe_as_long_as_the_child_that_was_given_it_runs(

@@ -59,7 +59,9 @@ CASES = [
     (urllib.error.HTTPError("http://h", 404, "gone", {}, None), "NotFound", False),  # type: ignore[arg-type]
     (_named("ConnectTimeout")("slow"), "Network", True),
     (RuntimeError("CUDA error: uncorrectable ECC error encountered"), "DeviceFault", True),
-    (RuntimeError("CUDA error: device-side assert triggered"), "RuntimeError", False),
+    (RuntimeError("CUDA error: device-side assert triggered"), "DeviceFault", True),
+    (_named("AcceleratorError", RuntimeError)("CUDA error: an illegal memory access"), "DeviceFault", True),
+    (RuntimeError("CUDA error: out of memory"), "OutOfMemory", True),
     (_caused(ValueError("bad"), ImportError("an optional one")), "ValueError", False),
     (FileNotFoundError(errno.ENOENT, "No such file"), "FileNotFoundError", False),
     (KeyError("rows"), "KeyError", False),
@@ -120,7 +122,7 @@ def test_a_cycle_of_causes_ends():
 def test_every_registered_place_has_the_task_type():
     for task_type in ("echo", "inference", "sft", "lora_sft"):
         assert task_type in find(task_type).task_types
-    assert set(EXECUTORS) == {"echo", "inference", "sft", "lora_sft"}
+    assert set(EXECUTORS) == {"echo", "inference", "embedding", "sft", "lora_sft"}
 
 
 def test_an_unknown_task_type_names_the_known():

@@ -7,8 +7,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from executors.base import ExecutorError
+from executors.generation.answers import batches
 from executors.generation.parameters import Sampling, read_sampling
-from executors.generation.prompts import read_prompts, render
+from executors.generation.prompts import Rendered, encoded, read_prompts, render
 from executors.generation.rows import Row
 from executors.training.shaping import shape
 
@@ -82,6 +83,36 @@ def test_stop_strings_trim_the_answer(stop, include, text, expected, reason):
     told = _feed(row, text)
 
     assert (row.text, told, row.finish_reason) == (expected, expected, reason)
+
+
+@pytest.mark.parametrize(
+    ("include", "special", "expected"), [(False, True, "ab"), (True, True, "abX"), (False, False, "ab")]
+)
+def test_a_stop_token_is_no_part_of_the_text_unless_it_is_asked_for(include, special, expected):
+    row = Row(Sampling(include_stop_str_in_output=include, skip_special_tokens=special), _decode, {END, ord("X")})
+
+    told = _feed(row, "abXc", end=False)
+
+    assert (row.text, told, row.finish_reason, row.tokens) == (expected, expected, "stop", 3)
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "expected"), [(0, "a"), (1, "a"), (2, "a.bc"), (4, "a.bc"), (5, "a.bc.d"), (7, "a.bc.d.")]
+)
+def test_a_stop_string_ends_an_answer_after_min_tokens_alone(min_tokens, expected):
+    row = _row(stop=(".", "b."), min_tokens=min_tokens)
+
+    _feed(row, "a.bc.d.", end=False)
+
+    assert row.text == expected
+
+
+def test_a_stop_string_may_begin_within_min_tokens():
+    row = _row(stop=("bc.",), min_tokens=3)
+
+    _feed(row, "a.bc.d.", end=False)
+
+    assert row.text == "a."
 
 
 def test_an_answer_without_end_token_ends_by_length():
@@ -160,7 +191,40 @@ def test_bad_prompts_are_named(entries, data, says):
 def test_without_a_template_contents_stand_below_each_other():
     (prompt,) = read_prompts(["hi"], {})
 
-    assert render(prompt, _Plain(), {"system_prompt": "Be kind."}) == "Be kind.\n\nhi"
+    assert render(prompt, _Plain(), {"system_prompt": "Be kind."}) == Rendered(text="Be kind.\n\nhi", templated=False)
+
+
+class _Begins(_Plain):
+    """A tokenizer without a template of its own, which begins each text with token 1."""
+
+    def apply_chat_template(self, messages, *, chat_template, **_):
+        return f"\x01{chat_template}{messages[0]['content']}"
+
+    def __call__(self, texts, *, add_special_tokens):
+        return {"input_ids": [[1] * add_special_tokens + list(text.encode()) for text in texts]}
+
+
+def test_a_template_that_the_task_brings_writes_the_only_begin_token():
+    (prompt,) = read_prompts(["hi"], {})
+
+    templated, plain = render(prompt, _Begins(), {"chat_template": "x"}), render(prompt, _Begins(), {})
+
+    assert encoded([plain, templated, plain], _Begins()) == [[1, *b"hi"], [1, *b"xhi"], [1, *b"hi"]]
+
+
+@pytest.mark.parametrize(
+    ("room", "expected"),
+    [
+        ("", []),
+        ("+++++", [(0, 2), (2, 4), (4, 5)]),
+        ("+-+++-", [(0, 1), (1, 2), (2, 4), (4, 5), (5, 6)]),
+        ("--", [(0, 1), (1, 2)]),
+    ],
+)
+def test_a_prompt_that_leaves_too_little_room_goes_alone(room, expected):
+    spans = batches([one == "+" for one in room], 2)
+
+    assert [(span.start, span.stop) for span in spans] == expected
 
 
 @pytest.mark.parametrize(

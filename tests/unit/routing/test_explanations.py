@@ -11,6 +11,7 @@ from strategies_of_routing import requirements
 from test_fit import machine
 
 from gpuflow.routing.explain import MAX_LISTED, explain
+from gpuflow.routing.offers import Lack, Offers
 from gpuflow.routing.requirement import Requirement
 from gpuflow.routing.resources import requirement_from_resources
 from gpuflow.routing.views import QueueView, Reservation, RunningTask, TaskView, WorkerView
@@ -19,6 +20,12 @@ GOLDEN = Path(__file__).parent / "golden" / "explain"
 TRAIN = RunningTask(id="7aa1", name="train-7b", seconds=730)
 BATCH = RunningTask(id="51f0", name="embed-docs", seconds=65)
 TASK = TaskView(id="4f1c", name="tune", state="QUEUED", executor="lora_sft")
+
+
+NO_VLLM = Offers(
+    names=frozenset({"inference", "echo"}),
+    lacking={"inference:vllm": Lack(why="environment vllm (cpu) is not built", mend="`gpuflow env create vllm`")},
+)
 
 
 def view(name, *cards, labels=None, **fields):
@@ -75,6 +82,17 @@ SITUATIONS = {
         "A100:1",
         view("box1", "a100-80", executors=("inference", "echo")),
         task=replace(TASK, name="serve", executor="vllm"),
+    ),
+    "no-environment": lambda: told(
+        "cpu",
+        view("box1", offers=NO_VLLM),
+        view("box2", "a100-80", offers=NO_VLLM, gpu_offers=Offers(names=frozenset({"inference:vllm"}))),
+        task=replace(TASK, name="ask", executor="inference:vllm"),
+    ),
+    "no-environment-for-gpus": lambda: told(
+        "A100:1",
+        view("box1", "a100-80", offers=Offers(names=frozenset({"inference:vllm"})), gpu_offers=NO_VLLM),
+        task=replace(TASK, name="ask", executor="inference:vllm"),
     ),
     "restricted-by-q": lambda: told(
         "A100:1", view("box1", "a100-80", families=("gpu-h100", "cpu")), view("box2", "a100-80", families=())

@@ -37,6 +37,7 @@ DOCUMENTED = {
     "GPUFLOW_STORE_URL": None,
     "GPUFLOW_RETENTION_DAYS": 30,
     "GPUFLOW_PASS_ENV": (),
+    "GPUFLOW_EXECUTORS": (),
     "GPUFLOW_ALLOW_VOLATILE": False,
     "GPUFLOW_GRACE_SEC": 10,
     "GPUFLOW_NOTICE_SEC": 30,
@@ -49,6 +50,7 @@ DOCUMENTED = {
     "GPUFLOW_MODEL_CACHE_MAX_BYTES": None,
     "GPUFLOW_FALLBACK_SEC": 60.0,
     "GPUFLOW_MODEL_PATIENCE_SEC": 2.0,
+    "GPUFLOW_SESSION_IDLE_SEC": 300.0,
 }
 
 
@@ -71,7 +73,12 @@ def test_defaults_are_those_of_the_documentation(load, tmp_path):
     assert settings.results_dir == tmp_path / "results_workers"
     assert settings.cache_dir == Path("/home/ana/.cache/gpuflow")
     assert settings.state_dir == Path("/home/ana/.local/state/gpuflow")
-    assert set(by_variable) - set(DOCUMENTED) == {"RESULTS_DIR", "GPUFLOW_CACHE_DIR", "GPUFLOW_STATE_DIR"}
+    assert set(by_variable) - set(DOCUMENTED) == {
+        "RESULTS_DIR",
+        "GPUFLOW_CACHE_DIR",
+        "GPUFLOW_STATE_DIR",
+        "GPUFLOW_ENV_DIR",
+    }
 
 
 def test_environment_over_file_over_default(load):
@@ -108,6 +115,9 @@ def test_folders(load, tmp_path):
     assert settings.cache_dir == Path("/home/ana/c")
     assert settings.state_dir == Path("/state/gpuflow")
     assert load(RESULTS_DIR="r").results_dir == tmp_path / "r"
+    assert settings.env_dir == Path("/home/ana/.local/share/gpuflow/environments")
+    assert load(XDG_DATA_HOME="/data").env_dir == Path("/data/gpuflow/environments")
+    assert load(GPUFLOW_ENV_DIR="e").env_dir == tmp_path / "e"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpuflow.errors import InvalidTemplate
+from gpuflow.routing.session_names import session_name
 from gpuflow.spec import canonical
 from gpuflow.spec.fields import known_fields, load_schema
 from gpuflow.spec.sections import ENGINE, INFERENCE, LORA, TRAINING_SCHEMAS, training_section
@@ -188,3 +189,51 @@ def test_canonical_names_every_mistake():
     assert {one.path for one in caught.value.mistakes} == {
         "spec.model", "spec.data", "spec.inference.n", "spec.priority",
     }  # fmt: skip
+
+
+def embed(**fields):
+    return canonical({"taskType": "embedding", "data": {"items": ["x"]}, **fields})
+
+
+@pytest.mark.parametrize(
+    ("given", "model", "left"),
+    [
+        ({"embedding": {"model": "org/m"}}, {"source": {"identifier": "org/m", "type": "huggingface"}}, None),
+        ({"embedding": {"model": "gpt2-tiny"}}, {"source": {"identifier": "gpt2-tiny", "type": "preset"}}, None),
+        ({"embedding": {"model": "/there/m"}}, {"source": {"identifier": "/there/m", "type": "local"}}, None),
+        (
+            {"embedding": {"model": "org/m", "normalize": False}, "model": {"vllm": {"seed": 1}}},
+            {"source": {"identifier": "org/m", "type": "huggingface"}, "vllm": {"seed": 1}},
+            {"normalize": False},
+        ),
+        (
+            {"embedding": {"model": "org/other", "batch_size": 2}, "model": MODEL},
+            {"source": {"identifier": "m", "type": "huggingface"}},
+            {"batch_size": 2},
+        ),
+        ({"embedding": {"model": "${env:NAME}"}}, None, {"model": "${env:NAME}"}),
+    ],
+)
+def test_the_model_of_an_embedding_is_model_source(monkeypatch, given, model, left):
+    monkeypatch.setattr("gpuflow.spec.normalise.list_presets", lambda kind: ["gpt2-tiny"])
+
+    spec = embed(**given)
+
+    assert (spec.get("model"), spec.get("embedding")) == (model, left)
+    assert canonical(spec) == spec
+
+
+def test_both_ways_to_name_the_model_of_an_embedding_have_one_warm_session():
+    source = {"identifier": "org/m"}
+
+    names = {session_name(embed(embedding={"model": "org/m"})), session_name(embed(model={"source": source}))}
+
+    assert len(names) == 1
+    assert "" not in names
+
+
+def test_an_embedding_needs_a_model():
+    with pytest.raises(InvalidTemplate, match=r"needs model\.source or embedding\.model"):
+        embed(embedding={"normalize": True})
+    with pytest.raises(InvalidTemplate, match=r"spec\.embedding\.model: is required and missing"):
+        canonical({"taskType": "rag", "query": "x", "embedding": {"normalize": True}})

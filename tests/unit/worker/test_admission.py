@@ -56,7 +56,7 @@ def test_what_is_chosen_is_held_until_the_pop_has_answered(client: Client, make:
     (one,) = client.register(ONE)
     mine, other = make(gpus=1), make(gpus=1, name="w2")
 
-    assert mine.choose([one]) == [Choice(queue=one)]
+    assert mine.choose([one]) == [Choice(queue=one, with_gpus=True)]
     assert other.fitting([one]) == []
     assert other.choose([one]) == []
     mine.chosen_none()

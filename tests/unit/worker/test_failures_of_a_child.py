@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from gpuflow.worker.attempt import _failed
 from gpuflow.worker.child import ChildEnd
+from gpuflow.worker.judging import failed
 
 KILLED = ChildEnd(exit_code=None, signal=signal.SIGKILL)
 
@@ -25,6 +25,6 @@ KILLED = ChildEnd(exit_code=None, signal=signal.SIGKILL)
     ],
 )
 def test_the_kind_of_a_failure(finish: dict, end: ChildEnd, kind: str, retryable: bool) -> None:
-    error = _failed(finish, end)
+    error = failed(finish, end)
 
     assert (error["type"], error["retryable"]) == (kind, retryable)

@@ -9,7 +9,8 @@ from gpuflow.worker.runtime import Runtime
 
 
 def test_an_attempt_that_begins_after_the_handing_back_is_handed_back_too() -> None:
-    parts: Any = dict.fromkeys(("app", "worker_id", "hardware", "labels", "leases", "admission", "machine_gpus"))
+    names = ("app", "worker_id", "hardware", "labels", "leases", "admission", "machine_gpus", "offering")
+    parts: Any = dict.fromkeys(names)
     runtime, early, late = Runtime(**parts), Mock(), Mock()
     runtime.begin("early", early)
     early.stop.assert_not_called()

@@ -1,0 +1,1 @@
+"""An executor for gpuflow that counts words."""

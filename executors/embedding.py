@@ -1,0 +1,62 @@
+"""The task type `embedding`: one vector for each text of `data`, with a transformers model, and responses.json."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from executors.base import Executor, write_responses
+from gpuflow.protocol import Emitter, Request
+
+
+class Embedding(Executor):
+    """Embeds every text of `data`; the result holds items (input, embedding), usage, dimensions, model, engine."""
+
+    task_types: ClassVar[tuple[str, ...]] = ("embedding",)
+
+    def run(self, request: Request, emitter: Emitter) -> dict[str, Any]:
+        """Read the texts, load the model, embed batch by batch, write the vectors and return them."""
+        from executors.data.sources import read_entries
+        from executors.modeling.libraries import prepare_libraries
+        from executors.vectors.texts import read_texts
+
+        data = request.spec.get("data") or {}
+        given = request.spec.get("embedding") or {}
+        texts = read_texts(read_entries(data, request.cache_dir, emitter), data, given.get("query_prefix") or "")
+        prepare_libraries()
+
+        from executors.generation.answers import default_rows
+        from executors.sessions.adapter_switch import AdapterSwitch
+        from executors.sessions.adapters import adapters_of
+        from executors.sessions.lines import Opening
+        from executors.sessions.transformers_loading import load_base
+        from executors.sessions.unused import unused
+        from executors.vectors.encoder import Encoder, tokenized
+        from executors.vectors.pooling import read_pooling
+        from executors.vectors.results import item_of, normalized, vectors_result
+
+        for message in unused(request.spec, engine="transformers", task_type="embedding"):
+            emitter.emit("log", message=message)
+        opening = Opening(
+            spec=request.spec,
+            engine="transformers",
+            task_type="embedding",
+            cache_dir=request.cache_dir,
+            checkpoint_path=request.checkpoint_path,
+        )
+        location, model, tokenizer, _ = load_base(opening, emitter, padding_side="right", headless=True)
+        encoder = Encoder(model, tokenizer, read_pooling(location))
+        tokens, cut = tokenized([text.text for text in texts], tokenizer, encoder.max_tokens)
+        normalize = given.get("normalize")
+        normalize = encoder.pooling.normalize if normalize is None else bool(normalize)
+        size = int(given.get("batch_size") or default_rows())
+        emitter.status("working")
+        items: list[dict[str, Any]] = []
+        with AdapterSwitch(model, headless=True).using(adapters_of(request)) as tuned:
+            for start in range(0, len(texts), size):
+                for number, vector in enumerate(encoder.embed(tokens[start : start + size], tuned), start=start):
+                    whole = normalized(vector) if normalize else vector
+                    items.append(item_of(texts[number], whole, len(tokens[number]), cut=cut[number]))
+                emitter.progress(len(items), len(texts), "item")
+        result = vectors_result(items, location.name, "transformers", request, emitter)
+        write_responses(request, emitter, result)
+        return result

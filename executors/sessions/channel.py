@@ -1,0 +1,83 @@
+"""What a session says: event lines on its stdout, those of a request with its `id`; and what it hears, on stdin.
+
+Every line is one write under one lock, whichever thread it comes from. Used by `serving` alone; engines and requests
+see only an `Emitter`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+from executors.base import plain
+from executors.sessions.lines import MAX_BYTES, BadLine, too_long
+from gpuflow.protocol import Emitter
+
+#: Called with each line; None at the end of the input, the refusal of a line that was too long.
+Hear = Callable[[bytes | BadLine | None], None]
+#: How much of a line that is too long is read at once, in bytes.
+_PASSED_OVER = 1 << 20
+
+
+class RequestEmitter(Emitter):
+    """Tells the events of one request: each with its id, none after the request has ended."""
+
+    def __init__(self, parent: Emitter, request_id: str) -> None:
+        super().__init__(parent._stream)
+        self._parent = parent
+        self._id = request_id
+        self._ended = False
+
+    def emit(self, name: str, **data: Any) -> None:
+        """Write one event of the request."""
+        with self._lock:
+            if not self._ended:
+                self._ended = name == "finish"
+                self._parent.emit(name, **{**data, "id": self._id})
+
+    def result(self, value: Any) -> None:
+        """Give the result value as strict JSON can hold it."""
+        super().result(plain(value))
+
+
+class SessionEmitter(Emitter):
+    """Tells the events of the session itself. A reader that has gone is told of by `gone`, once, and harms nothing."""
+
+    gone: Callable[[], None] | None = None
+
+    def emit(self, name: str, **data: Any) -> None:
+        """Write one event."""
+        try:
+            super().emit(name, **data)
+        except (OSError, ValueError):  # ValueError: the stream is closed
+            told, self.gone = self.gone, None
+            if told is not None:
+                told()
+
+
+def take_stdin() -> BinaryIO:
+    """Return the real stdin for `listen`; whoever reads standard input after this finds it empty."""
+    stream = os.fdopen(os.dup(0), "rb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    return stream
+
+
+def listen(stream: BinaryIO, hear: Hear) -> None:
+    """Pass on each line of `stream` from a thread of its own, to the end."""
+
+    def read() -> None:
+        while line := stream.readline(MAX_BYTES):
+            if len(line) == MAX_BYTES and not line.endswith(b"\n"):
+                refusal = too_long(line)
+                while line and not line.endswith(b"\n"):
+                    line = stream.readline(_PASSED_OVER)
+                hear(refusal)
+            elif line.strip():
+                hear(line)
+        hear(None)
+
+    threading.Thread(target=read, name="gpuflow-session-stdin", daemon=True).start()

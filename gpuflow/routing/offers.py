@@ -1,0 +1,80 @@
+"""What tasks ask to be run by, and what a worker offers to run: names that both sides write alike. Pure.
+
+`inference` is a task type by whatever engine, `inference:vllm` by that engine alone, `inference@fast` in the
+environment of that name. A message carries the name of what it asks for (`routing.affinity`), a worker takes those that
+it offers (`broker.gate.Taste`), and `explain` tells what one lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+#: What `engine` says where any will do.
+ANY_ENGINE = "auto"
+#: Engines that can keep a model loaded for many tasks.
+WARM_ENGINES = frozenset({"vllm", "transformers"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lack:
+    """Why something is not offered, as a clause, and the command that mends it; no `mend` where none does."""
+
+    why: str
+    mend: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offers:
+    """The names that a worker takes, and why it does not take others that it knows."""
+
+    names: frozenset[str] = frozenset()
+    lacking: Mapping[str, Lack] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return {
+            "names": sorted(self.names),
+            "lacking": {name: [lack.why, lack.mend] for name, lack in sorted(self.lacking.items())},
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Read `to_dict()`."""
+        lacking = {str(name): Lack(why=str(why), mend=str(mend)) for name, (why, mend) in data["lacking"].items()}
+        return cls(names=frozenset(map(str, data["names"])), lacking=lacking)
+
+
+def offer_name(task_type: str, *, engine: str | None = None, environment: str | None = None) -> str:
+    """Return the name of a task type by an engine, or in an environment; by any, where neither is given."""
+    if environment:
+        return f"{task_type}@{environment}"
+    return f"{task_type}:{engine}" if engine and engine != ANY_ENGINE else task_type
+
+
+def asked_name(spec: Mapping[str, Any]) -> str:
+    """Return the name of what a canonical spec asks for."""
+    engine, environment = spec.get("engine"), spec.get("environment")
+    return offer_name(str(spec["taskType"]), engine=engine, environment=environment)
+
+
+def parts_of(name: str) -> tuple[str, str | None, str | None]:
+    """Return the task type of a name, with the engine or the environment that it has."""
+    rest, _, environment = name.partition("@")
+    task_type, _, engine = rest.partition(":")
+    return task_type, engine or None, environment or None
+
+
+def task_type_of(name: str) -> str:
+    """Return the task type of a name."""
+    return parts_of(name)[0]
+
+
+def in_words(name: str) -> str:
+    """Return a name for people."""
+    task_type, by_engine, engine = name.partition(":")
+    if by_engine:
+        return f"{task_type} by engine {engine}"
+    task_type, in_environment, environment = name.partition("@")
+    return f"{task_type} in environment {environment}" if in_environment else name

@@ -1,0 +1,87 @@
+"""What the messages that are here hold of this worker beside its GPUs: slots, CPUs and memory. Plain sums.
+
+Kept by the admission, under its lock. GPUs are in the ledger of the machine, which binds all workers on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from gpuflow.routing.capability import Capability
+from gpuflow.routing.requirement import Requirement
+from gpuflow.worker.sessions.pool import Sessions
+from gpuflow.worker.sessions.warm import Warm
+from gpuflow.worker.slots import CONTROL_SLOTS, Allocation, Limits, SlotClass
+
+
+@dataclass(kw_only=True)
+class Books:
+    """Allocations by delivery tag, next to the limits of the worker and what its warm sessions use."""
+
+    limits: Limits
+    sessions: Sessions | None = None
+    held: dict[str, Allocation] = field(default_factory=dict)
+
+    def count(self, *slots: SlotClass) -> int:
+        """Return how many messages hold one of these slots."""
+        return sum(1 for one in self.held.values() if one.slot in slots)
+
+    def jobs(self) -> int:
+        """Return how many child processes work now. A session counts while it answers, and not while it idles."""
+        return self.count("job") + len(self._working())
+
+    def _working(self, without: Collection[Warm] = ()) -> list[Requirement]:
+        return self.sessions.working(without) if self.sessions is not None else []
+
+    def on(self, uuid: str) -> list[str]:
+        """Return the tags of the messages that are worked on by a GPU."""
+        mine = [tag for tag, one in self.held.items() if uuid in one.gpus]
+        return mine + (self.sessions.tags_on(uuid) if self.sessions is not None else [])
+
+    def takes_jobs(self) -> bool:
+        """Whether one more child may work."""
+        limits = self.limits
+        if limits.one_job_only and limits.jobs_taken:
+            return False
+        return self.takes_requests() and (limits.max_jobs is None or self.jobs() < limits.max_jobs)
+
+    def takes_requests(self) -> bool:
+        """Whether a thread is there for one more job, or request of a session."""
+        return self.count("plain", "request", "job") < self.limits.threads
+
+    def takes_plain(self) -> bool:
+        """Whether a thread is there for one more plain task."""
+        return self.count("plain", "request") < self.limits.threads
+
+    def takes_control(self) -> bool:
+        """Whether one more control task may begin."""
+        return self.count("control") < CONTROL_SLOTS
+
+    def host_fits(
+        self,
+        asked: Requirement,
+        capability: Capability,
+        beside: Requirement | None = None,
+        without: Collection[Warm] = (),
+    ) -> bool:
+        """Whether CPUs, memory and slots are there, GPUs apart.
+
+        With `beside`, also when that task has begun too; `without` some idle sessions, when these have gone. A warm
+        session keeps its memory while it idles, but not its CPUs.
+        """
+        held = [one for one in self.held.values() if one.slot == "job"]
+        working = self._working(without)
+        asks = [one.requirement for one in held if one.requirement is not None] + ([beside] if beside else [])
+        if asked.cpu and asked.cpu + sum(one.cpu or 0 for one in [*asks, *working]) > capability.cpu_count:
+            return False
+        memory_mib = sum(one.memory_mib or 0 for one in asks)
+        if self.sessions is not None:
+            memory_mib += self.sessions.memory_mib(without)
+        if asked.memory_mib and asked.memory_mib + memory_mib > capability.memory_mib:
+            return False
+        if asked.gpu_count or asked.cpu or self.limits.max_jobs is not None:
+            return True
+        unsaid = [one for one in held if not one.gpus and not (one.requirement and one.requirement.cpu)]
+        busy = [one for one in working if not one.gpu_count and not one.cpu]
+        return len(unsaid) + len(busy) < self.limits.cpu_jobs

@@ -1,0 +1,83 @@
+"""What this worker offers to run now: task types whose executor's environment works, with their engines.
+
+Looked at anew at each heartbeat, so that an environment which was built, or broke, counts without a restart. The
+admission takes by it, the registry tells it, and the supervisor starts children by it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from gpuflow.environments import Choice, Snapshot, choose, note_problem, offers_of, snapshot
+from gpuflow.logs import get_logger
+from gpuflow.routing.offers import WARM_ENGINES, Offers, parts_of
+from gpuflow.settings import Settings
+from gpuflow.worker.starting import Start, start_of
+
+log = get_logger("gpuflow.worker")
+
+
+class Offering:
+    """The offers of one worker. `task_types` are those that it may run; a user's with the environment that it names."""
+
+    def __init__(self, settings: Settings, task_types: Mapping[str, str | None], *, gpus: bool) -> None:
+        self._settings = settings
+        self._task_types = dict(task_types)
+        self._kinds = (False, True) if gpus else (False,)
+        self._lock = threading.Lock()
+        self._stands: dict[bool, Snapshot] = {}
+        self._offers: dict[bool, Offers] = {}
+        self.look()
+
+    @property
+    def plain(self) -> Offers:
+        """What is offered to tasks without GPUs."""
+        return self._offers[False]
+
+    @property
+    def with_gpus(self) -> Offers:
+        """What is offered to tasks with GPUs."""
+        return self._offers[self._kinds[-1]]
+
+    @property
+    def same(self) -> bool:
+        """Whether GPUs make no difference."""
+        return self.plain.names == self.with_gpus.names
+
+    def look(self) -> None:
+        """Look how the environments stand now."""
+        stands = {gpus: snapshot(self._settings, gpus=gpus) for gpus in self._kinds}
+        offers = {gpus: offers_of(found.states, self._task_types) for gpus, found in stands.items()}
+        with self._lock:
+            changed = bool(self._offers) and offers != self._offers
+            self._stands, self._offers = stands, offers
+        if changed:
+            log.info("offers_changed", names=sorted(self.plain.names | self.with_gpus.names))
+
+    def start_of(self, spec: Mapping[str, Any], *, gpus: bool) -> Start:
+        """Return how a task's child is started. Raises EnvironmentNotReady."""
+        with self._lock:
+            stands = self._stands[gpus and self._kinds[-1]]
+        return start_of(spec, stands, named=self._task_types.get(str(spec["taskType"])))
+
+    def keeps_warm(self, asked: str, *, gpus: bool) -> bool:
+        """Whether what runs here for such an ask (`routing.offers`) is an engine that can be kept warm."""
+        task_type, engine, environment = parts_of(asked)
+        with self._lock:
+            states = self._stands[gpus and self._kinds[-1]].states
+        wanted = environment or self._task_types.get(task_type)
+        choice = choose(states, task_type, engine=engine, environment=wanted)
+        return isinstance(choice, Choice) and choice.engine in WARM_ENGINES
+
+    def let_down(self, start: Start, problem: str) -> None:
+        """Note that a built environment could not even begin a child: it is offered no more until a check mends it."""
+        log.warning("environment_broken", environment=start.use.name, python=str(start.use.python), problem=problem)
+        note_problem(self._settings, start.use, problem)
+        self.look()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for the registry."""
+        found = {"cpu": self.plain.to_dict()}
+        return {**found, "gpu": self.with_gpus.to_dict()} if True in self._kinds else found

@@ -1,0 +1,150 @@
+"""Which demand queues have room on a worker now: whose next message could start, and on which GPUs.
+
+Asked by the admission, under its lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from gpuflow.broker.gate import ANY_TIME, Choice
+from gpuflow.fleet.gpu_usage import FOREIGN_TOLERATED_MIB
+from gpuflow.routing.capability import Capability
+from gpuflow.routing.fit import match
+from gpuflow.routing.requirement import Requirement
+from gpuflow.worker.books import Books
+from gpuflow.worker.demands import Demands
+from gpuflow.worker.machine_gpus import MachineGpus
+from gpuflow.worker.reserving import Reserving, Room
+from gpuflow.worker.sessions.warm import Warm
+
+
+class Rooms:
+    """The rooms of one worker."""
+
+    def __init__(self, demands: Demands, gpus: MachineGpus, reserving: Reserving, books: Books) -> None:
+        self._demands = demands
+        self._gpus = gpus
+        self._books = books
+        self.reserving = reserving
+
+    @property
+    def capability(self) -> Capability:
+        """All that this worker has, free or not."""
+        return self._demands.capability
+
+    def asked(self, queue: str) -> Requirement:
+        """Return what a queue asks for."""
+        return self._demands.requirement(queue) or Requirement()
+
+    def of(self, served: Mapping[str, Requirement], ready: Sequence[str]) -> Iterator[tuple[str, Room]]:
+        """Yield the queues whose next message could start now, each with what it may use."""
+        if not served:
+            return
+        offers = {sized: self._gpus.free(self.capability, asks_memory=sized) for sized in (True, False)}
+        uses_gpus = False
+        for queue, asked in served.items():
+            free = self._free(asked, offers)
+            room = self._room(queue, asked, ready, free)
+            if room is not None:
+                uses_gpus = uses_gpus or asked.gpu_count > 0
+                yield queue, room
+                continue
+            if self._may_starve(asked) and not uses_gpus:
+                self.reserving.claim(queue, asked, self.capability, free, ready)
+
+    def _free(self, asked: Requirement, offers: Mapping[bool, Capability]) -> Capability:
+        """Return this worker with the GPUs that could be given to such a task now."""
+        if not asked.gpu_count:
+            return self.capability
+        if asked.shares:
+            return self.capability.with_room(self._gpus.room(self.capability))
+        return offers[asked.vram_gb_min is not None]
+
+    def _room(self, queue: str, asked: Requirement, ready: Sequence[str], free: Capability) -> Room | None:
+        """Return what the next task of a queue may use of `free`, None when it cannot start now."""
+        if not self._books.host_fits(asked, self.capability):
+            return None
+        kept = self.reserving.kept_from(queue, ready)
+        beside = kept is None or self._books.host_fits(asked, self.capability, self.asked(kept))
+        for room in self.reserving.room(queue, ready, free):
+            if (beside or room.most_seconds != ANY_TIME) and match(asked, room.capability).fits:
+                return room
+        return None
+
+    def warm(self, queues: Sequence[str], *, most: int, beyond: bool) -> list[Choice]:
+        """Return at most so many choices of queues that have no room: a warm session alone could take from them.
+
+        Where there is none, `beyond` looks for tasks whose GPUs an idle session of another worker may hold.
+        """
+        sessions = self._books.sessions
+        asks = {queue: self.asked(queue) for queue in queues}
+        if sessions is None or not sessions.here():
+            asks = {queue: asked for queue, asked in asks.items() if beyond and asked.gpu_count}
+        return [
+            Choice(queue=queue, with_gpus=asked.gpu_count > 0, warm_only=True, yields=self.yields(asked))
+            for queue, asked in list(asks.items())[:most]
+        ]
+
+    def yields(self, asked: Requirement) -> bool:
+        """Whether a task could start if the sessions that have served long enough took no more requests."""
+        served = self._books.sessions.served() if self._books.sessions is not None else []
+        return bool(served) and self.fits_without(asked, served)
+
+    def fits_without(self, asked: Requirement, sessions: Collection[Warm]) -> bool:
+        """Whether a task could start when some sessions have gone with all that they hold."""
+        if not self._books.host_fits(asked, self.capability, without=sessions):
+            return False
+        if not asked.gpu_count:
+            return True
+        room_mib = dict(self._gpus.room(self.capability))
+        free = {gpu.uuid for gpu in self._gpus.free(self.capability).gpus}
+        totals = {gpu.uuid: gpu.total_mib for gpu in self.capability.gpus}
+        for warm in sessions:
+            share_mib = warm.hold.share_mib if warm.hold is not None else None
+            for uuid in warm.gpus:
+                room_mib[uuid] = room_mib.get(uuid, 0) + share_mib if share_mib is not None else totals.get(uuid, 0)
+                if room_mib[uuid] >= totals.get(uuid, 0) - FOREIGN_TOLERATED_MIB:
+                    free.add(uuid)
+        if asked.shares:
+            return match(asked, self.capability.with_room(room_mib)).fits
+        return match(asked, self.capability.only(free)).fits
+
+    def make(self, asked: Requirement, why: str) -> bool:
+        """Close sessions that idle, those that were used longest ago, until a task would fit; say whether it will.
+
+        None is closed that does not help, and none beyond what those that are already going give back.
+        """
+        sessions = self._books.sessions
+        if sessions is None:
+            return False
+        going = sessions.going()
+        if self.fits_without(asked, going):
+            return True
+        chosen: list[Warm] = []
+        for warm in sessions.idle():
+            chosen.append(warm)
+            if self.fits_without(asked, [*going, *chosen]):
+                break
+        else:
+            return False
+        for warm in chosen[::-1]:
+            others = [one for one in chosen if one is not warm]
+            if self.fits_without(asked, [*going, *others]):
+                chosen = others
+        sessions.evict(chosen, why=why)
+        return True
+
+    def _may_starve(self, asked: Requirement) -> bool:
+        """Whether smaller tasks could keep one from its GPUs for ever: for several, or for one that is shared now."""
+        return asked.gpu_count > 1 or (not asked.shares and self._gpus.shared())
+
+    def serves(self, queue: str, room: Room, first: Requirement, gpus: tuple[str, ...]) -> bool:
+        """Whether a message of `queue` could use exactly the GPUs that are held for `first`, or needs none."""
+        asked = self.asked(queue)
+        if not asked.gpu_count:
+            return True
+        if asked.shares or first.shares:
+            return asked == first
+        fit = match(asked, room.capability.only(gpus))
+        return fit.fits and set(fit.gpus) == set(gpus)

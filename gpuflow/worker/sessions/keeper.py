@@ -1,0 +1,79 @@
+"""Looks after the sessions of a worker: closes what idles, ends what hangs. One thread, from the first session on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from gpuflow.logs import get_logger
+from gpuflow.worker.sessions.warm import Warm
+
+log = get_logger("gpuflow.sessions")
+
+#: The keeper looks this often, and asks each session for a sign of life this often (seconds).
+_LOOK_SECONDS: Final = 1.0
+PING_SECONDS: Final = 10.0
+#: A session that has said nothing for so long is ended; one that is closed has ended after the other.
+SILENT_SECONDS: Final = 60.0
+CLOSE_SECONDS: Final = 15.0
+
+
+class Keeper:
+    """`look` returns the sessions, `close_idle` closes one that still idles and says whether it did."""
+
+    def __init__(
+        self, look: Callable[[], Sequence[Warm]], close_idle: Callable[[Warm], bool], idle_seconds: float
+    ) -> None:
+        #: Called about once a second while a session idles.
+        self.on_idle: Callable[[], None] | None = None
+        self._look = look
+        self._close_idle = close_idle
+        self._idle_seconds = idle_seconds
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Start the thread, once."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._keep, name="gpuflow-sessions", daemon=True)
+                self._thread.start()
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._stopped.set()
+
+    def _keep(self) -> None:
+        while not self._stopped.wait(_LOOK_SECONDS):
+            try:
+                self.look()
+            except Exception as error:
+                log.exception("sessions_not_looked_after", cause=str(error))
+
+    def look(self) -> None:
+        """Look after every session once."""
+        now = time.monotonic()
+        every = self._look()
+        for warm in every:
+            self._look_after(warm, now)
+        if self.on_idle is not None and any(warm.is_idle() for warm in every):
+            self.on_idle()
+
+    def _look_after(self, warm: Warm, now: float) -> None:
+        session = warm.session
+        if session is None:
+            return
+        if warm.is_idle() and now - warm.used_at > self._idle_seconds and self._close_idle(warm):
+            log.info("session_idle", model=warm.model, seconds=round(self._idle_seconds))
+        if now - warm.pinged_at >= PING_SECONDS:
+            warm.pinged_at = now
+            session.ping()
+        if now - session.heard_at > SILENT_SECONDS:
+            session.kill(f"it has said nothing for {SILENT_SECONDS:g} s")
+        elif session.disobeys(now):
+            session.kill("it did not end a request that was aborted")
+        elif warm.closed_at is not None and now - warm.closed_at > CLOSE_SECONDS and not session.running:
+            session.kill("it was closed and did not end")

@@ -1,0 +1,91 @@
+"""What a session is begun with, made of the first task that needs it. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from gpuflow.protocol import Request
+from gpuflow.secrets import Redactor
+from gpuflow.worker.preparation import Prepared
+from gpuflow.worker.starting import Start
+
+#: Variables of one task, which a session does not have.
+_OF_TASK: Final = frozenset(
+    {
+        "TASK_ID",
+        "ATTEMPT",
+        "OUTPUT_DIR",
+        "CHECKPOINT_DIR",
+        "RESUME_FROM",
+        "NOTICE_SECONDS",
+        "CUDA_VISIBLE_DEVICES",
+        "GPU_DEVICE",
+    }
+)
+#: Sections of a spec that say what is loaded.
+_LOADED: Final = ("taskType", "model", "env", "embedding")
+_UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]+")
+_TITLE_CHARACTERS: Final = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opening:
+    """How a session is begun. `title` is for people; `variables` a digest of what it is loaded with: values too."""
+
+    title: str
+    argv: Sequence[str]
+    line: str
+    environment: Mapping[str, str]
+    redactor: Redactor
+    variables: str
+
+
+def opening_of(start: Start, prepared: Prepared) -> Opening:
+    """Return how the session of a task would be begun by it."""
+    request = prepared.request
+    shared = {name: value for name, value in prepared.environment.items() if name not in _OF_TASK}
+    gpus = ",".join(request.gpus)
+    return Opening(
+        title=_title(request),
+        argv=(*start.argv, "session"),
+        line=_line(start, request),
+        environment={**shared, "CUDA_VISIBLE_DEVICES": gpus, "GPU_DEVICE": gpus},
+        redactor=prepared.redactor,
+        variables=hashlib.sha256(json.dumps([shared, _weights(request)], sort_keys=True).encode()).hexdigest(),
+    )
+
+
+def _weights(request: Request) -> str:
+    """Return where the weights of a checkpoint are: brought here anew, they are another folder of the same name."""
+    return request.checkpoint_path or ""
+
+
+def _title(request: Request) -> str:
+    source = (request.spec.get("model") or {}).get("source") or {}
+    return _UNSAFE.sub("-", str(source.get("identifier") or "model")).strip("-.")[-_TITLE_CHARACTERS:] or "model"
+
+
+def _line(start: Start, request: Request) -> str:
+    """Return the line that opens it. Adapters come with each request; here it is said whether there will be any."""
+    spec: dict[str, Any] = {name: request.spec[name] for name in _LOADED if name in request.spec}
+    if "model" in spec:
+        spec["model"] = {name: value for name, value in spec["model"].items() if name != "adapters"}
+        spec["adapted"] = bool(request.spec["model"].get("adapters"))
+    return json.dumps(
+        {
+            "op": "open",
+            "engine": start.engine,
+            "spec": spec,
+            "task_type": request.task_type,
+            "gpus": list(request.gpus),
+            "share_mib": request.share_mib,
+            "cache_dir": request.cache_dir,
+            "checkpoint_path": request.checkpoint_path,
+        },
+        default=list,
+    )

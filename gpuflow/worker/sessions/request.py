@@ -1,0 +1,108 @@
+"""One task's request to a session: for its attempt it is what a child of its own would be (`worker.child.Work`)."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from gpuflow.worker.child import ChildEnd, LineKind
+
+
+class SessionRequest:
+    """An open request. The session's thread feeds it (`put`, `end`), the attempt's thread reads it."""
+
+    def __init__(self, id: str) -> None:
+        self.id = id
+        self._shim_pid: int | None = None
+        self._abort: Callable[[str], None] | None = None
+        self._lines: queue.SimpleQueue[tuple[LineKind, bytes] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._finished = False
+        self._killed = False
+        self._end = ChildEnd(exit_code=0, signal=None)
+        self._unwanted = False
+
+    @property
+    def shim_pid(self) -> int | None:
+        """The shim of the session, once it has been sent there."""
+        return self._shim_pid
+
+    # -- the session's side -------------------------------------------------------------------------------------
+
+    def sent(self, shim_pid: int, abort: Callable[[str], None]) -> None:
+        """Note where it is answered, and by what it is ended there."""
+        with self._lock:
+            self._shim_pid, self._abort = shim_pid, abort
+            unwanted = self._unwanted
+        if unwanted:
+            abort(self.id)
+
+    def put(self, kind: LineKind, line: bytes) -> None:
+        """Pass on one line."""
+        self._lines.put((kind, line))
+
+    def end(self, finish: Mapping[str, Any]) -> None:
+        """End it with its finish event. A second end says nothing."""
+        with self._lock:
+            if self._finished:
+                return
+            self._finished = True
+        self._lines.put(("event", json.dumps(finish).encode()))
+        self._lines.put(None)
+
+    def died(self, why: str) -> None:
+        """End it because the session has gone; another attempt gets another one."""
+        message = f"the warm session that answered it has gone: {why}"
+        error = {"type": "EngineDied", "message": message, "retryable": True}
+        self.end({"event": "finish", "status": "failed", "error": error})
+
+    def never_began(self, end: ChildEnd) -> None:
+        """End it because the process of its session has ended without a word."""
+        with self._lock:
+            if self._finished:
+                return
+            self._finished, self._end = True, end
+        self._lines.put(None)
+
+    # -- the attempt's side -------------------------------------------------------------------------------------
+
+    def notice(self) -> None:
+        """Do nothing: a request is answered soon, and has no state that could go on elsewhere."""
+
+    def terminate(self) -> None:
+        """Ask the session to end this request alone."""
+        self._give_up()
+
+    def kill(self) -> None:
+        """Ask once more, and wait for its end no longer. A session that does not obey is ended by its keeper."""
+        self._killed = True
+        self._give_up()
+        self._lines.put(None)
+
+    def _give_up(self) -> None:
+        with self._lock:
+            self._unwanted = True
+            abort = self._abort
+        if abort is not None:
+            abort(self.id)
+
+    def read(self, timeout_seconds: float) -> Iterator[tuple[LineKind, bytes]]:
+        """Yield its lines until its end, and a tick at least every timeout."""
+        while True:
+            try:
+                line = self._lines.get(timeout=timeout_seconds)
+            except queue.Empty:
+                yield "tick", b""
+                continue
+            if line is None:
+                return
+            yield line
+            if self._lines.empty():
+                yield "tick", b""
+
+    def wait(self) -> ChildEnd:
+        """Tell how it ended: in the way of a child whose exit code agrees with its finish event."""
+        return ChildEnd(exit_code=None, signal=None) if self._killed else self._end

@@ -1,0 +1,258 @@
+"""One warm session of this worker: its process, the requests that are open on it, and what it tells of itself.
+
+Made by `Sessions`. Two threads serve it: one reads what the process says and deals it out, one writes what it is told,
+so that a process which hangs blocks neither an attempt nor the worker.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from gpuflow.logs import get_logger
+from gpuflow.protocol import Request
+from gpuflow.secrets import Redactor, known
+from gpuflow.worker.child import Child
+from gpuflow.worker.judging import ending
+from gpuflow.worker.log_file import LogFile
+from gpuflow.worker.sessions.request import SessionRequest
+
+log = get_logger("gpuflow.sessions")
+
+#: The reader looks up at least this often, in seconds.
+_READ_SECONDS: Final = 1.0
+#: A request that is aborted has ended after this time, or the session is ended.
+ABORT_SECONDS: Final = 30.0
+#: After a while without a word, or with an abort undone, it is given no more requests (seconds).
+SUSPECT_SECONDS: Final = 25.0
+SUSPECT_ABORT_SECONDS: Final = 5.0
+#: No engine answers more at once.
+_MOST_REQUESTS: Final = 100_000
+
+#: `leaving`: it wants to be closed; what has a place there is answered first.
+State = Literal["loading", "ready", "leaving", "closing", "ended"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """What a session told when its model was loaded (docs/reference/sessions.md, `ready`)."""
+
+    engine: str = ""
+    model: str = ""
+    revision: str | None = None
+    load_seconds: float = 0.0
+    max_requests: int = 1
+    memory_bytes: int | None = None
+
+    @classmethod
+    def read(cls, event: Mapping[str, Any]) -> Told:
+        """Read the event; what is not of its type counts as not told."""
+        seconds, requests, memory = event.get("load_seconds"), event.get("max_requests"), event.get("memory_bytes")
+        return cls(
+            engine=str(event.get("engine") or ""),
+            model=str(event.get("model") or ""),
+            revision=str(event["revision"]) if event.get("revision") else None,
+            load_seconds=max(0.0, float(seconds)) if isinstance(seconds, int | float) else 0.0,
+            max_requests=min(max(1, requests), _MOST_REQUESTS) if isinstance(requests, int) else 1,
+            memory_bytes=memory if isinstance(memory, int) else None,
+        )
+
+
+class Session:
+    """A session; `on_end` is called once, on its reader's thread, when nothing of its process is left.
+
+    It lives from `begin` on.
+    """
+
+    def __init__(self, child: Child, *, log_path: Path, redactor: Redactor, on_end: Callable[[Session], None]) -> None:
+        self.told = Told()
+        self.state: State = "loading"
+        self.used_at = time.monotonic()
+        self.heard_at = time.monotonic()
+        self.ready_at = 0.0
+        self._child = child
+        self._log_path = log_path
+        self._redactor = redactor
+        self._on_end = on_end
+        self._lock = threading.Lock()
+        self._open: dict[str, SessionRequest] = {}
+        self._aborted: dict[str, float] = {}
+        self._killed = False
+        self._began = False
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._why = ""
+
+    def begin(self) -> None:
+        """Start to read and write. Raises RuntimeError where no thread can be had."""
+        threading.Thread(target=self._write, name="gpuflow-session-in", daemon=True).start()
+        threading.Thread(target=self._read, name="gpuflow-session", daemon=True).start()
+
+    @property
+    def shim_pid(self) -> int:
+        """The process that ends only when nothing of the session is left."""
+        return self._child.shim_pid
+
+    @property
+    def running(self) -> int:
+        """How many requests are open."""
+        with self._lock:
+            return len(self._open)
+
+    def send(self, asked: SessionRequest, request: Request) -> bool:
+        """Send a request; False when it comes too late."""
+        line = f'{{"op": "run", "id": {json.dumps(asked.id)}, "request": {request.to_json()}}}'.encode(errors="replace")
+        with self._lock:
+            if self.state in ("closing", "ended"):
+                return False
+            self._open[asked.id] = asked
+            self._outbox.put(line)
+        asked.sent(self.shim_pid, self._abort)
+        return True
+
+    def close(self) -> None:
+        """Take no more requests; it ends when the open ones have."""
+        with self._lock:
+            if self.state not in ("loading", "ready", "leaving"):
+                return
+            self.state = "closing"
+        self._tell({"op": "close"})
+
+    def kill(self, why: str) -> None:
+        """End its process now; what is open on it fails, to be tried again."""
+        with self._lock:
+            if self._killed or self.state == "ended":
+                return
+            self._killed, self.state, self._why = True, "closing", why
+        log.warning("session_killed", model=self.told.model, why=why, open=self.running)
+        self._child.kill()
+
+    def ping(self) -> None:
+        """Ask for a sign of life."""
+        self._tell({"op": "ping", "n": 0})
+
+    def disobeys(self, now: float) -> bool:
+        """Whether an abort has been left undone for too long."""
+        with self._lock:
+            return any(now - at > ABORT_SECONDS for at in self._aborted.values())
+
+    def is_suspect(self, now: float) -> bool:
+        """Whether it seems to hang: then it is given no more requests."""
+        with self._lock:
+            late = any(now - at > SUSPECT_ABORT_SECONDS for at in self._aborted.values())
+        return late or now - self.heard_at > SUSPECT_SECONDS
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _tell(self, operation: Mapping[str, Any]) -> None:
+        self._outbox.put(json.dumps(operation).encode())
+
+    def _abort(self, id: str) -> None:
+        with self._lock:
+            if id not in self._open or id in self._aborted:
+                return
+            self._aborted[id] = time.monotonic()
+        self._tell({"op": "abort", "id": id})
+
+    def _write(self) -> None:
+        while (line := self._outbox.get()) is not None:
+            try:
+                self._child.send(line)
+            except OSError:
+                return  # the reader sees its end
+
+    def _read(self) -> None:
+        try:
+            with self._log_path.open("ab", buffering=0) as file:
+                self._follow(LogFile(file))
+        except Exception as error:
+            log.exception("session_given_up", model=self.told.model, cause=str(error))
+            self.kill(f"it could not be followed: {error}")
+        end = self._child.wait()
+        with self._lock:
+            self.state = "ended"
+            left, self._open = list(self._open.values()), {}
+        self._outbox.put(None)
+        why = self._why or f"it ended with {ending(end)}"
+        for request in left:
+            if self._began or self._killed:
+                request.died(f"{why}; its log is {self._log_path}")
+            else:
+                request.never_began(end)
+        log.info("session_ended", model=self.told.model, exit=end.exit_code, signal=end.signal, failed=len(left))
+        self._on_end(self)
+
+    def _follow(self, log_file: LogFile) -> None:
+        for kind, line in self._child.read(_READ_SECONDS):
+            if kind == "tick":
+                continue
+            self.heard_at = time.monotonic()
+            if kind == "log":
+                text = known.text(self._redactor.line(line).decode("utf-8", "replace"))
+                log_file.write(text.encode(errors="replace") + b"\n")
+                if self.state == "loading":
+                    self._to_all(line, kind)
+            else:
+                self._deal(line)
+
+    def _deal(self, line: bytes) -> None:
+        """Give one event to the request that it is of, or take note of it."""
+        try:
+            event = json.loads(line)
+            name, id = event["event"], event.pop("id", None)
+            if not isinstance(id, str | None):
+                raise TypeError("an id is text")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return
+        self._began = True
+        if id is None:
+            self._note(name, event, line)
+            return
+        with self._lock:
+            request = self._open.get(id)
+            wanted = True
+            if request is not None and name == "finish":
+                del self._open[id]
+                wanted = self._aborted.pop(id, None) is None
+                self.used_at = time.monotonic()
+        if request is None:
+            return
+        if name == "finish" and event.get("status") == "cancelled" and wanted:
+            request.died(f"it was told to end; its log is {self._log_path}")  # by a signal of somebody else
+        elif name == "finish":
+            request.end(event)
+        else:
+            request.put("event", json.dumps(event).encode())
+
+    def _note(self, name: str, event: Mapping[str, Any], line: bytes) -> None:
+        if name == "ready":
+            self.told = Told.read(event)
+            with self._lock:
+                if self.state == "loading":
+                    self.state, self.ready_at = "ready", time.monotonic()
+        elif name == "closing":
+            with self._lock:
+                if self.state == "ready":
+                    self.state = "leaving"
+        elif name == "error":
+            log.warning("session_error", model=self.told.model, cause=known.text(str(event.get("error"))))
+        elif name in ("worker", "progress") and self.state == "loading":
+            self._to_all(line, "event")
+        elif name == "finish" and event.get("status") == "failed":
+            with self._lock:
+                self.state = "closing"
+                left, self._open = list(self._open.values()), {}
+            for request in left:
+                request.end(event)
+
+    def _to_all(self, line: bytes, kind: Literal["event", "log"]) -> None:
+        """Tell every open request how the loading goes."""
+        with self._lock:
+            waiting = list(self._open.values())
+        for request in waiting:
+            request.put(kind, line)

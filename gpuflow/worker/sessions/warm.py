@@ -1,0 +1,85 @@
+"""One warm session of a worker with all that it holds. Changed by `sessions.pool` alone, under its lock."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Final
+
+from gpuflow.fleet.gpu_locks import Hold
+from gpuflow.routing.requirement import Requirement
+from gpuflow.worker.sessions.session import Session
+
+#: Requests that may wait for a model that is still being loaded.
+LOADING_PLACES: Final = 8
+#: A session is not ended for a task that waits before it has served for so many times as long as its load took.
+PAYS_AFTER_LOADS: Final = 2
+
+
+@dataclass(kw_only=True, eq=False)
+class Warm:
+    """A session with its GPUs, and the messages that have a place in it.
+
+    It is expected, without a process, until the first of these messages begins it. One that is `leaving` gives no
+    place away and is closed with the last request; `closed_at` is when that was (monotonic seconds).
+    """
+
+    name: str
+    hold: Hold | None
+    requirement: Requirement | None
+    session: Session | None = None
+    variables: str = ""
+    places: set[str] = field(default_factory=set)
+    leaving: bool = False
+    pinged_at: float = 0.0
+    closed_at: float | None = None
+    #: Held by the one attempt that begins the process; others with a place wait for it.
+    opening: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """UUIDs of its GPUs."""
+        return self.hold.uuids if self.hold is not None else ()
+
+    @property
+    def memory_mib(self) -> int:
+        """The memory of the machine that it keeps."""
+        return (self.requirement.memory_mib or 0) if self.requirement is not None else 0
+
+    @property
+    def model(self) -> str:
+        """The name of the model, "" as long as it is not loaded."""
+        return self.session.told.model if self.session is not None else ""
+
+    @property
+    def used_at(self) -> float:
+        """When a request of it ended last, in monotonic seconds."""
+        return self.session.used_at if self.session is not None else 0.0
+
+    def has_place(self, now: float) -> bool:
+        """Whether it takes one more request."""
+        if self.leaving:
+            return False
+        if self.session is None or self.session.state == "loading":
+            return len(self.places) < LOADING_PLACES
+        return (
+            self.session.state == "ready"
+            and len(self.places) < self.session.told.max_requests
+            and not self.session.is_suspect(now)
+        )
+
+    def is_idle(self) -> bool:
+        """Whether it could be closed at once and nobody would miss an answer; a load that nobody waits for, too."""
+        return (
+            self.session is not None
+            and self.session.state in ("loading", "ready")
+            and not self.places
+            and not self.session.running
+        )
+
+    def has_served(self, now: float) -> bool:
+        """Whether it has been there long enough for its load to pay."""
+        session = self.session
+        if session is None or session.state != "ready":
+            return False
+        return now - session.ready_at >= PAYS_AFTER_LOADS * session.told.load_seconds

@@ -1,0 +1,52 @@
+"""What an attempt runs: a child of its own, or a request to a warm session, which its first task begins.
+
+Called by the supervisor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gpuflow.fleet.gpu_locks import Hold
+from gpuflow.routing.offers import WARM_ENGINES
+from gpuflow.worker.child import Child, Work
+from gpuflow.worker.handed_back import HandedBack
+from gpuflow.worker.preparation import Prepared
+from gpuflow.worker.runtime import Runtime
+from gpuflow.worker.sessions.opening import opening_of
+from gpuflow.worker.slots import Allocation
+from gpuflow.worker.starting import Start
+
+_NONE = Hold(())
+
+
+def hold_of(runtime: Runtime, tag: str, allocation: Allocation | None) -> Hold:
+    """Return the GPUs on which a task runs: its own, or those of the session that answers it. Raises HandedBack."""
+    sessions = runtime.admission.sessions
+    if allocation is not None and allocation.session and sessions is not None:
+        return sessions.hold_of(tag) or _NONE
+    return (allocation.hold if allocation is not None else None) or _NONE
+
+
+def begin_of(
+    runtime: Runtime, tag: str, allocation: Allocation | None, start: Start, prepared: Prepared
+) -> Callable[[], Work]:
+    """Return what begins the work of one attempt. It raises OSError when that cannot be, and HandedBack."""
+    sessions = runtime.admission.sessions
+    if sessions is None or allocation is None or not allocation.session:
+        return lambda: _own_child(allocation, start, prepared)
+    if start.engine not in WARM_ENGINES:
+        raise HandedBack("its environment has changed since it was taken")
+    opening = opening_of(start, prepared)
+    return lambda: sessions.ask(tag, prepared.request, opening)
+
+
+def _own_child(allocation: Allocation | None, start: Start, prepared: Prepared) -> Child:
+    hold = allocation.hold if allocation is not None else None
+    return Child(
+        start.argv,
+        request=prepared.request.to_json(),
+        environment=prepared.environment,
+        cwd=prepared.output_dir,
+        keep_open=hold.fds if hold is not None else (),
+    )

@@ -1,0 +1,123 @@
+"""What the conformance suite asks of each executor: one request that works, one that cannot, and how to know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.fixtures.tiny_model import PAIRS
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "executor" / "acme_wordcount" / "executor.py"
+
+Spec = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Provider:
+    """One task type. `good` and `bad` make specs (a tiny model is at hand); `check` looks at a result of `good`.
+
+    `fault` is the way in which it runs out of memory; `environment` are variables of its children.
+    """
+
+    task_type: str
+    good: Callable[[Path], Spec]
+    bad: Callable[[Path], Spec]
+    check: Callable[[Mapping[str, Any]], bool]
+    files: tuple[str, ...]
+    needs_ml: bool = True
+    fault: str = "cuda"
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def _model(folder: Path) -> Spec:
+    return {"source": {"type": "local", "identifier": str(folder)}}
+
+
+def _inference(model: Path, **inference: Any) -> Spec:
+    return {
+        "model": _model(model),
+        "data": {"type": "list", "items": ["Hello Ana", "Where is the red car?", "Dear Bo"]},
+        "inference": {"max_tokens": 4, "temperature": 0, "batch_size": 1, **inference},
+    }
+
+
+def _embedding(model: Path) -> Spec:
+    return {"model": _model(model), "data": {"type": "list", "items": ["Hello Ana", "Where is the red car?"]}}
+
+
+def _training(model: Path, **training: Any) -> Spec:
+    return {
+        "model": _model(model),
+        "data": {"type": "list", "items": list(PAIRS[:4])},
+        "training": {
+            "max_steps": 2,
+            "per_device_train_batch_size": 1,
+            "logging_steps": 1,
+            "max_length": 32,
+            **training,
+        },
+    }
+
+
+def _lora(model: Path, **training: Any) -> Spec:
+    return {**_training(model, **training), "lora": {"r": 2, "lora_alpha": 4}}
+
+
+def _trained(result: Mapping[str, Any]) -> bool:
+    return result["steps"] == 2 and result["train_loss"] > 0
+
+
+_NO_ROWS = {"type": "list", "items": [{"nothing": "of use"}]}
+
+PROVIDERS = (
+    Provider(
+        task_type="echo",
+        good=lambda _: {"data": {"items": ["a", "b"]}, "echo": {"steps": 2}},
+        bad=lambda _: {"data": {"type": "jsonl", "path": "/there/is/no/such/file.jsonl"}},
+        check=lambda result: [item["output"] for item in result["items"]] == ["a", "b"],
+        files=("responses.json",),
+        needs_ml=False,
+        fault="memory",
+    ),
+    Provider(
+        task_type="acme.wordcount",
+        good=lambda _: {"data": {"type": "list", "items": ["a b a", "c"]}, "parameters": {"top": 1}},
+        bad=lambda _: {"data": {"type": "list", "items": ["a"]}, "parameters": {"top": 0}},
+        check=lambda result: [item["output"] for item in result["items"]] == [{"a": 2}, {"c": 1}],
+        files=("responses.json",),
+        needs_ml=False,
+        fault="memory",
+        environment={"GPUFLOW_EXECUTORS": f"acme.wordcount={EXAMPLE}:WordCount"},
+    ),
+    Provider(
+        task_type="inference",
+        good=_inference,
+        bad=lambda model: _inference(model, top_p=7),
+        check=lambda result: len(result["items"]) == 3 and all(item["finish_reason"] for item in result["items"]),
+        files=("responses.json",),
+    ),
+    Provider(
+        task_type="embedding",
+        good=_embedding,
+        bad=lambda model: {**_embedding(model), "data": {"type": "jsonl", "path": "/there/is/no/such/file.jsonl"}},
+        check=lambda result: [len(item["embedding"]) for item in result["items"]] == [128] * 2,
+        files=("responses.json",),
+    ),
+    Provider(
+        task_type="sft",
+        good=_training,
+        bad=lambda model: {**_training(model), "data": _NO_ROWS},
+        check=_trained,
+        files=("final_model",),
+    ),
+    Provider(
+        task_type="lora_sft",
+        good=_lora,
+        bad=lambda model: {**_lora(model), "data": _NO_ROWS},
+        check=_trained,
+        files=("final_lora",),
+    ),
+)

@@ -1,0 +1,368 @@
+"""Warm sessions of one worker, without broker and GPUs: real processes that speak the protocol."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from gpuflow.fleet.gpu_locks import Hold
+from gpuflow.protocol import Request
+from gpuflow.routing.requirement import Requirement
+from gpuflow.worker.handed_back import HandedBack
+from gpuflow.worker.log_file import LogFile
+from gpuflow.worker.sessions import keeper
+from gpuflow.worker.sessions.keeper import Keeper
+from gpuflow.worker.sessions.logs import KEPT, new_log
+from gpuflow.worker.sessions.opening import Opening
+from gpuflow.worker.sessions.pool import Sessions
+from gpuflow.worker.sessions.request import SessionRequest
+from gpuflow.worker.sessions.session import Told
+from gpuflow.worker.sessions.warm import LOADING_PLACES, Warm
+from tests.support.engines import scripted
+from tests.support.waiting import eventually
+
+
+class Pool:
+    """Sessions, and what they have given back."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.released: list[Hold] = []
+        self.sessions = Sessions(
+            idle_seconds=3600, log_dir=folder / "logs", release=self.released.append, on_change=lambda: None
+        )
+
+    def ask(self, tag: str, prompt: str, opening: Opening | None = None) -> SessionRequest:
+        spec = {"data": {"items": [prompt]}}
+        request = Request(task_id=tag, task_type="inference", spec=spec, output_dir=str(self.folder))
+        return self.sessions.ask(tag, request, opening or scripted())
+
+    def only(self) -> Warm:
+        (warm,) = self.sessions._look()
+        return warm
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[Pool]:
+    made = Pool(tmp_path)
+    yield made
+    for warm in made.sessions._look():
+        for tag in list(warm.places):
+            made.sessions.leave(tag)
+    made.sessions.stop(5)
+    eventually(lambda: not made.sessions._look(), what="all sessions end")
+
+
+def finish(asked: SessionRequest) -> dict[str, Any]:
+    """Return the finish event of a request, with its result."""
+    found: dict[str, Any] = {}
+    for kind, line in asked.read(10):
+        if kind == "event":
+            event = json.loads(line)
+            found |= event if event["event"] == "finish" else {"value": event.get("value")}
+    return found
+
+
+def ready(pool: Pool) -> Warm:
+    warm = pool.only()
+    eventually(lambda: warm.session is not None and warm.session.state == "ready", what="it is loaded")
+    return warm
+
+
+def test_whoever_comes_first_begins_it_and_it_has_the_gpus_from_the_start(pool: Pool) -> None:
+    hold = Hold(("GPU-0",))
+    pool.sessions.expect("s", "a", hold, None)
+    assert pool.sessions.join("s", "b")
+    assert pool.sessions.hold_of("b") is hold
+
+    second = finish(pool.ask("b", "echo b"))
+    first = finish(pool.ask("a", "echo a"))
+
+    assert first["value"]["pid"] == second["value"]["pid"]
+    assert pool.sessions.loads == 1
+    pool.sessions.leave("a")
+    pool.sessions.leave("b")
+    assert pool.released == [], "it stays warm"
+    pool.sessions.close_all()
+    eventually(lambda: pool.released == [hold], what="it gives its GPU back")
+
+
+def test_one_that_its_opener_leaves_is_begun_by_another(pool: Pool) -> None:
+    hold = Hold(("GPU-0",))
+    pool.sessions.expect("s", "opener", hold, None)
+    assert pool.sessions.join("s", "other")
+    pool.sessions.leave("opener")
+
+    assert pool.released == []
+    assert finish(pool.ask("other", "echo x"))["status"] == "completed"
+
+
+def test_one_that_nobody_begins_gives_its_gpus_back(pool: Pool) -> None:
+    hold = Hold(("GPU-0",))
+    pool.sessions.expect("s", "a", hold, None)
+    pool.sessions.leave("a")
+
+    assert pool.released == [hold]
+    assert pool.sessions.here() == ()
+    with pytest.raises(HandedBack, match="has ended"):
+        pool.ask("a", "echo a")
+
+
+def test_where_it_cannot_be_begun_nothing_is_kept(pool: Pool) -> None:
+    (pool.folder / "logs").write_text("no folder")
+    hold = Hold(("GPU-0",))
+    pool.sessions.expect("s", "a", hold, None)
+
+    with pytest.raises(OSError, match="logs"):
+        pool.ask("a", "echo a")
+
+    pool.sessions.leave("a")
+    assert pool.released == [hold]
+
+
+def test_other_variables_get_another_session_and_cost_no_attempt(pool: Pool) -> None:
+    pool.sessions.expect("s", "a", None, None)
+    running = pool.ask("a", f"wait {pool.folder / 'go'}")
+    assert pool.sessions.join("s", "b")
+
+    with pytest.raises(HandedBack, match="variables or secrets"):
+        pool.ask("b", "echo b", scripted("other"))
+
+    pool.sessions.leave("b")
+    assert not pool.sessions.join("s", "c"), "it takes nobody in any more"
+    assert pool.sessions.here() == ()
+    (pool.folder / "go").touch()
+    assert finish(running)["status"] == "completed", "who is in is answered"
+    pool.sessions.leave("a")
+    eventually(lambda: not pool.sessions._look(), what="it ends with the last of them")
+
+
+def test_a_drain_answers_those_that_have_a_place(pool: Pool) -> None:
+    pool.sessions.expect("s", "a", None, None)
+    finish(pool.ask("a", "echo a"))
+    assert pool.sessions.join("s", "b")
+    pool.sessions.leave("a")
+
+    pool.sessions.close_all()
+
+    assert not pool.sessions.join("s", "c")
+    assert finish(pool.ask("b", "echo b"))["status"] == "completed"
+    pool.sessions.leave("b")
+    eventually(lambda: not pool.sessions._look(), what="it ends")
+
+
+def test_a_session_that_dies_says_how_and_where_its_log_is(pool: Pool) -> None:
+    hold = Hold(("GPU-0",))
+    pool.sessions.expect("s", "a", hold, None)
+    asked = pool.ask("a", "die")
+
+    error = finish(asked)["error"]
+
+    assert (error["type"], error["retryable"]) == ("EngineDied", True)
+    assert "signal SIGKILL" in error["message"]
+    (log,) = (pool.folder / "logs").glob("*.log")
+    assert str(log) in error["message"]
+    eventually(lambda: pool.released == [hold], what="it gives its GPU back")
+
+
+def test_requests_that_somebody_elses_signal_ends_are_tried_again(pool: Pool) -> None:
+    pool.sessions.expect("s", "a", None, None)
+    asked = pool.ask("a", "cancelled")
+
+    error = finish(asked)["error"]
+
+    assert (error["type"], error["retryable"]) == ("EngineDied", True)
+
+
+def test_a_cancel_of_our_own_is_one(pool: Pool) -> None:
+    pool.sessions.expect("s", "a", None, None)
+    asked = pool.ask("a", f"wait {pool.folder / 'never'}")
+    ready(pool)
+
+    asked.terminate()
+
+    assert finish(asked)["status"] == "cancelled"
+
+
+def test_garbage_between_the_events_ends_nothing(pool: Pool) -> None:
+    pool.sessions.expect("s", "a", None, None)
+
+    done = finish(pool.ask("a", "garbage"))
+
+    assert done["status"] == "completed"
+    warm = pool.only()
+    assert warm.session is not None and warm.session.state == "ready"
+
+
+def test_half_a_character_does_not_keep_it_from_idling(pool: Pool) -> None:
+    pool.sessions.expect("s", "a", None, None)
+
+    assert finish(pool.ask("a", "echo \ud800"))["status"] == "completed"
+
+    pool.sessions.leave("a")
+    assert pool.only().is_idle()
+
+
+def test_its_log_hides_secrets_and_a_full_disk_costs_the_log_alone(pool: Pool) -> None:
+    pool.sessions.expect("s", "a", None, None)
+    finish(pool.ask("a", "log the topsecret"))
+    (log,) = (pool.folder / "logs").glob("*.log")
+    eventually(lambda: "the ***" in log.read_text(), what="the line is there")
+
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        file = LogFile(full)
+        file.write(b"lost")
+        file.write(b"lost too")
+
+
+def test_a_load_that_nobody_waits_for_can_be_ended(pool: Pool) -> None:
+    pool.sessions.expect("s", "a", None, None)
+    pool.ask("a", "echo a", scripted(LOADS_AFTER=str(pool.folder / "never")))
+    warm = pool.only()
+    assert not warm.is_idle()
+
+    for asked in list(warm.session._open.values()):  # type: ignore[union-attr]
+        asked.terminate()
+    pool.sessions.leave("a")
+    warm.session._open.clear()  # type: ignore[union-attr]
+
+    assert warm.is_idle()
+    assert pool.sessions.idle() == [warm]
+
+
+def test_places_end_where_the_engine_ends(pool: Pool) -> None:
+    pool.sessions.expect("s", "0", None, None)
+    assert [pool.sessions.join("s", str(n)) for n in range(1, LOADING_PLACES + 1)] == [True] * 7 + [False]
+    assert pool.sessions.full() == ("s",)
+
+    pool.ask("0", "echo x")
+    ready(pool)
+
+    assert pool.sessions.names() == (), "it answers four at once and has more"
+    for n in range(1, LOADING_PLACES):
+        pool.sessions.leave(str(n))
+    assert pool.sessions.names() == ("s",)
+    assert pool.sessions.names(idle=False) == ("s",)
+    pool.sessions.leave("0")
+    assert pool.sessions.names(idle=False) == ()
+
+
+def test_one_that_seems_to_hang_gets_no_more_requests(pool: Pool) -> None:
+    pool.sessions.expect("s", "a", None, None)
+    finish(pool.ask("a", "echo a"))
+    warm = ready(pool)
+    now = time.monotonic()
+
+    assert warm.has_place(now)
+    assert not warm.has_place(now + 3600), "it has said nothing for an hour"
+
+
+def test_one_that_says_that_it_dies_takes_nobody_in(pool: Pool) -> None:
+    pool.sessions.expect("s", "a", None, None)
+
+    assert finish(pool.ask("a", "closing"))["status"] == "completed"
+
+    assert not pool.sessions.join("s", "b")
+    pool.sessions.close_all()
+    pool.sessions.leave("a")
+    eventually(lambda: not pool.sessions._look(), what="it can still be closed")
+
+
+def test_the_keeper_ends_what_is_silent_and_survives_what_goes_wrong(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool.sessions.expect("s", "a", None, None)
+    asked = pool.ask("a", "freeze")
+    warm = pool.only()
+    eventually(lambda: _is_stopped(warm), what="it is stopped")
+    monkeypatch.setattr(keeper, "SILENT_SECONDS", 0.2)
+    calls = 0
+
+    def broken() -> None:
+        nonlocal calls
+        calls += 1
+        raise RuntimeError("of a test")
+
+    monkeypatch.setattr(pool.sessions.keeper, "on_idle", broken)
+
+    error = finish(asked)["error"]
+
+    assert "said nothing" in error["message"]
+    pool.sessions.leave("a")
+    pool.sessions.expect("s", "b", None, None)
+    finish(pool.ask("b", "echo b"))
+    pool.sessions.leave("b")
+    monkeypatch.setattr(keeper, "SILENT_SECONDS", 60)
+    eventually(lambda: calls >= 2, what="the keeper looks on")
+
+
+def _is_stopped(warm: Warm) -> bool:
+    session = warm.session
+    if session is None:
+        return False
+    found = psutil.Process(session.shim_pid).children(recursive=True)
+    return any(one.status() == psutil.STATUS_STOPPED for one in found)
+
+
+def test_one_that_is_closed_and_does_not_end_is_ended(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool.sessions.expect("s", "a", None, None)
+    finish(pool.ask("a", "deaf"))
+    pool.sessions.leave("a")
+    monkeypatch.setattr(keeper, "CLOSE_SECONDS", 0.1)
+
+    pool.sessions.evict(pool.sessions.idle(), why="a test")
+
+    eventually(lambda: not pool.sessions._look(), what="it is ended")
+    assert pool.sessions.evictions == 1
+
+
+def test_idle_ones_are_closed_by_the_keeper(tmp_path: Path) -> None:
+    pool = Pool(tmp_path)
+    pool.sessions.keeper = Keeper(pool.sessions._look, pool.sessions._close_idle, 0.1)
+    pool.sessions.expect("s", "a", None, None)
+    finish(pool.ask("a", "echo a"))
+    pool.sessions.leave("a")
+
+    eventually(lambda: not pool.sessions._look(), what="it is closed")
+    pool.sessions.stop(1)
+
+
+def test_what_sessions_keep_and_use(pool: Pool) -> None:
+    pool.sessions.expect("s", "a", None, Requirement(cpu=2, memory_mib=1000))
+    pool.sessions.expect("t", "b", Hold(("GPU-1",)), Requirement(memory_mib=500))
+
+    assert [one.cpu for one in pool.sessions.working()] == [2, None]
+    assert pool.sessions.memory_mib() == 1500
+    assert pool.sessions.tags_on("GPU-1") == ["b"]
+    first = pool.sessions._look()[0]
+    assert pool.sessions.memory_mib([first]) == 500
+    pool.sessions.leave("a")
+    pool.sessions.leave("b")
+
+
+@pytest.mark.parametrize(
+    ("event", "told"),
+    [
+        ({"model": 7, "max_requests": "many", "load_seconds": None}, Told(model="7")),
+        ({"max_requests": 0, "load_seconds": -3}, Told()),
+        ({"engine": "vllm", "max_requests": 10**9}, Told(engine="vllm", max_requests=100_000)),
+    ],
+)
+def test_what_it_tells_of_itself_is_read_with_care(event: dict[str, Any], told: Told) -> None:
+    assert Told.read(event) == told
+
+
+def test_the_logs_that_are_kept_are_few(tmp_path: Path) -> None:
+    for number in range(KEPT + 5):
+        (tmp_path / f"20260101-000000-{number:04}-m.log").touch()
+
+    path = new_log(tmp_path, "m")
+
+    assert path.parent == tmp_path
+    assert len(list(tmp_path.glob("*.log"))) == KEPT

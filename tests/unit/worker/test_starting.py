@@ -1,0 +1,128 @@
+"""By which Python a child starts, and what a worker offers as environments come and go; no large library, no pip."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gpuflow.environments import Place, load
+from gpuflow.environments.places import Marker, interpreter
+from gpuflow.settings import Settings
+from gpuflow.worker.ends import cause_of
+from gpuflow.worker.offering import Offering
+from gpuflow.worker.starting import EnvironmentNotReady
+
+NAMED = {"inference": None, "echo": None, "acme.here": None, "acme.aside": "aside"}
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    monkeypatch.setattr("gpuflow.environments.standing.find_spec", lambda _: object())  # as if all were installed
+    aside = {
+        "task_types": {"acme.served": []},
+        "variants": {"cpu": {"steps": [["a==1"]], "size_gb": 1}},
+    }
+    (tmp_path / "aside.yaml").write_text(yaml.safe_dump(aside), "utf-8")
+    return Settings.load(env={"GPUFLOW_ENV_DIR": str(tmp_path)}, cwd=tmp_path)
+
+
+def build(settings: Settings, name: str, problem: str = "") -> Path:
+    """Make a folder and a marker as a build leaves them; return its Python."""
+    place = Place(settings, name, "cpu")
+    place.home.mkdir(exist_ok=True)
+    folder = place.new_folder("0")
+    python = interpreter(folder)
+    python.parent.mkdir()
+    python.symlink_to(sys.executable)
+    digest = load(settings, name).digest("cpu")
+    marker = Marker(
+        name=name, variant="cpu", digest=digest, folder=folder.name, python_version="3", built_at=time.time(),
+        build_seconds=1, size_bytes=1, problem=problem,
+    )  # fmt: skip
+    place.commit(marker)
+    return python
+
+
+def ask(task_type: str = "inference", **fields: str) -> dict[str, str]:
+    return {"taskType": task_type, **fields}
+
+
+def test_a_built_one_is_chosen_and_its_child_knows(settings: Settings) -> None:
+    python = build(settings, "vllm")
+
+    start = Offering(settings, NAMED, gpus=False).start_of(ask(), gpus=False)
+
+    assert (start.argv, start.engine) == ((str(python), "-P", "-m", "executors"), "vllm")
+    given = start.variables({"VLLM_CPU_KVCACHE_SPACE": "8", "PYTHONPATH": "/here"})
+    assert given["GPUFLOW_ENVIRONMENT"] == given["GPUFLOW_ENGINE"] == "vllm"
+    assert (given["VLLM_CPU_KVCACHE_SPACE"], given["VLLM_NO_USAGE_STATS"]) == ("8", "1")  # the task's own goes before
+    assert (Path(given["PYTHONPATH"]) / "executors").is_dir()
+
+
+def test_what_was_installed_beside_gpuflow_starts_as_ever(settings: Settings) -> None:
+    start = Offering(settings, NAMED, gpus=False).start_of(ask("echo"), gpus=False)
+
+    assert start.argv == (sys.executable, "-P", "-m", "executors")
+    assert start.variables({"PYTHONPATH": "/here"}) == {"PYTHONPATH": "/here", "GPUFLOW_ENVIRONMENT": "default"}
+
+
+def test_an_engine_that_is_named_has_no_stand_in(settings: Settings) -> None:
+    offering = Offering(settings, NAMED, gpus=False)
+
+    with pytest.raises(EnvironmentNotReady) as raised:
+        offering.start_of(ask(engine="vllm"), gpus=False)
+
+    assert str(raised.value) == (
+        "inference by engine vllm cannot run on this worker: environment vllm (cpu) is not built; "
+        "run `gpuflow env create vllm --variant cpu` on this machine"
+    )
+    assert cause_of(raised.value)["retryable"]
+    assert "inference:vllm" in offering.plain.lacking
+
+
+def test_environments_that_come_and_go_are_noticed(settings: Settings) -> None:
+    offering = Offering(settings, NAMED, gpus=False)
+    assert {"inference:vllm", "acme.aside"} & offering.plain.names == set()
+
+    build(settings, "vllm")
+    python = build(settings, "aside")
+    offering.look()
+
+    assert {"inference:vllm", "acme.aside"} <= offering.plain.names
+    assert offering.start_of(ask("acme.aside"), gpus=False).use.python == python
+
+    python.unlink()
+
+    with pytest.raises(EnvironmentNotReady, match=r"of environment aside has gone; run `gpuflow env create aside"):
+        offering.start_of(ask("acme.aside"), gpus=False)
+    offering.look()
+    assert "acme.aside" not in offering.plain.names
+    assert "cannot be used: its Python" in offering.plain.lacking["acme.aside"].why
+
+
+def test_one_that_let_a_child_down_is_not_offered_until_a_check_passes(settings: Settings) -> None:
+    build(settings, "vllm")
+    offering = Offering(settings, NAMED, gpus=False)
+
+    offering.let_down(offering.start_of(ask(), gpus=False), "a child could not begin in it")
+
+    assert offering.start_of(ask(), gpus=False).engine == "transformers"
+    lack = offering.plain.lacking["inference:vllm"]
+    assert lack.why == "environment vllm (cpu) cannot be used: a child could not begin in it"
+    assert lack.mend == "`gpuflow env create vllm --variant cpu --force`"
+
+
+def test_gpus_choose_the_variant(settings: Settings) -> None:
+    build(settings, "vllm")
+    offering = Offering(settings, NAMED, gpus=True)
+
+    assert offering.start_of(ask(), gpus=False).engine == "vllm"
+    assert offering.start_of(ask(), gpus=True).engine == "transformers"
+    assert not offering.same
+    assert "inference:vllm" in offering.plain.names - offering.with_gpus.names
+    assert offering.with_gpus.lacking["inference:vllm"].mend == "`gpuflow env create vllm --variant cuda`"
+    assert set(offering.to_dict()) == {"cpu", "gpu"}

@@ -1,0 +1,95 @@
+"""A child of its own on vLLM: what a worker starts where it keeps no session, and `gpuflow executor run`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from gpuflow.protocol import Event, Request
+from gpuflow.settings import Settings
+from gpuflow.worker.standalone import Ended, Standalone, environment_for
+from tests.fixtures.session_child import Caller, SessionChild, outputs
+from tests.vllm.conftest import EXACT, VllmEnvironment
+
+pytestmark = pytest.mark.vllm
+
+GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+
+
+class Alone:
+    """Runs requests, and knows their events."""
+
+    def __init__(self, environment: VllmEnvironment, tiny: Path, folder: Path) -> None:
+        self._environment = environment
+        self._model = tiny / "model"
+        self._folder = folder
+        self.events: list[Event] = []
+
+    def run(self, spec: dict[str, Any], *, task_type: str = "inference", stop_at: str = "") -> Ended:
+        model = {"source": {"type": "local", "identifier": str(self._model)}, "vllm": EXACT}
+        request = Request(
+            task_id="alone",
+            task_type=task_type,
+            spec={"taskType": task_type, "model": model, **spec},
+            output_dir=str(self._folder / "output"),
+            cache_dir=str(self._folder / "cache"),
+        )
+        variables = environment_for(request, Settings()) | self._environment.variables
+        variables |= {"GPUFLOW_ENGINE": "vllm", "CUDA_VISIBLE_DEVICES": ""}
+
+        def on_event(event: Event) -> None:
+            self.events.append(event)
+            if stop_at and event.name == stop_at:
+                runner.stop()
+
+        argv = [self._environment.python, "-P", "-m", "executors"]
+        runner = Standalone(request, environment=variables, argv=argv, on_event=on_event, grace_seconds=60)
+        return runner.run()
+
+
+@pytest.fixture
+def alone(environment: VllmEnvironment, tiny: Path, tmp_path: Path) -> Alone:
+    return Alone(environment, tiny, tmp_path)
+
+
+def test_it_answers_as_a_session_does(alone: Alone, warm: SessionChild, tmp_path: Path) -> None:
+    items = ["Hello Ana", "Dear Bo"]
+
+    ended = alone.run({"data": {"type": "list", "items": items}, "inference": GREEDY})
+
+    assert ended.completed, ended.error
+    assert ended.result["engine"] == "vllm"
+    told = Caller(warm, tmp_path / "session").ask("as-alone", *items, **GREEDY)
+    assert outputs(ended.result) == outputs(told)
+    assert "responses.json" in ended.artifacts
+
+
+def test_merged_calls_share_one_load_and_a_bad_one_fails_alone(alone: Alone) -> None:
+    def child(name: str, **inference: Any) -> dict[str, Any]:
+        data = {"type": "list", "items": [f"Hello {name}"]}
+        return {"id": name, "spec": {"data": data, "inference": {**GREEDY, **inference}}}
+
+    ended = alone.run({"merge_children": [child("ana"), child("bo", top_p=7), child("cy", max_tokens=3)]})
+
+    assert ended.completed, ended.error
+    children = ended.result["children"]
+    assert children["bo"]["error"]["type"] == "BadInput"
+    assert children["ana"]["usage"]["completion_tokens"] == 6
+    assert children["cy"]["usage"]["completion_tokens"] == 3
+    loads = [event for event in alone.events if event.data.get("message") == "loading the model"]
+    assert len(loads) == 1
+
+
+def test_a_cancel_in_the_middle_leaves_no_process(alone: Alone) -> None:
+    long = {"temperature": 0, "max_tokens": 1000, "ignore_eos": True, "stream": True}
+
+    ended = alone.run({"data": {"type": "list", "items": ["Hello Ana"]}, "inference": long}, stop_at="text_delta")
+
+    assert not ended.completed
+    assert ended.error is not None and ended.error["type"] == "Cancelled"
+    assert ended.end is not None and ended.end.exit_code == 143
+    left = [one for one in psutil.process_iter(["environ"]) if (one.info["environ"] or {}).get("TASK_ID") == "alone"]
+    assert left == []
