@@ -14,7 +14,8 @@ Rows (a ratio above 1 means that ours is better):
 Ours and the peer take turns, on the same prompts. Without the environment vllm (`gpuflow env create vllm`), and with
 ENGINE=transformers, the engine on both sides is transformers, whose `generate` gets 16 prompts at once from the peer.
 The model is the preset smollm2-135m-instruct, or a folder that MODEL names. With --quick both sides load at the same
-time, so the first call is slower than it need be.
+time, so the first call is slower than it need be; the two loads take most of its 70 s. Few calls, each short, weigh
+what is around the engine more than the full run does.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Size:
     together: bool
 
 
-QUICK = Size(rounds=1, calls=16, tokens=16, singles=5, settle_seconds=2, together=True)
+QUICK = Size(rounds=1, calls=16, tokens=32, singles=3, settle_seconds=1, together=True)
 FULL = Size(rounds=4, calls=48, tokens=128, singles=15, settle_seconds=10, together=False)
 
 
