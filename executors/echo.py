@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -21,6 +21,8 @@ from executors.checkpoints import folder_of, mark_complete, to_resume
 from gpuflow.protocol import Emitter, Request
 
 _BLOCK_BYTES: Final = 1 << 20
+#: How often `until_exists` looks for its path, in seconds.
+_POLL_SECONDS: Final = 0.02
 #: What a careless library might print between the events.
 _GARBAGE: Final = (
     b"plain text\n",
@@ -88,9 +90,10 @@ def _start_children(count: int, emitter: Emitter) -> list[int]:
 
 
 def _work(request: Request, wanted: Mapping[str, Any], emitter: Emitter) -> int | None:
-    """Sleep, step by step; return the step it went on from.
+    """Sleep, step by step, then wait for `until_exists`; return the step it went on from.
 
-    With `checkpoint_steps` there is a checkpoint every so many steps, and one at the end of a step with a notice.
+    With `checkpoint_steps` there is a checkpoint every so many steps, and one at the end of a step with a notice. The
+    last step ends when the path of `until_exists` is there, or with that notice.
     """
     seconds, steps = float(wanted.get("sleep_seconds") or 0), int(wanted.get("steps") or 0)
     every = int(wanted.get("checkpoint_steps") or 0)
@@ -100,14 +103,24 @@ def _work(request: Request, wanted: Mapping[str, Any], emitter: Emitter) -> int 
         emitter.status("working")
         for step in range(resumed.step + 1 if resumed else 1, steps + 1):
             never.wait(seconds / steps)
+            if step == steps:
+                _wait_for_path(wanted, broken_off=cancellation.noticed if every else lambda: False)
             emitter.progress(step, steps)
             if every and (step % every == 0 or cancellation.noticed()):
                 _save(request, step, steps, emitter)
             if every and cancellation.noticed():
                 cancellation.preempt(f"the worker gave notice at step {step} of {steps}; it is saved")
-    if seconds and not steps:
+    if not steps:
         never.wait(seconds)
+        _wait_for_path(wanted)
     return resumed.step if resumed else None
+
+
+def _wait_for_path(wanted: Mapping[str, Any], *, broken_off: Callable[[], bool] = lambda: False) -> None:
+    """Return as soon as the path of `until_exists` exists or `broken_off` is true; without a path, at once."""
+    path = wanted.get("until_exists")
+    while path and not Path(str(path)).exists() and not broken_off():
+        time.sleep(_POLL_SECONDS)
 
 
 def _save(request: Request, step: int, steps: int, emitter: Emitter) -> None:

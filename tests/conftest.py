@@ -14,6 +14,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from tests.support.fleet import TestFleet
 
+pytest_plugins = ["tests.gate.plugin"]
+
 # A CI runner may have started us with SIGINT ignored, and every child would inherit that: Ctrl-C is tested by it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -33,7 +33,7 @@
 | `queue:<name>` | hash | the requirement of one demand queue, and when it was last used |
 | `queue:<name>:classes` | zset | class of workers -> how well it suits (least first); -1: it does not serve the queue |
 | `gpuflow.workers` | set | worker ids |
-| `worker:<id>` | hash | one worker: capability, labels, state, load |
+| `worker:<id>` | hash | one worker: capability, labels, state, `load`, `newer_load` since the last heartbeat |
 | `worker:<id>:hb` | string | its heartbeat; the key expires when the worker is silent |
 
 No queue may be named like one of them; `gpuflow.control` is the only queue whose name begins with `gpuflow.`.

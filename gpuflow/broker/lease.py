@@ -16,7 +16,8 @@ class Lease:
     alive (monotonic seconds), None while nobody has to be. `delivery` tells the times apart that this process got the
     message. `owed` is how it ends on a server that could not be told when the work was over ("" for not at all).
     `over_at` is when the work ended (monotonic seconds), which is settled soon after.
-    `returning` is true from the moment at which a message that has not begun is put back.
+    `returning` is true from the moment at which a message that has not begun is put back, `requeueing` from the moment
+    at which the supervisor of one that has begun asks the server to requeue it.
     """
 
     queue: str
@@ -25,6 +26,7 @@ class Lease:
     raw: str = ""
     started: bool = False
     returning: bool = False
+    requeueing: bool = False
     owed: str = ""
     over_at: float = math.inf
     task: str = ""

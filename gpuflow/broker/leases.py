@@ -30,6 +30,8 @@ log = get_logger("gpuflow.leases")
 #: What runs is stopped when its lease could not be renewed for this share of its term. The next look at it is at most
 #: a tenth of the term away (a pause and a time-out of the keeper), and killing takes a moment.
 GIVE_UP_SHARE: Final = 0.85
+#: A message that was requeued here and popped again before its earlier delivery is over waits so many seconds.
+EARLY_SECONDS: Final = 0.5
 #: So many of the consumers that share GPUs are woken when some are given back.
 MOST_WOKEN: Final = 8
 
@@ -54,6 +56,8 @@ class LeaseTable:
         self.groups: set[str] = set()
         self.sweeper = Sweeper(keys, lease_seconds)
         self._leases: dict[str, Lease] = {}
+        #: The tags of deliveries at work: from `start` until `over`, whatever becomes of their leases meanwhile.
+        self._at_work: set[str] = set()
         self._deliveries = itertools.count(1)
         self._lock = threading.Lock()
         self._turn = threading.Lock()
@@ -87,14 +91,28 @@ class LeaseTable:
         """Say that nothing more is taken, and that what runs here goes on without the consumer loop."""
         self._ticked_at = math.inf
 
-    def take(self, tag: str, queue: str, key: str = "", raw: str = "") -> bool:
+    def take(self, tag: str, queue: str, key: str = "", raw: str = "") -> bool | None:
         """Note a message that the pop script has leased to us: its queue, the list it came from, and its text.
 
-        False: there is no room for it any more; it is to be settled as `front`.
+        False: there is no room for it any more; it is to be settled as `front`. None: an earlier delivery of it is
+        still at work here, which holds by the same tag its slot, its GPUs and its lease. If that one had lost its lease
+        to a sweep it has it again now; if it is ending, the message is requeued for a moment later. Raises redis
+        errors.
         """
         with self._lock:
-            self._leases[tag] = Lease(queue=queue, delivery=next(self._deliveries), list_key=key, raw=raw)
-        return self.gate.taken(queue, tag, *session_of(raw))
+            earlier = self._leases.get(tag)
+            early = tag in self._at_work
+            goes_on = early and earlier is not None and not (earlier.requeueing or earlier.owed)
+            if not early:
+                self._leases[tag] = Lease(queue=queue, delivery=next(self._deliveries), list_key=key, raw=raw)
+        if not early:
+            return self.gate.taken(queue, tag, *session_of(raw))
+        if goes_on:
+            log.warning("lease_taken_back", tag=tag, queue=queue)
+        else:
+            log.debug("message_came_early", tag=tag, queue=queue)
+            self._ask_to_settle(tag, "front", EARLY_SECONDS)
+        return None
 
     def start(self, tag: str, on_lost: Callable[[], None] | None = None) -> bool:
         """Note that work on the message begins: a cut connection no longer returns it. False if it is not ours."""
@@ -103,6 +121,7 @@ class LeaseTable:
             if lease is None or lease.returning:
                 return False
             lease.started = True
+            self._at_work.add(tag)
             if on_lost is not None:
                 lease.on_lost.append(on_lost)
             return True
@@ -119,6 +138,13 @@ class LeaseTable:
         lease = self._leases.get(tag or "")
         if lease is not None:
             lease.beat_at = None if over else time.monotonic()
+
+    def requeueing(self, tag: str) -> None:
+        """Note that the server is asked to requeue the message: it can come here again before that is answered."""
+        with self._lock:
+            lease = self._leases.get(tag)
+            if lease is not None:
+                lease.requeueing = True
 
     def holds(self, tag: str) -> bool:
         """Whether the message is still ours, as far as this process knows."""
@@ -157,18 +183,21 @@ class LeaseTable:
         """
         if not self.holds(tag):
             return False
-        keys = self.keys
-        done = broker_script("settle")(
-            self.client,
-            [keys.leases, keys.unacked, keys.owners, keys.ready, keys.delayed, keys.parked],
-            [tag, self.owner, how, BELL_SECONDS, delay_seconds],
-        )
+        done = self._ask_to_settle(tag, how, delay_seconds)
         lease = self._drop(tag)
         if lease is not None and self.gate.settled(tag):
             self.wake()
         if not done and not (lease and lease.owed):
             log.warning("lease_lost", tag=tag, at=how)
         return bool(done)
+
+    def _ask_to_settle(self, tag: str, how: str, delay_seconds: float) -> Any:
+        keys = self.keys
+        return broker_script("settle")(
+            self.client,
+            [keys.leases, keys.unacked, keys.owners, keys.ready, keys.delayed, keys.parked],
+            [tag, self.owner, how, BELL_SECONDS, delay_seconds],
+        )
 
     def settle_surely(self, tag: str, how: str) -> None:
         """End a lease as `settle`; a server that cannot be told now is told when it is back."""
@@ -184,10 +213,12 @@ class LeaseTable:
             self.gate.settled(tag)
 
     def over(self, tag: str) -> None:
-        """Note that nothing works on the message any more."""
-        lease = self._leases.get(tag)
-        if lease is not None:
-            lease.over_at = time.monotonic()
+        """Note that nothing works any more on the delivery that was started."""
+        with self._lock:
+            self._at_work.discard(tag)
+            lease = self._leases.get(tag)
+            if lease is not None:
+                lease.over_at = time.monotonic()
 
     def settle_owed(self) -> None:
         """Tell the server of work that ended while it was away. Raises redis errors."""
@@ -274,7 +305,7 @@ class LeaseTable:
                 self._excuse_the_pause(now)
             pause = usual
             try:
-                if now >= next_renewal:
+                if now + usual > next_renewal:  # the next turn would be too late
                     self._renew()
                     next_renewal = now + self.lease_seconds / 3
                 self.reaffirm()

@@ -22,8 +22,13 @@ log = get_logger("gpuflow.sweep")
 
 #: Messages that one step moves at most; more are left to the next second.
 SWEEP_LIMIT: Final = 100
-#: A gap between two sweeps longer than this means that nobody could renew either, in seconds.
-SWEEP_GAP_SECONDS: Final = 5.0
+#: A gap between two sweeps longer than this means that nobody could renew either, in seconds; less with short leases.
+MAX_SWEEP_GAP_SECONDS: Final = 5.0
+#: What a lease has left of its term at each sweep, as long as its owner renews every third of it (`broker.leases`).
+SWEEP_GAP_SHARE: Final = 2 / 3
+#: No gap is shorter, in seconds: twice the second in which each process sweeps, so that ordinary turns give no grace.
+#: Leases below 3 s are not covered in full: one of 1 s gets no grace after a pause of 1 to 2 s.
+MIN_SWEEP_GAP_SECONDS: Final = 2.0
 #: For so long after a sweep another one does nothing, so that a large fleet does not sweep the same all the time. Below
 #: the second at which each process comes, or one alone would pass over every other of its own turns.
 SWEEP_REST_SECONDS: Final = 0.5
@@ -41,6 +46,11 @@ class Swept:
     graced: int
     run: str
     gathering: bool
+
+
+def sweep_gap_seconds(lease_seconds: float) -> float:
+    """Return the longest gap between two sweeps after which a lease that has ended is taken for one of a dead owner."""
+    return max(MIN_SWEEP_GAP_SECONDS, min(MAX_SWEEP_GAP_SECONDS, lease_seconds * SWEEP_GAP_SHARE))
 
 
 class Sweeper:
@@ -69,7 +79,7 @@ class Sweeper:
         ]
         values: list[Any] = [
             self.lease_seconds,
-            SWEEP_GAP_SECONDS,
+            sweep_gap_seconds(self.lease_seconds),
             SWEEP_LIMIT,
             BELL_SECONDS,
             keys.worker(""),

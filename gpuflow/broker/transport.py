@@ -262,12 +262,16 @@ class Channel(stock.Channel):  # type: ignore[misc]
         return []
 
     def _deliver_leased(self, key: str, raw: str) -> bool:
-        """Hand a message over; False when it had to go back."""
+        """Hand a message over; False when it had to go back for lack of room."""
         queue = queue_of(key[len(self.global_keyprefix) :])
         self._look.found(queue)
         message = loads(raw)
         tag = message["properties"]["delivery_tag"]
-        if not self.leases.take(tag, queue, key, raw):
+        taken = self.leases.take(tag, queue, key, raw)
+        if taken is None:
+            self.leases.gate.chosen_none()
+            return True
+        if not taken:
             self.leases.settle_surely(tag, "front")
             return False
         if queue in self._active_queues:

@@ -58,7 +58,7 @@ class WorkerEntry:
     schema: int = WORKER_SCHEMA
 
     def to_hash(self) -> dict[str, str]:
-        """Return the entry as Redis hash fields."""
+        """Return the entry as Redis hash fields; `newer_load` begins anew."""
         return {
             "schema": str(self.schema),
             "id": self.id,
@@ -73,6 +73,7 @@ class WorkerEntry:
             "class": self.class_name,
             "tasks": json.dumps(self.tasks),
             "load": json.dumps(self.load),
+            "newer_load": "",
             "bandwidth_bytes_per_second": str(self.bandwidth_bytes_per_second or ""),
             "started_at": str(self.started_at),
             "heartbeat_at": str(self.heartbeat_at),
@@ -82,9 +83,11 @@ class WorkerEntry:
     @classmethod
     def from_hash(cls, raw: Mapping[str, str], *, alive: bool) -> WorkerEntry:
         """Read an entry; without a live heartbeat its state is OFFLINE."""
+        newer = json.loads(raw.get("newer_load") or "{}")
+        state = WorkerState(raw["state"]) if alive else WorkerState.OFFLINE
         return cls(
             id=raw["id"],
-            state=WorkerState(raw["state"]) if alive else WorkerState.OFFLINE,
+            state=WorkerState.BUSY if state is WorkerState.IDLE and newer.get("jobs") else state,
             hostname=raw.get("hostname", ""),
             node=raw.get("node", ""),
             pid=int(raw.get("pid", "0")),
@@ -94,7 +97,7 @@ class WorkerEntry:
             queues=tuple(json.loads(raw.get("queues") or "[]")),
             class_name=raw.get("class", ""),
             tasks=tuple(json.loads(raw.get("tasks") or "[]")),
-            load=json.loads(raw.get("load") or "{}"),
+            load={**json.loads(raw.get("load") or "{}"), **newer},
             bandwidth_bytes_per_second=int(raw.get("bandwidth_bytes_per_second") or 0) or None,
             started_at=float(raw.get("started_at", "0")),
             heartbeat_at=float(raw.get("heartbeat_at", "0")),
@@ -137,6 +140,10 @@ class Fleet:
         pipe.sadd(self.keys.workers, entry.id)
         pipe.set(self.keys.heartbeat(entry.id), WORKER_SCHEMA, px=int(timeout_seconds * 1000))
         pipe.execute()
+
+    def note_load(self, worker_id: str, load: Mapping[str, Any]) -> None:
+        """Write what of a worker's load has changed since its entry was written; the next entry takes its place."""
+        self.client.hset(self.keys.worker(worker_id), "newer_load", json.dumps(load))
 
     def leave(self, worker_id: str) -> None:
         """Say that a worker has stopped."""

@@ -9,6 +9,8 @@ What a worker does not tell is None there. Read from the entry's `load`, beside 
 | `userTypes` | list of text | task types of users' own executors that are registered there |
 | `offers` | {cpu: {names, lacking}, gpu: ...} | what it runs for tasks without GPUs and with; `routing.offers` |
 | `freeGpus` | list of UUIDs | GPUs that no task of gpuflow holds, on the whole machine |
+| `gpusSeenAt` | number | when it saw so, on its machine's clock: the newest of a machine counts for all its workers |
+| `locks` | {machine, directory, path} | the GPU ledger: workers with the same one share GPUs |
 | `sessions` | list of {model, engine, state, running, idle, gpus} | its warm models; idle ones make room for a task |
 | `freeJobs` | number, or null | how many more tasks it could start; null: no limit |
 | `foreignMib` | UUID -> MiB | GPUs that are held back because of processes outside gpuflow, and what these use |
@@ -19,7 +21,7 @@ What a worker does not tell is None there. Read from the entry's `load`, beside 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,7 +45,42 @@ def worker_views(fleet: Fleet, ledger: Ledger | None, now: float) -> list[Worker
     records: dict[str, TaskRecord] = {}
     if ledger is not None and ids:
         records = {record.id: record for record in ledger.find_many(ids) if record is not None}
-    return [view_of(entry, records, now) for entry in entries]
+    newest = _newest_of_machines(entries)
+    return [view_of(_as_seen_last(entry, newest), records, now) for entry in entries]
+
+
+def _newest_of_machines(entries: Iterable[WorkerEntry]) -> dict[tuple[str, str], Mapping[str, Any]]:
+    """Return the load of each machine whose worker has looked last at its GPUs."""
+    newest: dict[tuple[str, str], Mapping[str, Any]] = {}
+    for entry in entries:
+        machine = _machine(entry.load)
+        if machine is not None and _seen_at(entry.load) > _seen_at(newest.get(machine, {})):
+            newest[machine] = entry.load
+    return newest
+
+
+def _as_seen_last(entry: WorkerEntry, newest: Mapping[tuple[str, str], Mapping[str, Any]]) -> WorkerEntry:
+    """Return the entry with its GPUs as the worker of its machine saw them that looked last."""
+    load, machine = entry.load, _machine(entry.load)
+    seen = newest.get(machine) if machine is not None else None
+    if seen is None or seen is load:
+        return entry
+    its_room, room = _amounts(seen.get("roomMib")), _amounts(load.get("roomMib"))
+    its_free = _texts(seen.get("freeGpus")) or ()
+    free = [uuid for uuid in _texts(load.get("freeGpus")) or () if uuid not in its_room]
+    free += [uuid for uuid in its_free if uuid in room]
+    room |= {uuid: mib for uuid, mib in its_room.items() if uuid in room}
+    return replace(entry, load={**load, "freeGpus": free, "roomMib": room})
+
+
+def _machine(load: Mapping[str, Any]) -> tuple[str, str] | None:
+    locks = _mapping(load.get("locks"))
+    return (str(locks["machine"]), str(locks["directory"])) if {"machine", "directory"} <= locks.keys() else None
+
+
+def _seen_at(load: Mapping[str, Any]) -> float:
+    at = load.get("gpusSeenAt")
+    return float(at) if isinstance(at, int | float) else 0.0
 
 
 def view_of(entry: WorkerEntry, records: Mapping[str, TaskRecord], now: float) -> WorkerView:

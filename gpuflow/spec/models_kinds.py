@@ -108,6 +108,7 @@ class Echo(Strict):
     message: Any = Field(None, description="Given back in the result")
     output: Any = Field(None, description="Any JSON, merged into the result")
     sleep_seconds: Number | None = Field(None, ge=0, le=31_536_000)
+    until_exists: Name | None = Field(None, description="Work until this path exists on the worker, then go on")
     steps: Whole | None = Field(None, ge=0, le=1_000_000, description="Progress events, spread over the sleep")
     fail: EchoFailure | None = None
     exit_code: Whole | None = Field(None, ge=0, le=255, description="Exit with this code")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, TypeVar
@@ -38,6 +38,7 @@ class _Seen:
     """The machine at one moment."""
 
     at: float
+    change: object = None
     held: Mapping[str, Occupancy] = field(default_factory=dict)
     usage: Mapping[str, GpuUsage] = field(default_factory=dict)
 
@@ -117,6 +118,22 @@ class MachineGpus:
             return {}
         usage = self._look().usage
         return {uuid: found.lost for uuid, found in usage.items() if found.lost is not None} if usage else None
+
+    def looked_at(self) -> float:
+        """Return when the machine was seen as the next answers say it is, on the clock of all its processes."""
+        return self._look().at if self._ledger is not None else 0.0
+
+    @property
+    def change(self) -> object:
+        """Another object whenever this worker has taken GPUs, or given some back."""
+        return self._change
+
+    def last_seen(self) -> tuple[Hashable, ...]:
+        """Return how the GPUs were held, and which were held back, at the last look of anybody; looks at nothing."""
+        seen = self._seen or _Seen(at=0.0)
+        held, usage = seen.held, seen.usage
+        foreign = sorted(uuid for uuid, found in usage.items() if found.foreign_mib > FOREIGN_TOLERATED_MIB)
+        return (*sorted((uuid, how.whole, how.shareable, how.promised_mib) for uuid, how in held.items()), *foreign)
 
     # -- taking and giving back ------------------------------------------------------------------------------------
 
@@ -260,37 +277,33 @@ class MachineGpus:
         """Return the machine as it is now, or was FRESH_SECONDS ago at most."""
         with self._looking:
             seen = self._seen
-            if seen is not None and self._clock() - seen.at < FRESH_SECONDS:
+            if seen is not None and seen.change is self._change and self._clock() - seen.at < FRESH_SECONDS:
                 return seen
-            change = self._change
-            seen = self._read()
-            if change is self._change:
-                self._seen = seen
+            self._seen = seen = self._read()
             return seen
 
     def _read(self) -> _Seen:
-        at = self._clock()
+        change, at = self._change, self._clock()
         if self._ledger is None:
-            return _Seen(at=at)
+            return _Seen(at=at, change=change)
         try:
             held = self._ledger.survey(self._gpus, parents=self._parents)
         except GPUFlowError as error:
             self._say("looking", str(error))
-            return _Seen(at=at)
+            return _Seen(at=at, change=change)
         # Locks first: what another worker gives back is off the GPU before its lock is.
         promised = {uuid: how.promised_mib if how.shareable else None for uuid, how in held.items()}
         found = self._reader.read(promised, DRIVER_WAIT_SECONDS, earlier_mib=dict(self._foreign))
         if found is None:
             self._say("looking", "the NVIDIA driver does not answer: no GPU is given out until it does")
-            return _Seen(at=at)
+            return _Seen(at=at, change=change)
         self._foreign.update({uuid: usage.foreign_mib for uuid, usage in found.items() if promised[uuid] == 0})
         lost = "; ".join(f"{uuid}: {usage.lost}" for uuid, usage in found.items() if usage.lost is not None)
         self._say("looking", f"taken out: {lost}" if lost else None)
-        return _Seen(at=at, held=held, usage=found)
+        return _Seen(at=at, change=change, held=held, usage=found)
 
     def _changed(self) -> None:
         self._change = object()
-        self._seen = None
 
     def _say(self, doing: str, problem: str | None) -> None:
         """Log a problem when it is a new one, and when it is over."""

@@ -108,7 +108,7 @@ class SupervisorPool(TaskPool):  # type: ignore[misc]
             try:
                 return apply_target(target, args, kwargs or {}, callback, accept_callback)
             finally:
-                if leases is not None and leases.delivery(tag) == delivery:
+                if leases is not None:
                     leases.over(tag)
                 job.close()
                 self._jobs.pop(job.task_id, None)

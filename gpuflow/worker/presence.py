@@ -1,4 +1,8 @@
-"""Keeps a worker's entry in the registry fresh, on a thread of its own that no task can starve."""
+"""Keeps a worker's entry in the registry fresh, on a thread of its own that no task can starve.
+
+What the worker holds is written before a task can be seen to run (`note_held`), so that nobody is told that a worker is
+free which is full: a few fields, once for each attempt. The whole entry is written once a second at most.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +48,12 @@ class PresenceThread(threading.Thread):
         self._stop_event = threading.Event()
         self._written: tuple[Any, ...] | None = None
         self._written_at = 0.0
+        self._writing = threading.Lock()
+        self._write_began_at = 0.0
+        self._held: dict[str, Any] = {}
+        self._change: object = None
+        #: Something changed while the entry was made: it may tell of what came and went since, and is written again.
+        self._outdated = False
 
     def run(self) -> None:
         """Beat until stopped; a broker that is away is tried again at the next turn."""
@@ -73,9 +83,39 @@ class PresenceThread(threading.Thread):
 
     def write(self) -> None:
         """Write the entry now. Raises redis errors."""
+        with self._writing:
+            self._write_began_at = time.monotonic()
+            change = self.runtime.machine_gpus.change
+            self.runtime.machine_gpus.looked_at()
+            summary, entry = self._summary(), self._entry()
+            self._outdated = self._summary() != summary
+            self.fleet.announce(entry, self.runtime.app.settings.heartbeat_timeout_seconds)
+            self._written, self._written_at = summary, time.monotonic()
+            self._held, self._change = {}, change
+
+    def note_held(self) -> None:
+        """Write what the worker holds now, unless a write that began since this was called has said it.
+
+        Called before each attempt, when its message holds what it needs. Errors leave it to the next heartbeat.
+        """
+        asked_at = time.monotonic()
+        with self._writing:
+            if self._write_began_at > asked_at:
+                return
+            self._write_began_at = time.monotonic()
+            change = self.runtime.machine_gpus.change
+            self._held |= self._held_load()
+            if self.runtime.hardware.gpus and change is not self._change:
+                self._held |= self._held_gpus()
+            try:
+                self.fleet.note_load(self.runtime.worker_id, self._held)
+                self._change = change
+            except RedisError as error:
+                log.debug("held_not_written", cause=str(error))
+
+    def _entry(self) -> WorkerEntry:
         runtime = self.runtime
-        summary = self._summary()
-        entry = WorkerEntry(
+        return WorkerEntry(
             id=runtime.worker_id,
             state=self._state(),
             hostname=runtime.hardware.hostname,
@@ -92,14 +132,14 @@ class PresenceThread(threading.Thread):
             heartbeat_at=time.time(),
             version=__version__,
         )
-        self.fleet.announce(entry, runtime.app.settings.heartbeat_timeout_seconds)
-        self._written, self._written_at = summary, time.monotonic()
 
     def _is_due(self, now: float) -> bool:
         """Whether something has changed that is to be told now."""
         summary, before = self._summary(), self._written
-        if before is None or summary == before:
-            return before is None
+        if before is None:
+            return True
+        if summary == before and not (self._held or self._outdated):
+            return False
         passing = summary[0] in _PASSING and before[0] in _PASSING
         return not passing or now >= self._written_at + REST_SECONDS
 
@@ -155,7 +195,8 @@ class PresenceThread(threading.Thread):
         """Return what is told at once when it changes; the queues that were seen are told with the next beat."""
         admission = self.runtime.admission
         running = tuple(sorted(self.runtime.running))
-        return (self._state(), admission.demands.name, admission.models.names(), running)
+        gpus = self.runtime.machine_gpus.last_seen()
+        return (self._state(), admission.demands.name, admission.models.names(), running, gpus)
 
     def _queues(self) -> tuple[str, ...]:
         """Return the queues served by name, and the demand queues that were seen and are served."""
@@ -172,10 +213,8 @@ class PresenceThread(threading.Thread):
             "cpuPercent": psutil.cpu_percent(),
             "memoryAvailableMib": memory.available >> 20,
             "diskFreeMib": free_mib(self.runtime.app.settings.results_dir),
-            "jobs": admission.jobs(),
-            "freeGpus": list(admission.free_gpus()),
-            "freeJobs": admission.free_jobs(),
-            "sessions": admission.sessions.to_dict() if admission.sessions is not None else [],
+            **self._held_load(),
+            "freeGpus": [],
             "families": None if families is None else list(families),
             "executors": None if self.runtime.executors is None else list(self.runtime.executors),
             "userTypes": list(self.runtime.user_types),
@@ -189,6 +228,22 @@ class PresenceThread(threading.Thread):
             }
         return load
 
+    def _held_load(self) -> dict[str, Any]:
+        admission = self.runtime.admission
+        return {
+            "jobs": admission.jobs(),
+            "freeJobs": admission.free_jobs(),
+            "sessions": admission.sessions.to_dict() if admission.sessions is not None else [],
+        }
+
+    def _held_gpus(self) -> dict[str, Any]:
+        admission, gpus = self.runtime.admission, self.runtime.machine_gpus
+        return {
+            "gpusSeenAt": gpus.looked_at(),
+            "freeGpus": list(admission.free_gpus()),
+            "roomMib": gpus.room(admission.capability),
+        }
+
     def _gpu_load(self) -> dict[str, Any]:
         gpus, reserved = self.runtime.machine_gpus, self.runtime.admission.reserving.current
         return {
@@ -197,7 +252,7 @@ class PresenceThread(threading.Thread):
                 for uuid, usage in gpus.usage().items()
                 if usage.foreign_mib > FOREIGN_TOLERATED_MIB
             },
-            "roomMib": gpus.room(self.runtime.admission.capability),
+            **self._held_gpus(),
             "reservation": None if reserved is None else {"task": reserved.task, "gpus": list(reserved.gpus)},
             "locks": gpus.identity(),
         }

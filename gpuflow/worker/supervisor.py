@@ -104,6 +104,8 @@ class Delivery:
 
     def _start(self) -> StartVerdict:
         task_type = str(self.spec.get("taskType", ""))
+        if self.runtime.presence is not None:
+            self.runtime.presence.note_held()
         return self.ledger.start(
             self.id,
             worker=self.runtime.worker_id,
@@ -275,6 +277,7 @@ class Delivery:
     ) -> NoReturn:
         """Put the task back to its queue; raises Ignore, or TaskCancelled if a user wanted that meanwhile."""
         avoid = self.runtime.worker_id if reason == "failed" and self._others_serve() else ""
+        self.runtime.leases.requeueing(self.tag)
         answer = self._until_told(
             lambda: self.ledger.give_back(
                 self.id,

@@ -33,6 +33,7 @@ class Proxy:
         self._flows = threading.Event()
         self._flows.set()
         self._pairs: set[tuple[socket.socket, socket.socket]] = set()
+        self._half_ended: set[tuple[socket.socket, socket.socket]] = set()
         self._lock = threading.Lock()
         threading.Thread(target=self._accept, name="proxy", daemon=True).start()
 
@@ -40,6 +41,7 @@ class Proxy:
         """End every connection with a reset; return how many there were."""
         with self._lock:
             pairs, self._pairs = self._pairs, set()
+            self._half_ended.clear()
         for pair in pairs:
             for end in pair:
                 _reset(end)
@@ -98,16 +100,27 @@ class Proxy:
                 threading.Thread(target=self._pass, args=(pair, source, sink), name="proxy", daemon=True).start()
 
     def _pass(self, pair: tuple[socket.socket, socket.socket], source: socket.socket, sink: socket.socket) -> None:
-        with contextlib.suppress(OSError):
+        try:
             while chunk := source.recv(_CHUNK_BYTES):
                 self._flows.wait()
                 sink.sendall(chunk)
+            # The end of one way is passed on as what it is: a reset would take what the other side has not read yet.
+            self._flows.wait()
+            sink.shutdown(socket.SHUT_WR)
+            ended = True
+        except OSError:
+            ended = False
         with self._lock:
-            ours = pair in self._pairs
-            self._pairs.discard(pair)
+            one_way = ended and pair in self._pairs and pair not in self._half_ended
+            if one_way:
+                self._half_ended.add(pair)
+            ours = not one_way and pair in self._pairs
+            if not one_way:
+                self._pairs.discard(pair)
+                self._half_ended.discard(pair)
         if ours:
             for end in pair:
-                _reset(end)
+                end.close() if ended else _reset(end)
 
 
 def _reset(end: socket.socket) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +16,7 @@ from tests.chaos.accounting import check, orphans
 from tests.chaos.conftest import LEASE, MORTAL
 from tests.chaos.faults import Fault
 from tests.support.fleet import TestFleet, WorkerProcess, running
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, patient
 
 CANCELS = 10
 
@@ -31,13 +32,16 @@ def by_role(workers: list[WorkerProcess], task: Task) -> tuple[WorkerProcess, Wo
     return busy, idle
 
 
-def test_a_killed_child_is_tried_again_on_another_worker(fleet: TestFleet) -> None:
+def test_a_killed_child_is_tried_again_on_another_worker(fleet: TestFleet, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
     workers = start_pair(fleet)
-    spec = {**fleet.echo(sleep_seconds=3, output="done"), "retry": {"backoff_seconds": 0.2}}
+    spec = {**fleet.echo(until_exists=str(gate), output="done"), "retry": {"backoff_seconds": 0.2}}
     task = submit(spec, app=fleet.app)
     busy, idle = by_role(workers, task)
 
-    eventually(busy.supervised)[0].kill()
+    eventually(busy.supervised, what="the child")[0].kill()
+    eventually(lambda: task.record().failures == 1, what="the failure")
+    gate.touch()
 
     (record,) = check(fleet, [task.id])
     assert (record.attempt, record.failures, record.losses, record.worker) == (2, 1, 0, idle.name)
@@ -48,13 +52,13 @@ def test_a_killed_child_is_tried_again_on_another_worker(fleet: TestFleet) -> No
 def test_grandchildren_in_other_sessions_die_with_their_worker(fleet: TestFleet, fault: Fault) -> None:
     env = {**LEASE, **fault.env, "CHAOS_SCATTER": "3"}
     workers = [fleet.start_worker(name, *MORTAL, "--max-jobs", "1", env=env) for name in ("w1", "w2")]
-    task = submit(fleet.echo(sleep_seconds=60, ignore_sigterm=True), app=fleet.app)
+    task = submit(fleet.echo(sleep_seconds=3600, ignore_sigterm=True), app=fleet.app)
     busy, idle = by_role(workers, task)
     tree = eventually(lambda: found if len(found := [*orphans(fleet, [task.id])]) >= 4 else None)
 
     busy.send(signal.SIGKILL)
 
-    eventually(lambda: not running(tree), within=5, what="every process of the tree gone")
+    eventually(lambda: not running(tree), what="every process of the tree gone")
     eventually(lambda: task.record().worker == idle.name and task.state == "RUNNING", what="the task elsewhere")
     assert task.cancel() == "requested"
     (record,) = check(fleet, [task.id], state=TaskState.CANCELLED)
@@ -68,7 +72,7 @@ def test_a_cancelled_child_that_does_not_listen_is_gone_soon(
     took = []
     tasks = []
     for _ in range(CANCELS):
-        task = submit(fleet.echo(sleep_seconds=60, ignore_sigterm=True), app=fleet.app)
+        task = submit(fleet.echo(sleep_seconds=3600, ignore_sigterm=True), app=fleet.app)
         tasks.append(task.id)
         # A child reports its status when it has set its signal handlers.
         eventually(lambda: any(event.name == "worker" for event in fleet.app.event_log.read(task.id)))  # noqa: B023
@@ -77,7 +81,7 @@ def test_a_cancelled_child_that_does_not_listen_is_gone_soon(
 
         assert task.cancel() == "requested"
 
-        eventually(lambda: not running([pid]), within=15, what="the child gone")  # noqa: B023
+        eventually(lambda: not running([pid]), what="the child gone")  # noqa: B023
         took.append(time.monotonic() - began)
     check(fleet, tasks, state=TaskState.CANCELLED)
     took.sort()
@@ -96,9 +100,12 @@ def test_a_silent_child_that_does_not_listen_ends_at_its_time_limit(fleet: TestF
     assert record.error is not None and record.error["type"] == "TimeLimitExceeded"
 
 
-def test_a_draining_worker_finishes_takes_nothing_new_and_serves_control_tasks(fleet: TestFleet) -> None:
+def test_a_draining_worker_finishes_takes_nothing_new_and_serves_control_tasks(
+    fleet: TestFleet, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
     worker = fleet.start_worker("w1", "--max-jobs", "2", env=LEASE)
-    task = submit(fleet.echo(sleep_seconds=4, output="done"), app=fleet.app)
+    task = submit(fleet.echo(until_exists=str(gate), output="done"), app=fleet.app)
     eventually(lambda: task.state == "RUNNING")
 
     worker.send(signal.SIGTERM)
@@ -114,10 +121,11 @@ def test_a_draining_worker_finishes_takes_nothing_new_and_serves_control_tasks(f
         },
         app=fleet.app,
     )
-    dispatched = eventually(lambda: run["a"].tasks, within=3, what="a stage dispatched by the draining worker")
+    dispatched = eventually(lambda: run["a"].tasks, what="a stage dispatched by the draining worker")
     assert task.state == "RUNNING"
 
-    assert worker.process.wait(timeout=20) == 0
+    gate.touch()
+    assert worker.process.wait(timeout=patient(30)) == 0
     assert task.state == "SUCCEEDED"
     assert (waits.state, dispatched[0].state) == ("QUEUED", "QUEUED")
     fleet.start_worker("w2", env=LEASE)
@@ -125,9 +133,11 @@ def test_a_draining_worker_finishes_takes_nothing_new_and_serves_control_tasks(f
 
 
 @pytest.mark.parametrize("how", ["second SIGTERM", "SIGQUIT"])
-def test_a_worker_that_has_to_stop_hands_its_task_back(fleet: TestFleet, how: str) -> None:
+def test_a_worker_that_has_to_stop_hands_its_task_back(fleet: TestFleet, tmp_path: Path, how: str) -> None:
+    gate = tmp_path / "gate"
     workers = start_pair(fleet)
-    task = submit(fleet.echo(sleep_seconds=6, steps=12, checkpoint_steps=1, output="done"), app=fleet.app)
+    echo = fleet.echo(sleep_seconds=1, steps=4, checkpoint_steps=1, until_exists=str(gate), output="done")
+    task = submit(echo, app=fleet.app)
     busy, idle = by_role(workers, task)
     eventually(lambda: (task.record().progress or {}).get("current", 0) >= 2, what="two steps done")
 
@@ -137,7 +147,8 @@ def test_a_worker_that_has_to_stop_hands_its_task_back(fleet: TestFleet, how: st
         busy.send(signal.SIGTERM)
         eventually(lambda: _state(fleet, busy.name) is WorkerState.DRAINING, what="a draining worker")
         busy.send(signal.SIGTERM)
-    assert busy.process.wait(timeout=20) == 0
+    assert busy.process.wait(timeout=patient(30)) == 0
+    gate.touch()
 
     (record,) = check(fleet, [task.id])
     assert (record.attempt, record.worker) == (2, idle.name)
@@ -151,7 +162,7 @@ def test_an_ephemeral_worker_ends_after_one_job(fleet: TestFleet) -> None:
     eventually(lambda: first.state != "QUEUED")
     second = submit(fleet.echo(output=2), app=fleet.app)
 
-    assert worker.process.wait(timeout=20) == 0
+    assert worker.process.wait(timeout=patient(30)) == 0
 
     assert (first.state, second.state) == ("SUCCEEDED", "QUEUED")
     second.cancel()
@@ -164,13 +175,13 @@ def test_a_worker_id_has_one_worker_and_is_free_again_when_that_one_is_killed(fl
     second = WorkerProcess(fleet.broker.url, fleet.folder / "second", "w1", env=LEASE)
     fleet.workers.append(second)
 
-    assert second.process.wait(timeout=20) == 2
+    assert second.process.wait(timeout=patient(30)) == 2
     assert f"worker id 'w1' is in use by process {first.pid}" in second.log()
     assert "Traceback" not in second.log()
-    assert _state(fleet, "w1") is WorkerState.IDLE
+    eventually(lambda: _state(fleet, "w1") is WorkerState.IDLE, what="the first one at work")
 
     first.send(signal.SIGKILL)
-    first.process.wait(timeout=5)
+    first.process.wait(timeout=patient(30))
     fleet.start_worker("w1", env=LEASE)
     task = submit(fleet.echo(output=1), app=fleet.app)
     check(fleet, [task.id])

@@ -3,38 +3,20 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from pathlib import Path
 
-import psutil
 import pytest
 
 from gpuflow.client import Task, submit
 from gpuflow.ledger.states import TaskState
 from tests.chaos.accounting import check
 from tests.chaos.conftest import LEASE, LEASE_SECONDS
+from tests.chaos.freezing import frozen
 from tests.support.fleet import TestFleet, WorkerProcess, running
-from tests.support.waiting import eventually
-
-
-@contextmanager
-def frozen(*pids: int) -> Iterator[None]:
-    """Stop processes for the time of the block."""
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    eventually(lambda: all(psutil.Process(pid).status() == psutil.STATUS_STOPPED for pid in pids), within=5)
-    try:
-        yield
-    finally:
-        for pid in pids:
-            try:
-                os.kill(pid, signal.SIGCONT)
-            except ProcessLookupError:
-                continue
+from tests.support.waiting import eventually, patient
 
 
 def _tree(worker: WorkerProcess) -> list[int]:
@@ -50,20 +32,32 @@ def _tree(worker: WorkerProcess) -> list[int]:
         pytest.param({"output": "late"}, True, id="child frozen too"),
     ],
 )
-def test_what_a_frozen_worker_brings_late_is_refused(fleet: TestFleet, fields: dict, whole_tree: bool) -> None:
+def test_what_a_frozen_worker_brings_late_is_refused(
+    fleet: TestFleet, tmp_path: Path, fields: dict, whole_tree: bool
+) -> None:
     # Given a task on a worker that is stopped, so that another starts the second attempt
+    gate = tmp_path / "gate"
     first = fleet.start_worker("w1", "--max-jobs", "1", env=LEASE)
-    task = submit(fleet.echo(sleep_seconds=1.5, **fields), app=fleet.app)
+    task = submit(fleet.echo(until_exists=str(gate), **fields), app=fleet.app)
     eventually(lambda: task.state == "RUNNING")
+    eventually(first.supervised, what="the child")
     with frozen(*(_tree(first) if whole_tree else [first.pid])):
+        if not whole_tree:  # the first child ends while nobody reads what it says
+            gate.touch()
+            eventually(lambda: not first.supervised(), what="the end of the first child")
+            gate.unlink()
         second = fleet.start_worker("w2", "--max-jobs", "1", env=LEASE)
-        eventually(lambda: task.record().attempt == 2, within=20, what="the second attempt")
+        eventually(lambda: task.record().attempt == 2, what="the second attempt")
         token = fleet.broker.client.hget(fleet.app.keys.task(task.id), "owner_token")
         tag = fleet.broker.client.hget(fleet.app.keys.task(task.id), "tag")
+        if whole_tree:  # the first child ends as soon as it wakes up, and the second one about then
+            gate.touch()
     # When it wakes up beside it: then the new owner's lease stands
-    eventually(lambda: _has_noticed(first), within=15, what="the loss in the log of w1")
+    eventually(lambda: _has_noticed(first), what="the loss in the log of w1")
     owner = fleet.broker.client.hget(fleet.app.keys.owners, tag)
+    assert owner is not None or whole_tree
     assert owner is None or owner.startswith(f"{token}\n")
+    gate.touch()
     (record,) = check(fleet, [task.id])
     assert (record.attempt, record.worker, record.losses) == (2, "w2", 1)
     assert [entry.outcome for entry in fleet.app.ledger.attempts(task.id)] == ["lost", "succeeded"]
@@ -77,35 +71,41 @@ def _has_noticed(worker: WorkerProcess) -> bool:
 
 
 @pytest.mark.parametrize("whole_tree", [False, True], ids=["worker", "worker and child"])
-def test_with_nobody_else_there_the_owner_goes_on_where_it_was(fleet: TestFleet, whole_tree: bool) -> None:
+def test_with_nobody_else_there_the_owner_goes_on_where_it_was(
+    fleet: TestFleet, tmp_path: Path, whole_tree: bool
+) -> None:
+    gate = tmp_path / "gate"
     worker = fleet.start_worker("w1", "--max-jobs", "1", env=LEASE)
-    task = submit(fleet.echo(sleep_seconds=3 * LEASE_SECONDS, steps=60), app=fleet.app)
+    task = submit(fleet.echo(until_exists=str(gate)), app=fleet.app)
     eventually(lambda: task.state == "RUNNING")
-    (child,) = worker.supervised()
+    (child,) = eventually(worker.supervised, what="the child")
     tag = fleet.broker.client.hget(fleet.app.keys.task(task.id), "tag")
 
     with frozen(*(_tree(worker) if whole_tree else [worker.pid])):
-        eventually(lambda: _overdue(fleet, tag), within=15, what="the end of its lease")
+        eventually(lambda: _overdue(fleet, tag), what="the end of its lease")
+    gate.touch()
 
     (record,) = check(fleet, [task.id])
     assert (record.attempt, record.losses, record.result["pid"]) == (1, 0, child.pid)
     assert "lease_lost" not in worker.log()
 
 
-def test_a_lease_that_a_sweep_took_is_taken_back_if_nobody_has_begun(fleet: TestFleet) -> None:
+def test_a_lease_that_a_sweep_took_is_taken_back_if_nobody_has_begun(fleet: TestFleet, tmp_path: Path) -> None:
     # Given a worker that is stopped, and another that sweeps but has no place
     first = fleet.start_worker("w1", "--max-jobs", "1", env=LEASE)
-    task = submit(fleet.echo(sleep_seconds=3 * LEASE_SECONDS, steps=60), app=fleet.app)
+    gate = tmp_path / "gate"
+    task = submit(fleet.echo(until_exists=str(gate)), app=fleet.app)
     eventually(lambda: task.state == "RUNNING")
-    (child,) = first.supervised()
+    (child,) = eventually(first.supervised, what="the child")
     fleet.start_worker("w2", "--max-jobs", "0", env=LEASE)
 
     with frozen(first.pid):
-        eventually(lambda: fleet.broker.client.llen("cpu") == 1, within=20, what="the message back in its list")
+        eventually(lambda: fleet.broker.client.llen("cpu") == 1, what="the message back in its list")
+    eventually(lambda: "lease_taken_back" in first.log(), what="the lease taken back")
+    gate.touch()
 
     (record,) = check(fleet, [task.id])
     assert (record.attempt, record.losses, record.result["pid"]) == (1, 0, child.pid)
-    assert "lease_taken_back" in first.log()
 
 
 def _overdue(fleet: TestFleet, tag: str) -> bool:
@@ -115,43 +115,47 @@ def _overdue(fleet: TestFleet, tag: str) -> bool:
     return bool(ends is None or seconds + micros / 1e6 > ends + 3)
 
 
-def test_after_a_pause_of_all_sweeps_every_lease_gets_grace(fleet: TestFleet) -> None:
+def test_after_a_pause_of_all_sweeps_every_lease_gets_grace(fleet: TestFleet, tmp_path: Path) -> None:
     # Given two workers with a task each, and leases that end while nobody can renew or sweep
     env = {"GPUFLOW_LEASE_SEC": "5"}
     workers = [fleet.start_worker(name, "--max-jobs", "1", env=env) for name in ("w1", "w2")]
-    tasks = [submit(fleet.echo(sleep_seconds=14, steps=70), app=fleet.app) for _ in workers]
+    gate = tmp_path / "gate"
+    tasks = [submit(fleet.echo(until_exists=str(gate)), app=fleet.app) for _ in workers]
     eventually(lambda: all(task.state == "RUNNING" for task in tasks))
-    pids = {process.pid for worker in workers for process in worker.supervised()}
+    pids = {process.pid for worker in workers for process in eventually(worker.supervised)}
     tags = [fleet.broker.client.hget(fleet.app.keys.task(task.id), "tag") for task in tasks]
 
     first, second = workers
     with frozen(second.pid):
         with frozen(first.pid):
-            eventually(lambda: all(_overdue(fleet, tag) for tag in tags), within=20, what="both leases over")
+            eventually(lambda: all(_overdue(fleet, tag) for tag in tags), what="both leases over")
         # The first wakes alone. It must not sweep away what the second has had no chance to renew.
-        eventually(lambda: "leases_graced" in first.log(), within=10, what="the grace")
+        eventually(lambda: "leases_graced" in first.log(), what="the grace")
         assert [Task(task.id, fleet.app).record().attempt for task in tasks] == [1, 1]
 
+    gate.touch()
     records = check(fleet, [task.id for task in tasks], state=TaskState.SUCCEEDED)
     assert [(record.attempt, record.losses) for record in records] == [(1, 0), (1, 0)]
     assert {record.result["pid"] for record in records} == pids
     assert not running(sorted(pids))
 
 
-def test_a_beat_that_was_stopped_wakes_up_and_takes_nothing_away(fleet: TestFleet) -> None:
+def test_a_beat_that_was_stopped_wakes_up_and_takes_nothing_away(fleet: TestFleet, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
     environment = {**os.environ, **LEASE, "REDIS_URL": fleet.broker.url}
     command = [sys.executable, "-m", "celery", "-A", "gpuflow", "beat", "-l", "WARNING"]
     fleet.start_worker("w1", "--max-jobs", "1", env=LEASE)
     client, keys = fleet.broker.client, fleet.app.keys
     beat = subprocess.Popen(command, env=environment, cwd=fleet.folder, stderr=subprocess.DEVNULL)
     try:
-        task = submit(fleet.echo(sleep_seconds=LEASE_SECONDS * 4, output="once"), app=fleet.app)
+        task = submit(fleet.echo(until_exists=str(gate), output="once"), app=fleet.app)
         eventually(lambda: task.state == "RUNNING")
-        eventually(lambda: client.exists(f"{keys.prefix}redbeat::lock"), within=30, what="a beat at work")
+        eventually(lambda: client.exists(f"{keys.prefix}redbeat::lock"), what="a beat at work")
         with frozen(beat.pid):
-            eventually(lambda: time.time() - task.record().started_at > LEASE_SECONDS * 3, within=30)
+            eventually(lambda: time.time() - task.record().started_at > LEASE_SECONDS * 3, what="three leases")
+        gate.touch()
         (record,) = check(fleet, [task.id])
         assert (record.attempt, record.losses) == (1, 0)
     finally:
         beat.kill()
-        beat.wait(timeout=10)
+        beat.wait(timeout=patient(30))

@@ -1,105 +1,121 @@
-"""Six different machines, seven real workers, and random asks: each task where it fits, no GPU twice, nobody idle.
+"""Six different machines, seven real workers, and random asks: each task where it fits, no GPU twice, oldest first.
 
-What is checked comes from the children (their own CUDA_VISIBLE_DEVICES and clock), from the registry and from the
-queues, as anybody can read them; what fits is decided by the plain matcher of tests/support/mixed_fleet.py.
-ROUTING_TASKS and ROUTING_SEED choose other asks.
+What is checked comes from the children (their own CUDA_VISIBLE_DEVICES and clock) and from the broker's own order of
+events (broker_log.py), never from how long something took; what fits is decided by the plain matcher of
+tests/support/mixed_fleet.py. ROUTING_TASKS, ROUTING_WAITING and ROUTING_SEED choose other asks.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import threading
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gpuflow.client import Task, submit
-from gpuflow.fleet.gpu_locks import GpuLedger
-from gpuflow.fleet.gpu_reservation import Reservations
-from gpuflow.fleet.registry import WorkerEntry, WorkerState
+from gpuflow.worker.reserving import TERM_SECONDS
+from tests.chaos.broker_log import BrokerLog, Event
 from tests.fixtures.simulated_nvml import simulated_machine
 from tests.support.fleet import TestFleet
 from tests.support.mixed_fleet import MACHINES, Ask, Machine, random_ask, satisfies, wrong_place
 from tests.support.spans import REPORT, Span, double_bookings, span
-from tests.support.waiting import eventually
+from tests.support.waiting import BrokenPromise, eventually, patient
+
+pytestmark = pytest.mark.alone
 
 TASKS = int(os.environ.get("ROUTING_TASKS", "300"))
+#: So many tasks wait before the first may end; their queues are fewer than the 100 that a worker sees at once.
+WAITING = int(os.environ.get("ROUTING_WAITING", "150"))
 SEED = int(os.environ.get("ROUTING_SEED", "4"))
-#: How long a message may lie although a worker could take it: a look every second, and the registry as late as that.
-PASSED_OVER_SECONDS = 3.0
-SAMPLE_SECONDS = 0.2
+#: How often a worker that nobody wakes may look (once a second) and leave a task that it could take: a look may go by
+#: what was read before, and find GPUs in the hand of the other worker of its machine, which gives them back.
+MOST_LOOKS_IN_VAIN = 3
+#: The same where machines are kept free for large tasks: a reservation that nobody renews ends by itself.
+MOST_LOOKS_IN_VAIN_RESERVED = MOST_LOOKS_IN_VAIN + int(TERM_SECONDS)
 
 
-@dataclass(kw_only=True)
-class Onlooker:
-    """Watches a fleet, and notes every message that lay at the head of its queue while a worker could take it."""
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """One task that has run: what it asked for, and which GPUs its child had on which worker's machine."""
 
-    fleet: TestFleet
-    machine_of: Mapping[str, Machine]
-    asks: Mapping[str, Ask]
-    passed_over: set[str] = field(default_factory=set)
-    samples: int = 0
-    _since: dict[tuple[str, str], float] = field(default_factory=dict)
-    _over: threading.Event = field(default_factory=threading.Event)
-    _ledgers: dict[str, Reservations] = field(default_factory=dict)
+    task: str
+    ask: Ask
+    priority: int
+    worker: str
+    machine: Machine
+    gpus: frozenset[str]
 
-    def __post_init__(self) -> None:
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
+    @property
+    def cpus(self) -> float:
+        return float(self.ask.resources.get("hardware", {}).get("cpu", 0))
 
-    def close(self) -> None:
-        self._over.set()
-        self._thread.join(timeout=30)
+    def could_be(self, other: Ran) -> bool:
+        """Whether what another task got would have done for this one."""
+        enough = self.cpus <= other.cpus and satisfies(self.ask, other.machine, other.gpus)
+        return enough and self.priority >= other.priority
 
-    def _watch(self) -> None:
-        while not self._over.wait(SAMPLE_SECONDS):
-            self._sample()
 
-    def _sample(self) -> None:
-        now = time.monotonic()
-        waiting = {(task, worker) for task in self._heads() for worker in self._could_take(task)}
-        self._since = {pair: self._since.get(pair, now) for pair in waiting}
-        self.passed_over |= {
-            f"{worker} left {task} ({self.asks[task].resources}) for {now - since:.1f} s"
-            for (task, worker), since in self._since.items()
-            if now - since > PASSED_OVER_SECONDS
-        }
-        self.samples += 1
+def passed_over(ran: Sequence[Ran], events: Sequence[Event]) -> dict[str, list[str]]:
+    """Return for each task the younger and not more urgent ones that got before it what would have done for it.
 
-    def _heads(self) -> list[str]:
-        """Return the ids of the tasks that are the next of their queues."""
-        client = self.fleet.broker.client
-        pipe = client.pipeline(transaction=False)
-        for queue in client.zrange("gpuflow.ready", 0, -1):
-            pipe.lindex(queue, -1)
-        return [json.loads(raw)["headers"]["id"] for raw in pipe.execute() if raw]
+    `ran` is in the order of submission. A task that went back to its queue counts for the first time that it was taken
+    where it was passed over, and for the last where it passed over others.
+    """
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for number, event in enumerate(events):
+        if event.kind == "take":
+            first.setdefault(event.task, number)
+            last[event.task] = number
+    found: dict[str, list[str]] = {}
+    for place, younger in enumerate(ran):
+        if younger.ask.shares:
+            continue  # what is left of a GPU beside others does for nobody in particular
+        for older in ran[:place]:
+            if first[older.task] > last[younger.task] and older.could_be(younger):
+                found.setdefault(older.task, []).append(f"{dict(younger.ask.resources)} on {younger.worker}")
+    return found
 
-    def _could_take(self, task: str) -> list[str]:
-        """Return the workers whose entries say that they could start the task now."""
-        ask = self.asks.get(task)
-        return [] if ask is None else [one.id for one in self.fleet.registry.workers() if self._is_idle_for(ask, one)]
 
-    def _is_idle_for(self, ask: Ask, worker: WorkerEntry) -> bool:
-        machine = self.machine_of[worker.id]
-        if worker.state not in ((WorkerState.IDLE, WorkerState.BUSY) if ask.count else (WorkerState.IDLE,)):
-            return False
-        if self._reserved(machine) or ("cpu" in ask.resources.get("hardware", {}) and worker.state is WorkerState.BUSY):
-            return False
-        return satisfies(ask, machine, worker.load["freeGpus"])
+def looks_in_vain(
+    ran: Sequence[Ran], events: Sequence[Event], machine_of: Mapping[str, Machine], *, whole: bool
+) -> Counter[tuple[str, str]]:
+    """Return how often in a row each worker looked unwoken and left a task for which its machine had GPUs free.
 
-    def _reserved(self, machine: Machine) -> bool:
-        """Whether the machine is being kept free for a task."""
-        if not machine.cards:
-            return False
-        if machine.name not in self._ledgers:
-            self._ledgers[machine.name] = Reservations(GpuLedger(lock_dir(self.fleet, machine)))
-        return self._ledgers[machine.name].current() is not None
+    A GPU is free from the end of one task's message to the take of the next. With `whole`, a machine counts as long as
+    nothing runs on it: then it is kept free for no task that could not start. Tasks that ask for CPUs are left out.
+    """
+    of = {one.task: one for one in ran}
+    waiting = {one.task for one in ran if not one.cpus and one.ask.count}
+    held: dict[str, set[str]] = {machine.name: set() for machine in MACHINES}
+    now: Counter[tuple[str, str]] = Counter()
+    most: Counter[tuple[str, str]] = Counter()
+    for event in events:
+        if event.kind == "look":
+            machine = machine_of[event.worker]
+            free = {card.uuid for card in machine.cards}.difference(*(of[task].gpus for task in held[machine.name]))
+            for task in waiting:
+                pair = (event.worker, task)
+                if satisfies(of[task].ask, machine, free) and not (whole and held[machine.name]):
+                    now[pair] += 1
+                    most[pair] = max(most[pair], now[pair])
+                else:
+                    now.pop(pair, None)
+        elif event.task in of:
+            if event.kind == "take":
+                waiting.discard(event.task)
+                name = machine_of[event.worker].name
+                held[name].add(event.task)
+                now = Counter({pair: times for pair, times in now.items() if machine_of[pair[0]].name != name})
+            else:
+                for tasks in held.values():
+                    tasks.discard(event.task)
+    return most
 
 
 def lock_dir(fleet: TestFleet, machine: Machine) -> Path:
@@ -121,19 +137,50 @@ def start_fleet(fleet: TestFleet) -> dict[str, Machine]:
     return machine_of
 
 
-def submit_random(fleet: TestFleet, onlooker_asks: dict[str, Ask]) -> list[tuple[Ask, Task]]:
+def submit_one(fleet: TestFleet, ask: Ask, priority: int, **echo: Any) -> Task:
+    """Submit a task without a time limit that a slow machine could reach."""
+    spec = {**fleet.echo(report_env=list(REPORT), **echo), "resources": ask.resources, "priority": priority}
+    return submit({**spec, "timeout": 3600}, app=fleet.app)
+
+
+def random_asks(count: int, *, suits: Callable[[Ask], bool] = lambda ask: True) -> list[tuple[Ask, int]]:
+    """Return random asks, each with a priority."""
     choice = random.Random(SEED)
-    submitted = []
-    for _ in range(TASKS):
-        ask = random_ask(choice)
-        echo = fleet.echo(sleep_seconds=round(choice.uniform(0, 0.3), 2), report_env=list(REPORT))
-        task = submit(
-            {**echo, "resources": ask.resources, "priority": choice.choice((3, 5, 5, 5, 7)), "timeout": 60},
-            app=fleet.app,
+    found: list[tuple[Ask, int]] = []
+    while len(found) < count:
+        ask, priority = random_ask(choice), choice.choice((3, 5, 5, 5, 7))
+        if suits(ask):
+            found.append((ask, priority))
+    return found
+
+
+def all_ran(
+    asked: Sequence[tuple[Ask, int]], tasks: Sequence[Task], machine_of: Mapping[str, Machine]
+) -> tuple[list[Ran], list[Any]]:
+    """Wait for the tasks; each has had what it asked for, and no GPU two tasks at once."""
+    records = [task.wait(timeout=patient(240)) for task in tasks]
+    assert {record.state for record in records} == {"SUCCEEDED"}, [r.error for r in records if r.error]
+    judged = [
+        judge(ask, record, machine_of[str(record.worker)]) for (ask, _), record in zip(asked, records, strict=True)
+    ]
+    assert [wrong for wrong, _ in judged if wrong] == []
+    capacity = {card.uuid: card.mib for machine in MACHINES for card in machine.cards}
+    if twice := double_bookings([one for _, one in judged], capacity):
+        raise BrokenPromise(f"GPUs were given to two tasks at once: {twice}")
+    if again := [record.id for record in records if record.attempt != 1]:
+        raise BrokenPromise(f"tasks have run twice: {again}")
+    ran = [
+        Ran(
+            task=record.id,
+            ask=ask,
+            priority=priority,
+            worker=str(record.worker),
+            machine=machine_of[str(record.worker)],
+            gpus=frozenset(one.gpus),
         )
-        onlooker_asks[task.id] = ask
-        submitted.append((ask, task))
-    return submitted
+        for (ask, priority), record, (_, one) in zip(asked, records, judged, strict=True)
+    ]
+    return ran, records
 
 
 def judge(ask: Ask, record: Any, machine: Machine) -> tuple[str, Span]:
@@ -146,28 +193,58 @@ def judge(ask: Ask, record: Any, machine: Machine) -> tuple[str, Span]:
     return wrong, span(record.id, record.result, mib)
 
 
-@pytest.mark.timeout(300)
-def test_random_asks_on_six_machines(fleet: TestFleet) -> None:
-    machine_of = start_fleet(fleet)
-    asks: dict[str, Ask] = {}
-    onlooker = Onlooker(fleet=fleet, machine_of=machine_of, asks=asks)
-    began_at = time.monotonic()
+@pytest.fixture(scope="module")
+def machine_of(long_fleet: TestFleet) -> dict[str, Machine]:
+    """The workers of all tests here, each with its machine."""
+    return start_fleet(long_fleet)
 
-    submitted = submit_random(fleet, asks)
-    records = [task.wait(timeout=240) for _, task in submitted]
-    seconds = time.monotonic() - began_at
-    onlooker.close()
 
-    assert {record.state for record in records} == {"SUCCEEDED"}, [r.error for r in records if r.error]
-    judged = [
-        judge(ask, record, machine_of[str(record.worker)]) for (ask, _), record in zip(submitted, records, strict=True)
+def told(most: Mapping[tuple[str, str], int], allowed: int, ran: Collection[Ran]) -> list[str]:
+    asks = {one.task: dict(one.ask.resources) for one in ran}
+    return [
+        f"{worker} left {asks[task]} for {times} looks" for (worker, task), times in most.items() if times > allowed
     ]
-    assert [wrong for wrong, _ in judged if wrong] == []
-    capacity = {card.uuid: card.mib for machine in MACHINES for card in machine.cards}
-    assert double_bookings([one for _, one in judged], capacity) == []
-    assert onlooker.passed_over == set()
-    assert all(record.attempt == 1 for record in records)
-    eventually(lambda: fleet.broker.client.zcard("gpuflow.ready") == 0, what="an empty ready index")
-    used = {name: sum(1 for record in records if record.worker == name) for name in machine_of}
-    print(f"\n{TASKS} tasks of {len({r.queue for r in records})} queues in {seconds:.1f} s; tasks by worker: {used}")
-    print(f"samples: {onlooker.samples}")
+
+
+@pytest.mark.timeout(1200)
+def test_random_asks_on_six_machines(long_fleet: TestFleet, machine_of: Mapping[str, Machine]) -> None:
+    fleet = long_fleet
+    asked, choice = random_asks(TASKS), random.Random(SEED)
+
+    with BrokerLog(client=fleet.broker.client) as log:
+        tasks = [submit_one(fleet, *one, sleep_seconds=round(choice.uniform(0, 0.3), 2)) for one in asked]
+        ran, records = all_ran(asked, tasks, machine_of)
+        eventually(lambda: fleet.broker.client.zcard("gpuflow.ready") == 0, what="an empty ready index")
+        events = log.events()
+
+    most = looks_in_vain(ran, events, machine_of, whole=True)
+    assert told(most, MOST_LOOKS_IN_VAIN_RESERVED, ran) == []
+    used = Counter(one.worker for one in ran)
+    print(f"\n{TASKS} tasks of {len({record.queue for record in records})} queues; tasks by worker: {dict(used)}")
+    print(f"looks of an idle worker that left a task: at most {max(most.values(), default=0)} in a row")
+
+
+@pytest.mark.timeout(1200)
+def test_the_oldest_that_fits_goes_first(
+    long_fleet: TestFleet, machine_of: Mapping[str, Machine], tmp_path: Path
+) -> None:
+    """Tasks for one GPU or none are kept from nothing by reservations, so that order is all that decides.
+
+    They all wait before the first may end, so how many wait does not depend on the machine. Each worker may have chosen
+    once by what waited a moment before, and so pass over a task once.
+    """
+    fleet, gate = long_fleet, tmp_path / "gate"
+    asked = random_asks(WAITING, suits=lambda ask: ask.most <= 1 and not ask.shares)
+
+    with BrokerLog(client=fleet.broker.client) as log:
+        tasks = [submit_one(fleet, *one, until_exists=str(gate)) for one in asked]
+        assert fleet.broker.client.zcard("gpuflow.ready") < 100, "a worker does not see all queues at once"
+        gate.touch()
+        ran, _ = all_ran(asked, tasks, machine_of)
+        events = log.events()
+
+    passed = passed_over(ran, events)
+    assert {task: by for task, by in passed.items() if len(by) > len(machine_of)} == {}
+    most = looks_in_vain(ran, events, machine_of, whole=False)
+    assert told(most, MOST_LOOKS_IN_VAIN, ran) == []
+    print(f"\n{WAITING} tasks; passed over at most {max(map(len, passed.values()), default=0)} times")

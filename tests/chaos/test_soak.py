@@ -21,11 +21,14 @@ import psutil
 import pytest
 
 from gpuflow.client import PipelineRun, submit, submit_pipeline
-from tests.chaos.accounting import check, orphans
+from tests.chaos.accounting import check, check_orphans
 from tests.chaos.conftest import LEASE, LEASE_SECONDS
 from tests.chaos.proxy import Proxy
 from tests.support.fleet import TestFleet, WorkerProcess
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, patient
+
+#: Three workers that are killed and started again all the time: nothing else should load the machine.
+pytestmark = pytest.mark.alone
 
 SECONDS = float(os.environ.get("SOAK_SECONDS", "45"))
 TASKS = int(os.environ.get("SOAK_TASKS", "120"))
@@ -93,7 +96,7 @@ class Storm:
         for name in self.frozen:
             self.workers[name].send(signal.SIGCONT)
         self.beat.kill()
-        self.beat.wait(timeout=10)
+        self.beat.wait(timeout=patient(30))
 
     def kill_worker(self) -> str | None:
         return self._signal(signal.SIGKILL, "worker killed")
@@ -117,7 +120,10 @@ class Storm:
         children = [child for child in (worker.children() if worker else []) if _executor(child)]
         if not children:
             return None
-        self.choice.choice(children).kill()
+        try:
+            self.choice.choice(children).kill()
+        except psutil.NoSuchProcess:  # it has ended by itself
+            return None
         return "child killed"
 
     def cut_connections(self) -> str | None:
@@ -131,7 +137,7 @@ class Storm:
 
     def kill_beat(self) -> str | None:
         self.beat.kill()
-        self.beat.wait(timeout=10)
+        self.beat.wait(timeout=patient(30))
         return "beat killed"
 
     def _signal(self, number: signal.Signals, what: str) -> str | None:
@@ -182,7 +188,7 @@ def pipeline(number: int) -> dict[str, Any]:
 RETRY = {"max_attempts": 20, "backoff_seconds": 0.2}
 
 
-@pytest.mark.timeout(SECONDS * 2 + 400)
+@pytest.mark.timeout(SECONDS * 2 + patient(400))
 def test_a_storm_loses_nothing_and_runs_nothing_twice(fleet: TestFleet) -> None:
     choice = random.Random(SEED)
     tasks: list[str] = []
@@ -231,7 +237,7 @@ def test_a_storm_loses_nothing_and_runs_nothing_twice(fleet: TestFleet) -> None:
     outputs = {record.id: record.result["output"] for record in records}
     assert [outputs[task] for task in tasks] == list(range(TASKS))
     assert [run["d"].result["output"] for run in runs] == [run["a"].result["output"] for run in runs]
-    assert orphans(fleet, [*tasks, *of_stages]) == {}
+    check_orphans(fleet, [*tasks, *of_stages], within=0)
     outcomes = Counter(entry.outcome for record in records for entry in fleet.app.ledger.attempts(record.id))
     print(f"\nsoak: seed {SEED}, {SECONDS:g} s, {TASKS} tasks, {len(runs)} pipelines, {storm.starts} worker starts")
     for kind, count in sorted(storm.faults.items()):

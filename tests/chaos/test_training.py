@@ -20,7 +20,7 @@ from tests.chaos.conftest import LEASE
 from tests.fixtures.tiny_model import PAIRS, make_tiny_model
 from tests.support.fleet import TestFleet, WorkerProcess
 from tests.support.gateway import TOKEN, Gateway
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, patient
 
 pytestmark = [pytest.mark.ml, pytest.mark.timeout(300)]
 
@@ -71,7 +71,7 @@ def test_a_training_that_is_handed_back_repeats_no_step(fleet: TestFleet, tmp_pa
     eventually(lambda: fleet.registry.find(busy.name).state == "DRAINING", what="the drain")  # type: ignore[union-attr]
     busy.send(signal.SIGTERM)
 
-    assert busy.process.wait(timeout=60) == 0
+    assert busy.process.wait(timeout=patient(60)) == 0
     (record,) = check(fleet, [task.id], within=150)
     assert (record.attempt, record.preemptions, record.failures, record.worker) == (2, 1, 0, idle.name)
     assert record.result["steps"] == STEPS
@@ -149,7 +149,7 @@ def test_a_training_that_is_handed_back_to_another_machine_repeats_no_step(
     eventually(lambda: fleet.registry.find("w1").state == "DRAINING", what="the drain")  # type: ignore[union-attr]
     first.send(signal.SIGTERM)
 
-    assert first.process.wait(timeout=60) == 0
+    assert first.process.wait(timeout=patient(60)) == 0
     (record,) = check(fleet, [task.id], within=150)
     assert (record.attempt, record.preemptions, record.failures, record.worker) == (2, 1, 0, "w2")
     assert record.result["steps"] == LONG

@@ -18,6 +18,7 @@ from gpuflow.client import Task, submit
 from tests.fixtures.simulated_nvml import gpu_uuid, simulated_machine
 from tests.support.fleet import TestFleet
 from tests.support.spans import REPORT, Span, double_bookings, span
+from tests.support.waiting import patient
 
 TASKS = int(os.environ.get("TWO_WORKERS_TASKS", "60"))
 LONGEST_SECONDS = float(os.environ.get("TWO_WORKERS_SECONDS", "1.5"))
@@ -91,7 +92,7 @@ def test_a_mix_of_sizes_shares_one_machine(fleet: TestFleet, tmp_path: Path) -> 
         worker.ready()
 
     asked = submit_mix(fleet)
-    records = [one.task.wait(timeout=500) for one in asked]
+    records = [one.task.wait(timeout=patient(500)) for one in asked]
 
     assert {record.state for record in records} == {"SUCCEEDED"}, [r.error for r in records if r.error]
     spans = [span(record.id, record.result) for record in records]

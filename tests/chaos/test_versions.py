@@ -10,12 +10,13 @@ import pytest
 
 from gpuflow import celery_app
 from gpuflow.client import submit
+from gpuflow.fleet.registry import WorkerState
 from gpuflow.ledger import ledger, records
 from gpuflow.worker import supervisor
 from tests.chaos.accounting import check
 from tests.chaos.conftest import LEASE
 from tests.support.fleet import TestFleet
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, patient
 
 #: Where the schema number is used; `newer_version` changes the same in a worker, and so is not imported here.
 MODULES = (celery_app, ledger, records, supervisor)
@@ -24,12 +25,13 @@ HERE = str(Path(__file__).resolve().parent)
 
 
 def test_the_old_hands_back_what_is_newer_and_the_new_runs_what_is_older(
-    fleet: TestFleet, monkeypatch: pytest.MonkeyPatch
+    fleet: TestFleet, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    gate = tmp_path / "gate"
     for module in MODULES:
         monkeypatch.setattr(module, "RECORD_SCHEMA", 1)
     old = fleet.start_worker("old", "--max-jobs", "2", env=LEASE)
-    running = submit(fleet.echo(sleep_seconds=6, output="old"), app=fleet.app)
+    running = submit(fleet.echo(until_exists=str(gate), output="old"), app=fleet.app)
     eventually(lambda: running.state == "RUNNING")
 
     # A newer client submits while only the old worker is there: it takes nothing of it.
@@ -48,11 +50,13 @@ def test_the_old_hands_back_what_is_newer_and_the_new_runs_what_is_older(
         env={**LEASE, "PYTHONPATH": os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")])},
     )
     old.send(signal.SIGTERM)
+    eventually(lambda: fleet.registry.find("old").state is WorkerState.DRAINING, what="the old worker draining")
     for module in MODULES:
         monkeypatch.setattr(module, "RECORD_SCHEMA", 1)
     older = submit(fleet.echo(output="older"), app=fleet.app)
+    gate.touch()
 
-    assert old.process.wait(timeout=60) == 0
+    assert old.process.wait(timeout=patient(60)) == 0
     ended = check(fleet, [running.id, older.id, *(task.id for task in newer)])
     assert [record.worker for record in ended] == ["old", "new", "new", "new", "new"]
     assert all(record.attempt == 1 for record in ended)

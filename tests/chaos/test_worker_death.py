@@ -54,8 +54,8 @@ def test_a_chord_outlives_its_worker(long_fleet: TestFleet, pair: Pair, point: s
     sent = send_chord(long_fleet, HEADER, sleep_seconds=0.2)
 
     # Then one worker is dead, and all has happened once nevertheless
-    eventually(pair.fault.struck, within=30, what=f"a worker dead at {point}")
-    eventually(lambda: len(pair.alive()) == 1, within=5, what="one worker left")
+    eventually(pair.fault.struck, what=f"a worker dead at {point}")
+    eventually(lambda: len(pair.alive()) == 1, what="one worker left")
     assert celery_end(long_fleet, sent.body, within=40) == list(range(HEADER))
     records = check(long_fleet, sent.header)
     assert sent.runs(long_fleet) == 1
@@ -74,7 +74,7 @@ def test_a_supervised_body_that_is_sent_twice_runs_once(long_fleet: TestFleet, p
 
     sent = send_chord(long_fleet, HEADER, supervised_body=True, sleep_seconds=0.2)
 
-    eventually(pair.fault.struck, within=30, what="a worker dead when the body is sent")
+    eventually(pair.fault.struck, what="a worker dead when the body is sent")
     *_, body = check(long_fleet, [*sent.header, sent.body])
     # The dying worker may have begun with the body as well; nothing else costs it an attempt.
     assert body.attempt == 1 + body.losses <= 2

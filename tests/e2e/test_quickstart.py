@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, patient
 
 pytestmark = [pytest.mark.ml, pytest.mark.timeout(1200)]
 
@@ -86,7 +86,7 @@ def test_ctrl_c_in_the_middle_leaves_no_process_and_resume_finishes(
                 lambda: re.search(r"before: .*(done|succeeded)", log.read_text()), within=300, what="one stage done"
             )
             first.send_signal(signal.SIGINT)
-            assert first.wait(timeout=60) == 130
+            assert first.wait(timeout=patient(60)) == 130
         finally:
             first.kill()
     assert left_over(str(tmp_path)) == []

@@ -14,7 +14,7 @@ from moto.server import ThreadedMotoServer
 from gpuflow.client import PipelineRun, submit, submit_pipeline
 from tests.support.fleet import TestFleet
 from tests.support.gateway import TOKEN, Gateway
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, patient
 
 
 @pytest.fixture
@@ -92,7 +92,9 @@ def check_handed_on(run: PipelineRun, folders: dict[str, Path]) -> str:
 def test_results_are_handed_on_over_http(fleet: TestFleet, tmp_path: Path, gateway: Gateway) -> None:
     folders = start_machines(fleet, tmp_path, GPUFLOW_WORKER_TOKEN=TOKEN, GPUFLOW_GATEWAY_URL=gateway.url)
 
-    run = submit_pipeline(two_stages({"type": "http", "url": gateway.results_url}), app=fleet.app).wait(timeout=60)
+    run = submit_pipeline(two_stages({"type": "http", "url": gateway.results_url}), app=fleet.app).wait(
+        timeout=patient(60)
+    )
 
     url = check_handed_on(run, folders)
     assert url.startswith(gateway.results_url)
@@ -107,7 +109,7 @@ def test_results_are_handed_on_by_a_shared_folder(fleet: TestFleet, tmp_path: Pa
     folders = start_machines(fleet, tmp_path)
     shared = tmp_path / "shared"
 
-    run = submit_pipeline(two_stages({"type": "local", "path": str(shared)}), app=fleet.app).wait(timeout=60)
+    run = submit_pipeline(two_stages({"type": "local", "path": str(shared)}), app=fleet.app).wait(timeout=patient(60))
 
     assert check_handed_on(run, folders).startswith(shared.as_uri())
 
@@ -120,7 +122,9 @@ def test_results_are_handed_on_by_s3(fleet: TestFleet, tmp_path: Path, s3_endpoi
         "AWS_DEFAULT_REGION": "us-east-1",
     }
     folders = start_machines(fleet, tmp_path, **credentials)
-    run = submit_pipeline(two_stages({"type": "s3", "url": "s3://models/runs"}), app=fleet.app).wait(timeout=60)
+    run = submit_pipeline(two_stages({"type": "s3", "url": "s3://models/runs"}), app=fleet.app).wait(
+        timeout=patient(60)
+    )
 
     assert check_handed_on(run, folders).startswith("s3://models/runs/")
 
@@ -134,7 +138,7 @@ def test_a_service_of_others_gets_the_token_that_the_task_names(
     pipeline["spec"]["secrets"] = ["OTHER_TOKEN"]
     pipeline["spec"]["graph"]["nodes"][1]["spec"]["checkpoint"]["load"]["headers"] = headers
 
-    run = submit_pipeline(pipeline, app=fleet.app).wait(timeout=60)
+    run = submit_pipeline(pipeline, app=fleet.app).wait(timeout=patient(60))
 
     check_handed_on(run, folders)
     for name, stage in run.record().stages.items():
@@ -151,7 +155,7 @@ def test_an_upload_that_fails_fails_the_attempt(fleet: TestFleet, tmp_path: Path
 
     task = submit({**fleet.echo(output=1), "output": output, "retry": {"max_attempts": 1}}, app=fleet.app)
 
-    record = task.wait(timeout=60)
+    record = task.wait(timeout=patient(60))
     assert (record.state, record.error["type"]) == ("DEAD", "UploadFailed")
     assert record.manifest is None
     assert "another-token" not in json.dumps(record.error)

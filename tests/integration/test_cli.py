@@ -15,9 +15,10 @@ import httpx
 import psutil
 import pytest
 
+from tests.gate import leftovers
 from tests.integration.conftest import OPTIONS
 from tests.support.fleet import TestFleet, running
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, patient
 
 GPUFLOW = [sys.executable, "-c", "from gpuflow.cli import main; main()"]
 
@@ -47,6 +48,8 @@ class Shell:
             "GPUFLOW_STATE_DIR": str(folder / "state"),
             "GPUFLOW_CACHE_DIR": str(folder / "cache"),
             "GPUFLOW_GRACE_SEC": "2",
+            leftovers.VARIABLE: os.environ[leftovers.VARIABLE],
+            "GPUFLOW_PASS_ENV": leftovers.VARIABLE,
             "PYTHONUNBUFFERED": "1",
         }
 
@@ -61,7 +64,7 @@ class Shell:
             env=self.environment,
             capture_output=True,
             text=True,
-            timeout=within,
+            timeout=patient(within),
             check=False,
         )
         assert "Traceback" not in done.stderr, done.stderr
@@ -171,23 +174,22 @@ def test_a_failing_stage_is_exit_1_with_its_cause(shell: Shell) -> None:
 
 
 def test_ctrl_c_leaves_no_process_and_resume_finishes(shell: Shell) -> None:
-    path = shell.write(
-        pipeline(
-            stage("one", "a"), stage("two", "b", sleep_seconds=3, children=2), stage("three", "${two.items[0].output}")
-        )
-    )
+    gate = shell.folder / "gate"
+    two = stage("two", "b", until_exists=str(gate), children=2)
+    path = shell.write(pipeline(stage("one", "a"), two, stage("three", "${two.items[0].output}")))
     process, out = shell.start("run", path)
     told = shell.until(process, out, "two: started")
     run_id = told.split("pipeline ")[1].split()[0]
     pids = family(process.pid)
     assert len(pids) > 3
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=30) == 130
+    assert process.wait(timeout=patient(30)) == 130
     assert running(pids) == []
     assert f"resume with `gpuflow resume {run_id}`" in out.read_text()
     shown = shell.json("status", run_id)
     assert [item["state"] for item in shown["stages"]] == ["SUCCEEDED", "DISPATCHED", "PENDING"]
     assert shown["state"] == "RUNNING"
+    gate.touch()
     done = shell("resume", run_id)
     assert "three: succeeded" in done.stdout
     assert [item["state"] for item in shell.json("status", run_id)["stages"]] == ["SUCCEEDED"] * 3
@@ -204,7 +206,7 @@ def test_a_second_ctrl_c_kills(shell: Shell) -> None:
     process.send_signal(signal.SIGINT)
     shell.until(process, out, "stopping")
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=30) == 130
+    assert process.wait(timeout=patient(30)) == 130
     assert running(pids) == []
 
 
@@ -216,7 +218,7 @@ def test_nothing_outlives_a_killed_run(shell: Shell) -> None:
     pids = family(process.pid)
     process.kill()
     process.wait()
-    eventually(lambda: running(pids) == [], within=20, what="the end of all processes")
+    eventually(lambda: running(pids) == [], what="the end of all processes")
 
 
 def test_a_worker_that_cannot_start_is_an_error_with_its_log(shell: Shell) -> None:
@@ -283,12 +285,12 @@ def test_to_stop_watching_cancels_nothing(served: Shell, fleet: TestFleet) -> No
     told = served.until(process, out, "slow: started")
     run_id = next(word for word in told.split() if len(word) == 36)
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=30) == 130
+    assert process.wait(timeout=patient(30)) == 130
     assert "nothing was cancelled" in out.read_text()
     following, text = served.start("logs", run_id, "-f")
     served.until(following, text, "STARTING")
     following.send_signal(signal.SIGINT)
-    assert following.wait(timeout=30) == 130
+    assert following.wait(timeout=patient(30)) == 130
     assert served.json("status", run_id)["state"] == "RUNNING"
     assert served("retry", run_id, code=2).stderr
     assert "is cancelled" in served("cancel", run_id).stdout
@@ -323,7 +325,7 @@ def test_up_serves_restarts_and_stops(shell: Shell) -> None:
     shell.until(process, out, "ready")
     assert len(shell.json("workers")) == 2
     gateway = next(line.split()[1] for line in out.read_text().splitlines() if line.startswith("gateway"))
-    assert httpx.get(f"{gateway}/healthz", timeout=30).json() == {"status": "ok"}
+    assert httpx.get(f"{gateway}/healthz", timeout=patient(30)).json() == {"status": "ok"}
     path = shell.write(pipeline(stage("one", "a")))
     assert shell.json("submit", path, "--wait")["state"] == "SUCCEEDED"
     victim = shell.json("workers")[0]
@@ -338,19 +340,22 @@ def test_up_serves_restarts_and_stops(shell: Shell) -> None:
     assert "pipeline succeeded" in shell("run", path).stdout
     pids = family(process.pid)
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=patient(30)) == 0
     assert running(pids) == []
     assert shell.json("workers") == []
     with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{gateway}/healthz", timeout=30)
+        httpx.get(f"{gateway}/healthz", timeout=patient(30))
 
 
 def test_a_run_survives_the_end_of_the_run_that_owns_the_broker(shell: Shell) -> None:
-    first, out = shell.start("run", shell.write(pipeline(stage("short", sleep_seconds=3)), "a.json"))
+    gate = shell.folder / "gate"
+    first, out = shell.start("run", shell.write(pipeline(stage("short", until_exists=str(gate))), "a.json"))
     shell.until(first, out, "short: started")
-    second, text = shell.start("run", shell.write(pipeline(stage("longer", sleep_seconds=4), stage("end")), "b.json"))
+    longer = pipeline(stage("longer", until_exists=str(gate)), stage("end"))
+    second, text = shell.start("run", shell.write(longer, "b.json"))
     shell.until(second, text, "longer: started")
     first.send_signal(signal.SIGINT)
-    assert first.wait(timeout=30) == 130
-    assert second.wait(timeout=90) == 0, text.read_text()
+    assert first.wait(timeout=patient(30)) == 130
+    gate.touch()
+    assert second.wait(timeout=patient(90)) == 0, text.read_text()
     assert "the embedded server has ended; it starts again" in text.read_text()

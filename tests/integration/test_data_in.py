@@ -19,6 +19,7 @@ from gpuflow.errors import ArtifactError, InvalidTemplate, TaskFailed
 from gpuflow.spec.artifact_reference import is_reference, read_reference
 from tests.support.fleet import TestFleet
 from tests.support.gateway import TOKEN, Gateway
+from tests.support.waiting import patient
 
 #: 3 MiB of JSON.
 LARGE = [{"prompt": f"question {number}", "text": "x" * 1000} for number in range(3000)]
@@ -82,9 +83,9 @@ def test_a_file_is_sent_once_over_http_to_a_worker_with_its_own_folders(
     app = GPUFlow("client", settings=settings)
 
     first = submit(home / "task.yaml", app=app)
-    result = first.get(timeout=60)
+    result = first.get(timeout=patient(60))
     uploads = inodes(gateway.root / "uploads")
-    second = submit(home / "task.yaml", app=app).get(timeout=60)
+    second = submit(home / "task.yaml", app=app).get(timeout=patient(60))
 
     assert [item["output"] for item in result["items"]] == [{"prompt": f"q{n}", "completion": "a"} for n in range(3)]
     assert second["items"] == result["items"]
@@ -132,7 +133,7 @@ def test_large_data_and_large_results_travel_by_reference_through_a_pipeline(
         },
     ]
 
-    run = submit_pipeline({"taskType": "echo", "stages": stages}, app=app).wait(timeout=90)
+    run = submit_pipeline({"taskType": "echo", "stages": stages}, app=app).wait(timeout=patient(90))
 
     made, used = run["make"].result, run["use"].result
     assert [item["input"] for item in made["items"]] == LARGE
@@ -143,7 +144,7 @@ def test_large_data_and_large_results_travel_by_reference_through_a_pipeline(
     kept = task.record().result
     assert is_reference(kept["items"])
     assert read_reference(kept["items"]).url.startswith(f"{gateway.results_url}/{task.id}/files/attempt-1/result/")
-    plain = app.AsyncResult(task.id).get(timeout=10)
+    plain = app.AsyncResult(task.id).get(timeout=patient(10))
     assert plain == kept
     assert load_reference(plain, app=app) == made
     assert load_reference(plain["items"], app=app) == made["items"]
@@ -172,8 +173,8 @@ def test_the_store_may_be_a_bucket(
     rows = submit({**fleet.echo(), "data": {"upload": str(tmp_path / "rows.csv")}}, app=app)
     large = submit({**fleet.echo(), "data": {"items": LARGE}}, app=app)
 
-    assert rows.get(timeout=60)["items"][0]["output"] == {"prompt": "a"}
-    assert [item["output"] for item in large.get(timeout=60)["items"]] == LARGE
+    assert rows.get(timeout=patient(60))["items"][0]["output"] == {"prompt": "a"}
+    assert [item["output"] for item in large.get(timeout=patient(60))["items"]] == LARGE
     assert read_reference(large.record().result["items"]).url.startswith(f"{store}/{large.id}/")
     close(app)
 
@@ -186,20 +187,20 @@ def test_one_machine_needs_no_store(fleet: TestFleet, tmp_path: Path, capsys: py
     rows = submit({**fleet.echo(), "data": {"upload": str(table)}}, app=fleet.app)
     large = submit({**fleet.echo(), "data": {"items": LARGE}}, app=fleet.app)
 
-    assert rows.get(timeout=60)["items"][0]["output"] == {"subject": "Help", "reply": "Here"}
-    assert [item["output"] for item in large.get(timeout=60)["items"]] == LARGE
+    assert rows.get(timeout=patient(60))["items"][0]["output"] == {"subject": "Help", "reply": "Here"}
+    assert [item["output"] for item in large.get(timeout=patient(60))["items"]] == LARGE
     assert is_reference(large.record().result["items"])
     assert is_reference(large.record().spec["data"]["items"])
     assert sorted(path.name for path in (fleet.results / "uploads").glob("*/*")) == ["items.json", "tickets.csv"]
     before = inodes(fleet.results / "uploads")
-    submit({**fleet.echo(), "data": {"items": LARGE}}, app=fleet.app).wait(timeout=60)
+    submit({**fleet.echo(), "data": {"items": LARGE}}, app=fleet.app).wait(timeout=patient(60))
     assert inodes(fleet.results / "uploads") == before
 
 
 def test_a_result_that_lies_on_another_machine_says_what_to_set(fleet: TestFleet, tmp_path: Path) -> None:
     fleet.start_worker("far", env={"RESULTS_DIR": str(tmp_path / "far")})
     task = submit({**fleet.echo(output="y" * 2_000_000)}, app=fleet.app)
-    assert task.wait(timeout=60).state == "SUCCEEDED"
+    assert task.wait(timeout=patient(60)).state == "SUCCEEDED"
 
     with pytest.raises(ArtifactError, match="GPUFLOW_STORE_URL"):
         task.get()
@@ -254,7 +255,7 @@ def test_hostile_references_read_nothing_of_a_worker(fleet: TestFleet, tmp_path:
 
     for task in (*tasks, nested):
         with pytest.raises(TaskFailed, match="outside of RESULTS_DIR") as caught:
-            task.get(timeout=60)
+            task.get(timeout=patient(60))
         assert "canary" not in str(caught.value)
     with pytest.raises(InvalidTemplate, match="must be a URL"):
         submit(
@@ -277,7 +278,7 @@ def test_wrong_columns_fail_before_the_model_is_looked_for(fleet: TestFleet, tmp
     tasks = [submit({"taskType": kind, **spec}, app=fleet.app) for kind in ("lora_sft", "inference")]
 
     for task in tasks:
-        record = task.wait(timeout=60)
+        record = task.wait(timeout=patient(60))
         assert (record.state, record.error["type"]) == ("FAILED", "BadInput")
         assert "subject, reply" in record.error["message"]
 
@@ -287,7 +288,7 @@ def test_the_command_shows_large_results(
 ) -> None:
     fleet.start_worker("w1")
     task = submit({**fleet.echo(), "data": {"items": LARGE}}, app=fleet.app)
-    task.wait(timeout=60)
+    task.wait(timeout=patient(60))
     monkeypatch.setenv("REDIS_URL", fleet.broker.url)
     monkeypatch.setenv("RESULTS_DIR", str(fleet.results))
 

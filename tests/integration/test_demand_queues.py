@@ -15,7 +15,7 @@ from celery import Celery
 from gpuflow.upkeep.reconciler import Reconciler
 from tests.support.boxes import Box, waits
 from tests.support.fleet import TestFleet
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, patient
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def command(fleet: TestFleet, *arguments: str) -> Any:
         env={**environment, "REDIS_URL": fleet.broker.url, "GPUFLOW_STATE_DIR": str(fleet.folder / "state")},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patient(120),
         check=False,
     )
     assert "Traceback" not in done.stderr, done.stderr
@@ -51,7 +51,7 @@ def rows(fleet: TestFleet) -> dict[str, Any]:
 def inspected(fleet: TestFleet, worker: str, what: str) -> Any:
     entry = fleet.registry.find(worker)
     assert entry is not None
-    return getattr(fleet.app.control.inspect(destination=[entry.node], timeout=20), what)()[entry.node]
+    return getattr(fleet.app.control.inspect(destination=[entry.node], timeout=patient(20)), what)()[entry.node]
 
 
 def test_workers_find_queues_made_before_and_after_their_start(gpus: TestFleet) -> None:
@@ -65,8 +65,8 @@ def test_workers_find_queues_made_before_and_after_their_start(gpus: TestFleet) 
         wider = box.submit("40GB:1")
         plain = gpus.app.send_task("plain_tasks.add", args=(1, 2), queue="team.queue")
 
-        assert {task.wait(timeout=30).worker for task in (before, after)} == {"restricted"}
-        assert plain.get(timeout=30) == 3
+        assert {task.wait(timeout=patient(30)).worker for task in (before, after)} == {"restricted"}
+        assert plain.get(timeout=patient(30)) == 3
         assert waits(never, wider)
         assert box.kinds(wider) == {"any": "no_executor", "restricted": "restricted"}
         shown = rows(gpus)
@@ -79,13 +79,13 @@ def test_a_stock_producer_is_served_from_a_demand_queue(gpus: TestFleet) -> None
     with Box(gpus, "stock", "1xA100-80GB") as box:
         box.start("stock", "--include", "plain_tasks")
         known = box.submit("A100:1")
-        assert known.wait(timeout=30).state == "SUCCEEDED"
+        assert known.wait(timeout=patient(30)).state == "SUCCEEDED"
         stock = Celery("stock", broker=gpus.broker.url, set_as_current=False)
 
         sent = [stock.send_task("plain_tasks.environment", args=("HOME",), queue=known.record().queue) for _ in "ab"]
 
         for result in sent:
-            assert gpus.app.AsyncResult(result.id).get(timeout=30) == os.environ.get("HOME")
+            assert gpus.app.AsyncResult(result.id).get(timeout=patient(30)) == os.environ.get("HOME")
         stock.close()
 
 
@@ -95,9 +95,9 @@ def test_a_stock_producer_may_be_the_first_to_send_to_a_queue_that_a_worker_name
     with Box(gpus, "first", "1xA100-40GB") as box:
         box.start("first", "-Q", "gpu-a100-40g.box=first", "--include", "plain_tasks")
 
-        assert gpus.app.AsyncResult(sent.id).get(timeout=30) == 3
+        assert gpus.app.AsyncResult(sent.id).get(timeout=patient(30)) == 3
         sent = stock.send_task("plain_tasks.add", args=(3, 4), queue="gpu-a100-40g.box=first")
-        assert gpus.app.AsyncResult(sent.id).get(timeout=30) == 7
+        assert gpus.app.AsyncResult(sent.id).get(timeout=patient(30)) == 7
     stock.close()
 
 
@@ -138,7 +138,7 @@ def test_a_queue_is_forgotten_only_when_nobody_needs_it(gpus: TestFleet) -> None
                 "young": young,
             }.items()
         }
-        assert used.wait(timeout=30).state == "SUCCEEDED"
+        assert used.wait(timeout=patient(30)).state == "SUCCEEDED"
         assert with_stock.cancel()
         assert young.cancel()
         client.lpush(
@@ -155,7 +155,7 @@ def test_a_queue_is_forgotten_only_when_nobody_needs_it(gpus: TestFleet) -> None
         assert not client.exists(keys.queue(queues["used"]), keys.queue_classes(queues["used"]))
         client.delete(queues["stock"])
         named.cancel()
-        assert box.submit("A100:1").wait(timeout=20).state == "SUCCEEDED", "made again, and served again"
+        assert box.submit("A100:1").wait(timeout=patient(20)).state == "SUCCEEDED", "made again, and served again"
 
 
 def test_a_draining_worker_takes_nothing_and_says_so(gpus: TestFleet) -> None:
@@ -176,7 +176,7 @@ def test_a_draining_worker_takes_nothing_and_says_so(gpus: TestFleet) -> None:
         assert "is draining: it ends what it runs and takes nothing new" in told
         assert not gpus.registry.serves_beside("other", queue)
         held.cancel()
-        assert box.workers[0].process.wait(timeout=30) == 0
+        assert box.workers[0].process.wait(timeout=patient(30)) == 0
         assert waits(waiting)
 
 
@@ -206,9 +206,9 @@ def test_a_queue_of_a_new_name_reaches_an_idle_worker_by_the_doorbell(gpus: Test
         box.start("bell")
         for part in range(1, 6):
             task = running_or_done(box.submit("A100:1", more={"hardware": {"cpu": part / 1000}}))
-            assert task.wait(timeout=20).worker == "bell"
+            assert task.wait(timeout=patient(20)).worker == "bell"
 
 
 def running_or_done(task: Any) -> Any:
-    eventually(lambda: task.state != "QUEUED", within=10, what="it is taken")
+    eventually(lambda: task.state != "QUEUED", what="it is taken")
     return task

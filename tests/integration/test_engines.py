@@ -14,7 +14,7 @@ from gpuflow.errors import NoCapableWorker
 from gpuflow.explaining import explain
 from tests.support.engines import build
 from tests.support.fleet import TestFleet
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, patient
 
 FAST = {"HEARTBEAT_INTERVAL_SEC": "1", "GPUFLOW_SESSION_IDLE_SEC": "0"}
 ANSWERS = """#!/bin/sh
@@ -42,7 +42,9 @@ def ask(**fields: object) -> dict[str, object]:
 def test_an_engine_that_is_named_waits_for_a_worker_that_has_it(fleet: TestFleet, tmp_path: Path) -> None:
     fleet.start_worker("without", env={"GPUFLOW_ENV_DIR": str(tmp_path / "none"), **FAST})
     task = submit(ask(engine="vllm"), app=fleet.app)
-    assert submit(fleet.echo(output=1), app=fleet.app).get(timeout=30)["output"] == 1  # the worker looks past it
+    assert (
+        submit(fleet.echo(output=1), app=fleet.app).get(timeout=patient(30))["output"] == 1
+    )  # the worker looks past it
 
     (told,) = explain(task.id, app=fleet.app)
 
@@ -55,7 +57,7 @@ def test_an_engine_that_is_named_waits_for_a_worker_that_has_it(fleet: TestFleet
     build(tmp_path / "some", ANSWERS)
     fleet.start_worker("with", env={"GPUFLOW_ENV_DIR": str(tmp_path / "some"), **FAST})
 
-    result = task.get(timeout=30)
+    result = task.get(timeout=patient(30))
     assert (result["engine"], result["environment"]) == ("vllm", "vllm")
     assert (task.record().worker, task.record().attempt) == ("with", 1)
 
@@ -68,8 +70,8 @@ def test_an_environment_that_is_built_meanwhile_counts_without_a_restart(fleet: 
 
     build(tmp_path, ANSWERS)
 
-    assert task.get(timeout=30)["engine"] == "vllm"
-    assert named.get(timeout=30)["engine"] == "vllm"
+    assert task.get(timeout=patient(30))["engine"] == "vllm"
+    assert named.get(timeout=patient(30))["engine"] == "vllm"
 
 
 def test_one_that_breaks_fails_the_attempt_not_the_worker_and_is_offered_no_more(
@@ -82,12 +84,12 @@ def test_one_that_breaks_fails_the_attempt_not_the_worker_and_is_offered_no_more
     eventually(lambda: task.record().failures == 1, what="the first attempt to fail")
 
     assert worker.process.poll() is None
-    assert submit(fleet.echo(output=1), app=fleet.app).get(timeout=30)["output"] == 1
+    assert submit(fleet.echo(output=1), app=fleet.app).get(timeout=patient(30))["output"] == 1
     broken = "cannot be used: a child could not begin in it; run `gpuflow env create vllm"
     eventually(lambda: broken in explain(task.id, app=fleet.app)[0].verdict, what="the worker to tell")
     assert task.state == "QUEUED"
 
     build(tmp_path, ANSWERS)
 
-    assert task.get(timeout=30)["engine"] == "vllm"
+    assert task.get(timeout=patient(30))["engine"] == "vllm"
     assert task.record().attempt == 2

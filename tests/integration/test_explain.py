@@ -14,7 +14,7 @@ from gpuflow.client import submit, submit_pipeline
 from gpuflow.routing.explain import Explanation
 from tests.fixtures.simulated_nvml import simulated_machine
 from tests.support.fleet import TestFleet
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, patient
 
 
 def ask(fleet: TestFleet, accelerators: Any, **echo: Any) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def command(fleet: TestFleet, folder: Path, *arguments: str, code: int = 0) -> s
         env={**environment, "REDIS_URL": fleet.broker.url, "GPUFLOW_STATE_DIR": str(folder / "state")},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patient(120),
         check=False,
     )
     assert done.returncode == code, done.stdout + done.stderr

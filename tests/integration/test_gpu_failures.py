@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from tests.fixtures.simulated_nvml import SimGpu, gpu_uuid
 from tests.support.boxes import FOR_EVER, Box, running, waits
 from tests.support.fleet import TestFleet
 from tests.support.fleet import running as alive
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, patient
 
 LEASE_SECONDS = 3
 
@@ -50,7 +51,11 @@ def shims(worker: psutil.Process) -> list[psutil.Process]:
 
 def open_files(pid: int) -> set[Path]:
     """Return what the file descriptors of a process point to."""
-    return {entry.readlink() for entry in Path(f"/proc/{pid}/fd").iterdir() if entry.is_symlink()}
+    found = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            found.add(entry.readlink())
+    return found
 
 
 def test_a_task_whose_gpu_is_lost_goes_on_elsewhere_and_the_worker_stays(gpus: TestFleet) -> None:
@@ -92,7 +97,7 @@ def test_a_task_goes_to_another_machine_when_its_worker_has_no_gpu_left(gpus: Te
 
         first.become([SimGpu(lost=True)])
         eventually(lambda: waits(task), what="the task is given back")
-        assert first.kinds(task) == {"first": "unfit"}
+        eventually(lambda: first.kinds(task) == {"first": "unfit"}, what="explain says that it has none")
 
         second.become("1xA100-80GB")  # what a worker has is found out at its start
         third = second.start("third")
@@ -106,7 +111,8 @@ def test_the_gpu_of_a_killed_worker_is_free_when_nothing_of_its_task_is_left(gpu
     with Box(gpus, "killed", "1xA100-80GB") as box:
         first = box.start("first")
         task = running(box.submit("A100:1", echo={"sleep_seconds": FOR_EVER, "children": 2}))
-        (shim,) = shims(psutil.Process(first.pid))
+        (shim,) = eventually(lambda: shims(psutil.Process(first.pid)), what="the shim")
+        eventually(lambda: len(shim.children(recursive=True)) >= 3, what="the child and its own two")
         tree = [shim.pid, *(process.pid for process in shim.children(recursive=True))]
         assert f"gpu-{gpu_uuid(0)}.lock" in {path.name for path in open_files(shim.pid)}
         for pid in tree[1:]:
@@ -117,12 +123,12 @@ def test_the_gpu_of_a_killed_worker_is_free_when_nothing_of_its_task_is_left(gpu
         shim.send_signal(signal.SIGSTOP)
         first.process.kill()
         first.process.wait()
-        assert box.submit(more={"hardware": {"cpu": 0.01}}).wait(timeout=30).worker == "second"
+        assert box.submit(more={"hardware": {"cpu": 0.01}}).wait(timeout=patient(30)).worker == "second"
         assert waits(next_one), "the GPU is held by the shim"
         assert box.kinds(next_one)["second"] == "busy"
         shim.send_signal(signal.SIGCONT)
 
-        record = next_one.wait(timeout=30)
+        record = next_one.wait(timeout=patient(30))
         assert (record.state, record.worker) == ("SUCCEEDED", "second")
         assert alive(tree) == []
         eventually(lambda: (task.record().worker, task.record().attempt) == ("second", 2), what="the task goes on")

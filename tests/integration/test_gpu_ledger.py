@@ -20,7 +20,7 @@ import pytest
 from gpuflow.fleet.gpu_locks import GpuLedger
 from gpuflow.fleet.gpu_usage import alive
 from tests.fixtures import gpu_ledger_driver as driver
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, patient
 
 SCRIPT = str(Path(driver.__file__))
 PROCESSES = 5
@@ -134,7 +134,7 @@ def test_the_check_itself_sees_a_gpu_that_is_held_twice() -> None:
 
 
 def test_a_process_killed_at_any_step_leaves_nothing_taken(tmp_path: Path, start: Start) -> None:
-    told, _ = (process := start("steps", tmp_path, *driver.ACTIONS)).communicate(timeout=110)
+    told, _ = (process := start("steps", tmp_path, *driver.ACTIONS)).communicate(timeout=patient(110))
     assert process.returncode == 0
     steps = {line["action"]: line["steps"] for line in map(json.loads, told.splitlines())}
     assert set(steps) == set(driver.ACTIONS)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
+from gpuflow.explaining import explain
 from gpuflow.worker.machine_gpus import FRESH_SECONDS
 from tests.fixtures.simulated_nvml import SimGpu, gpu_uuid, mig_uuid
 from tests.support.boxes import Box, running, waits
 from tests.support.fleet import TestFleet
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, patient
 
 #: Above the largest process id of Linux: a process that gpuflow did not start.
 FOREIGN_PID = 2**22 + 1
@@ -33,10 +34,14 @@ def part(**gpu: Any) -> dict[str, Any]:
 
 
 def looked_at(box: Box) -> None:
-    """Come back when the workers of a box have looked at what is ready, and so passed over what still waits."""
-    # What a worker has seen of its GPUs counts for a moment (FRESH_SECONDS), so this takes longer.
-    light = box.submit(more={"hardware": {"cpu": 0.01}}, echo={"sleep_seconds": 2 * FRESH_SECONDS})
-    assert light.wait(timeout=30).state == "SUCCEEDED"
+    """Come back when the workers of a box have looked at what is ready, and so passed over what still waits.
+
+    Judged by order: the second task was queued behind all that waits, and is taken by a look that begins after the
+    first has ended. What a worker has seen of its GPUs counts for a moment (FRESH_SECONDS), so the first takes longer.
+    """
+    for seconds in (2 * FRESH_SECONDS, 0):
+        light = box.submit(more={"hardware": {"cpu": 0.01}}, echo={"sleep_seconds": seconds})
+        assert light.wait(timeout=patient(30)).state == "SUCCEEDED"
 
 
 # -- shares -----------------------------------------------------------------------------------------------------
@@ -65,6 +70,43 @@ def test_two_halves_run_at_once_a_third_and_the_whole_wait(gpus: TestFleet) -> N
         running(third)
 
 
+def test_explain_calls_no_worker_free_that_is_full_from_the_moment_a_task_runs(gpus: TestFleet) -> None:
+    with Box(gpus, "told", "1xA100-80GB") as box:
+        box.start("told")
+        box.start("beside")  # shares the machine and its GPU
+        whole = box.hold("A100:1", priority=0)
+        running(whole)
+        half, other = (box.hold(more=part(fraction=0.5), priority=0) for _ in range(2))
+        assert set(box.kinds(half).values()) == set(box.kinds(other).values()) == {"busy"}
+
+        for _ in range(5):
+            whole.cancel()
+            running(half)
+            running(other)
+            whole = box.hold("A100:1", priority=0)
+            third = box.hold(more=part(fraction=0.5), priority=0)
+            assert set(box.kinds(whole).values()) == set(box.kinds(third).values()) == {"busy"}
+            third.cancel()
+            half.cancel()
+            other.cancel()
+            running(whole)
+            half, other = (box.hold(more=part(fraction=0.5), priority=0) for _ in range(2))
+            assert set(box.kinds(half).values()) == set(box.kinds(other).values()) == {"busy"}
+
+        whole.cancel()
+        running(half).cancel()
+        running(other).cancel()
+        late = box.submit("A100:1")
+        assert late.wait(timeout=patient(30)).state == "SUCCEEDED"
+        ask = {"taskType": "echo", "resources": {"accelerators": "A100:1", "labels": {"box": "told"}}}
+
+        def free() -> bool:
+            (one,) = explain(ask, app=gpus.app)
+            return {found.kind for found in one.workers if found.worker in ("told", "beside")} == {"free"}
+
+        eventually(free, what="both are told to be free again")
+
+
 def test_shares_are_summed_by_memory(gpus: TestFleet) -> None:
     with Box(gpus, "sums", "1xA100-80GB") as box:
         box.start("sums")
@@ -82,15 +124,21 @@ def test_shares_are_summed_by_memory(gpus: TestFleet) -> None:
         assert waits(too_much)
 
 
-def test_a_stream_of_shares_does_not_starve_a_task_for_the_whole_gpu(gpus: TestFleet) -> None:
+def test_a_stream_of_shares_does_not_starve_a_task_for_the_whole_gpu(gpus: TestFleet, tmp_path: Path) -> None:
     with Box(gpus, "stream", "1xA100-80GB") as box:
         box.start("stream")
-        first = [box.submit(more=part(fraction=0.5), echo={"sleep_seconds": 1 + n / 2}) for n in range(2)]
-        eventually(lambda: any(task.state == "RUNNING" for task in first))
+        gates = [tmp_path / str(number) for number in range(2)]
+        first = [running(box.submit(more=part(fraction=0.5), echo={"until_exists": str(gate)})) for gate in gates]
         whole = box.submit("A100:1")
         later = [box.submit(more=part(fraction=0.5), echo={"sleep_seconds": 1 + n % 2 / 2}) for n in range(8)]
 
-        ran_at = whole.wait(timeout=60).started_at or 0.0
+        gates[0].touch()
+        assert first[0].wait(timeout=patient(30)).state == "SUCCEEDED"
+        looked_at(box)
+        assert waits(whole), "half of it is still used"
+        gates[1].touch()
+
+        ran_at = whole.wait(timeout=patient(60)).started_at or 0.0
 
         before = [task for task in later if (task.record().started_at or ran_at + 1) < ran_at]
         assert len(before) <= 2, "the whole one was queued before them"
@@ -111,7 +159,7 @@ def test_slices_are_devices_and_the_parent_is_none(gpus: TestFleet) -> None:
         assert waits(third, parent, pair)
         assert box.kinds(parent) == box.kinds(pair) == {"mig": "unfit"}
         slices[1].cancel()
-        seen = third.get(timeout=30)
+        seen = third.get(timeout=patient(30))
         assert seen["environment"]["CUDA_VISIBLE_DEVICES"] == seen["gpus"][0]
         assert seen["gpus"][0] in {mig_uuid(0, 0), mig_uuid(0, 1)}
 
@@ -126,23 +174,24 @@ def test_a_foreign_process_keeps_its_gpu_from_those_who_do_not_say_what_they_nee
         too_big = box.submit("40GB+:1")
         fits = box.submit("16GB+:1")
 
-        assert fits.get(timeout=30)["gpus"] == [gpu_uuid(0)]
+        assert fits.get(timeout=patient(30))["gpus"] == [gpu_uuid(0)]
         looked_at(box)
         assert waits(unsized, too_big)
-        assert box.kinds(unsized) == box.kinds(too_big) == {"foreign": "foreign"}
+        told = {"foreign": "foreign"}
+        eventually(lambda: box.kinds(unsized) == box.kinds(too_big) == told, what="the registry tells of the process")
         assert (
             "held by a process outside gpuflow, which uses 58.59 GB of GPU 0 (a100)" in box.explained(unsized).verdict
         )
 
         box.become("1xA100-80GB")
-        assert {task.wait(timeout=30).state for task in (unsized, too_big)} == {"SUCCEEDED"}
+        assert {task.wait(timeout=patient(30)).state for task in (unsized, too_big)} == {"SUCCEEDED"}
         eventually(lambda: set(box.kinds(unsized).values()) == {"free"}, what="the registry tells that it has gone")
 
         box.become([SimGpu(processes=[(FOREIGN_PID, 60_000)])])
         looked_at(box)
         share = box.submit(more=part(fraction=0.5))
         small_share = box.submit(more=part(fraction=0.2))
-        assert small_share.wait(timeout=30).state == "SUCCEEDED"
+        assert small_share.wait(timeout=patient(30)).state == "SUCCEEDED"
         assert waits(share), "shares are promised of what is left alone"
 
 
@@ -150,9 +199,11 @@ def test_a_foreign_process_keeps_its_gpu_from_those_who_do_not_say_what_they_nee
 
 
 def test_sums_of_cpus_and_memory_never_exceed_the_machine(gpus: TestFleet) -> None:
-    cpus, mib = psutil.cpu_count() or 1, psutil.virtual_memory().total >> 20
     with Box(gpus, "host", "4xL4") as box:
         box.start("host")
+        entry = gpus.registry.find("host")
+        assert entry is not None
+        cpus, mib = int(entry.capability["cpu_count"]), int(entry.capability["memory_mib"])
         most = box.held("L4:1", more={"hardware": {"cpu": cpus - 0.5, "memory": f"{mib * 6 // 10}Mi"}})
         cpu = box.hold("L4:1", more={"hardware": {"cpu": 1}})
         memory = box.hold("L4:1", more={"hardware": {"memory": f"{mib * 6 // 10}Mi"}})
@@ -168,7 +219,7 @@ def test_sums_of_cpus_and_memory_never_exceed_the_machine(gpus: TestFleet) -> No
 
 def looked_at_all(box: Box) -> None:
     """The same for a box whose CPUs are all in use."""
-    assert box.submit("L4:1").wait(timeout=30).state == "SUCCEEDED"
+    assert box.submit("L4:1").wait(timeout=patient(30)).state == "SUCCEEDED"
 
 
 def test_an_ask_for_disk_is_met_by_what_is_free(gpus: TestFleet) -> None:
@@ -176,7 +227,7 @@ def test_an_ask_for_disk_is_met_by_what_is_free(gpus: TestFleet) -> None:
         box.start("disk")
         impossible = box.submit(more={"hardware": {"disk": "900000Gi"}})
 
-        assert box.submit(more={"hardware": {"disk": "1Gi"}}).wait(timeout=30).state == "SUCCEEDED"
+        assert box.submit(more={"hardware": {"disk": "1Gi"}}).wait(timeout=patient(30)).state == "SUCCEEDED"
 
         assert waits(impossible)
         assert box.kinds(impossible) == {"disk": "unfit"}

@@ -8,7 +8,7 @@ from pathlib import Path
 from gpuflow.artifacts.partial import PartFile
 from gpuflow.client import submit
 from tests.support.fleet import TestFleet
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, patient
 
 YEAR = 365 * 86_400
 
@@ -23,7 +23,7 @@ def test_an_old_final_task_goes_and_an_unfinished_one_stays(fleet: TestFleet) ->
     fleet.start_worker("w1")
     done, known, waiting = (submit(fleet.echo(), app=fleet.app) for _ in range(3))
     for task in (done, known, waiting):
-        task.get(timeout=30)
+        task.get(timeout=patient(30))
     fleet.workers[0].stop()
     for task in (done, known, waiting):
         make_old(fleet.results / task.id)

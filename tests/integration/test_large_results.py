@@ -10,6 +10,7 @@ from gpuflow.protocol import RESULT_FILE
 from gpuflow.spec.artifact_reference import is_reference
 from tests.support.engines import build
 from tests.support.fleet import TestFleet
+from tests.support.waiting import patient
 
 #: A session without a model: it answers each request with ten MiB, told of as an Emitter does.
 ANSWERS = """
@@ -50,7 +51,7 @@ def test_a_large_result_of_a_session_is_in_the_record(fleet: TestFleet, tmp_path
         app=fleet.app,
     )
 
-    result = task.get(timeout=60)
+    result = task.get(timeout=patient(60))
     assert (result["items"], result["warm"]) == (["x" * 1000] * 10_000, True)
     assert is_reference(task.record().result["items"])
     assert not list(fleet.results.rglob(RESULT_FILE))

@@ -6,8 +6,9 @@ A process is a token; it "crashes" by doing nothing more, and comes back as a zo
 from __future__ import annotations
 
 import json
-import tempfile
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from gpuflow.ledger.states import TaskState
 from gpuflow.settings import Settings
 from tests.support.fleet import Broker
 from tests.support.pops import POP_ONE
+
+pytestmark = pytest.mark.alone
 
 LEASE_SECONDS = 1000.0
 QUEUE = "cpu"
@@ -57,23 +60,22 @@ class Delivery:
 class World:
     """A real server and app, shared by all runs of the machine."""
 
-    folder: Path
     broker: Any = None
     app: Any = None
-    tables: dict[str, LeaseTable] = field(default_factory=dict)
 
-    def open(self) -> None:
-        self.broker = Broker(self.folder / "broker")
-        env = {"REDIS_URL": self.broker.url, "GPUFLOW_LEASE_SEC": str(LEASE_SECONDS)}
-        self.app = GPUFlow("gpuflow", settings=Settings.load(env=env, cwd=self.folder))
+    @contextmanager
+    def opened(self, folder: Path) -> Iterator[None]:
+        with ExitStack() as stack:  # the last one first
+            self.broker = Broker(folder / "broker")
+            stack.callback(self.broker.close)
+            env = {"REDIS_URL": self.broker.url, "GPUFLOW_LEASE_SEC": str(LEASE_SECONDS)}
+            self.app = GPUFlow("gpuflow", settings=Settings.load(env=env, cwd=folder))
+            stack.callback(self.app.redis.close)
+            stack.callback(self.app.close)
+            yield
 
-    def close(self) -> None:
-        self.app.close()
-        self.app.redis.close()
-        self.broker.close()
 
-
-WORLD = World(folder=Path(tempfile.mkdtemp(prefix="gpuflow-machine-")))
+WORLD = World()
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -300,14 +302,11 @@ class LedgerMachine(RuleBasedStateMachine):
         return counts
 
 
-@pytest.mark.timeout(110)
-def test_the_ledger_holds_whatever_happens() -> None:
-    WORLD.open()
-    try:
-        case = LedgerMachine.TestCase
-        case.settings = settings(
-            max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-        )
+@pytest.mark.timeout(3600)  # for one that hangs; what bounds it is the number of its steps
+def test_the_ledger_holds_whatever_happens(tmp_path: Path) -> None:
+    case = LedgerMachine.TestCase
+    case.settings = settings(
+        max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+    with WORLD.opened(tmp_path):
         case().runTest()
-    finally:
-        WORLD.close()

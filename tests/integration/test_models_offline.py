@@ -21,6 +21,7 @@ from gpuflow.worker.environment import OFFLINE
 from tests.fixtures.executor_child import ROOT, Child, request_json
 from tests.fixtures.hub import COMMIT, hub
 from tests.integration.test_offline import GUARD
+from tests.support.waiting import patient
 
 PRESET = "smollm2-135m-instruct"
 HUB_ID = "ana/tiny"
@@ -54,7 +55,7 @@ class Machine:
             cwd=self.home,
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=patient(100),
         )
 
     def must(self, *arguments: str) -> str:
@@ -69,7 +70,7 @@ class Machine:
             env=self.environment,
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=patient(100),
         )
         assert done.returncode == 0, done.stderr
         return [json.loads(line) for line in done.stdout.splitlines()]

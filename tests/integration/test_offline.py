@@ -12,6 +12,7 @@ from gpuflow.client import submit
 from gpuflow.worker.environment import OFFLINE
 from tests.fixtures.executor_child import ROOT, Child, Ended, request_json
 from tests.support.fleet import TestFleet
+from tests.support.waiting import patient
 
 #: Put on PYTHONPATH: every connection to another machine is written down and refused.
 GUARD = """
@@ -102,6 +103,6 @@ def test_without_offline_the_same_guard_sees_a_connection(tmp_path: Path, guarde
 def test_a_worker_that_is_offline_says_so_to_its_children(fleet: TestFleet) -> None:
     fleet.start_worker("w1", env={"GPUFLOW_OFFLINE": "true", "HF_HUB_OFFLINE": "0"})
 
-    seen = submit(fleet.echo(report_env=list(OFFLINE)), app=fleet.app).get(timeout=30)["environment"]
+    seen = submit(fleet.echo(report_env=list(OFFLINE)), app=fleet.app).get(timeout=patient(30))["environment"]
 
     assert seen == OFFLINE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from gpuflow.client import get, submit, submit_pipeline
 from gpuflow.errors import InvalidTemplate, TaskFailed
 from tests.support.fleet import TestFleet, running
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, patient
 
 
 def node(name: str, *needs: str, **echo: Any) -> dict[str, Any]:
@@ -61,7 +62,7 @@ def test_two_stages_run_in_order_and_pass_values(served: TestFleet) -> None:
         app=served.app,
     )
 
-    run.wait(timeout=60)
+    run.wait(timeout=patient(60))
 
     assert run["second"].result["output"] == {"whole": {"n": 7}, "text": "n=7", "item": "b"}
     assert started_at(run, "second") >= run["first"].tasks[0].record().finished_at
@@ -76,7 +77,7 @@ def test_a_diamond_runs_in_order(served: TestFleet) -> None:
             node("d", "b", "c", output={"b": "${b.output}", "c": "${c.output[1].x}"}),
         ),
         app=served.app,
-    ).wait(timeout=60)
+    ).wait(timeout=patient(60))
 
     assert run["d"].result["output"] == {"b": 1, "c": 1}
     assert started_at(run, "d") >= max(run[name].tasks[0].record().finished_at for name in "bc")
@@ -99,7 +100,7 @@ def test_a_failed_stage_fails_all_its_descendants_with_the_cause_and_resume_runs
     )
 
     with pytest.raises(TaskFailed, match="stage 'b' failed: no luck"):
-        run.wait(timeout=60)
+        run.wait(timeout=patient(60))
 
     status = {stage["name"]: stage for stage in run.status()["stages"]}
     assert {name: stage["state"] for name, stage in status.items()} == {
@@ -117,7 +118,7 @@ def test_a_failed_stage_fails_all_its_descendants_with_the_cause_and_resume_runs
 
     marker.touch()
     assert run.resume() == "resumed"
-    run.wait(timeout=60)
+    run.wait(timeout=patient(60))
 
     assert {name: [task.id for task in run[name].tasks] for name in ("a", "side")} == first
     assert all(task.record().attempt == 1 for name in first for task in run[name].tasks)
@@ -129,7 +130,7 @@ def test_a_missing_value_fails_the_stage_and_names_the_path(served: TestFleet) -
     run = submit_pipeline(graph(node("a", output={"x": 1}), node("b", "a", output="${a.output.y}")), app=served.app)
 
     with pytest.raises(TaskFailed, match=r"a\.output\.y"):
-        run.wait(timeout=60)
+        run.wait(timeout=patient(60))
 
 
 def test_bad_references_are_refused_at_submit(fleet: TestFleet) -> None:
@@ -148,7 +149,7 @@ def test_a_matrix_and_shards_are_collected_in_order(served: TestFleet) -> None:
     sharded["spec"]["parallel"] = {"enabled": True, "max_shards": 4}
     run = submit_pipeline(
         graph(wide, sharded, node("end", "wide", "sharded", output="${wide.results[2].output}")), app=served.app
-    ).wait(timeout=90)
+    ).wait(timeout=patient(90))
 
     assert [result["output"] for result in run["wide"].result["results"]] == [10, 20, 30]
     assert len(run["sharded"].tasks) == 4
@@ -167,40 +168,44 @@ def test_cancel_stops_what_runs_and_starts_nothing_more(fleet: TestFleet) -> Non
     assert run.cancel()
 
     eventually(lambda: run["a"].tasks[0].state == "CANCELLED")
-    eventually(lambda: not running(tree), within=10)
+    eventually(lambda: not running(tree), what="the end of every process of the tree")
     assert run.state == "CANCELLED"
     assert run["b"].tasks == []
 
 
-def test_the_join_completes_while_the_only_worker_is_busy(fleet: TestFleet) -> None:
+def test_the_join_completes_while_the_only_worker_is_busy(fleet: TestFleet, tmp_path: Path) -> None:
     fleet.start_worker("w1", "--max-jobs", "1")
-    run = submit_pipeline(graph(node("a", output=1, sleep_seconds=1)), app=fleet.app)
-    eventually(lambda: run["a"].tasks)
-    long = submit({**fleet.echo(sleep_seconds=30), "priority": 4}, app=fleet.app)
+    gate = tmp_path / "gate"
+    run = submit_pipeline(graph(node("a", output=1, until_exists=str(gate))), app=fleet.app)
+    eventually(lambda: run["a"].tasks and run["a"].tasks[0].state == "RUNNING")
+    long = submit({**fleet.echo(sleep_seconds=3600), "priority": 4}, app=fleet.app)
+    gate.touch()
     eventually(lambda: long.state == "RUNNING")
     second = submit_pipeline(graph(node("a", output=1), node("b", "a", output=2)), app=fleet.app)
 
-    run.wait(timeout=20)
+    run.wait(timeout=patient(20))
     eventually(lambda: second["a"].tasks)
 
     assert long.state == "RUNNING"
     assert second["a"].tasks[0].state == "QUEUED"
     long.cancel()
-    second.wait(timeout=30)
+    second.wait(timeout=patient(30))
 
 
-def test_a_pipeline_goes_on_after_its_worker_was_killed(fleet: TestFleet) -> None:
+def test_a_pipeline_goes_on_after_its_worker_was_killed(fleet: TestFleet, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
     lease = {"GPUFLOW_LEASE_SEC": "2"}
     worker = fleet.start_worker("w1", env=lease)
     run = submit_pipeline(
-        graph(node("a", sleep_seconds=1.5, output=1), node("b", "a", output="${a.output}")), app=fleet.app
+        graph(node("a", until_exists=str(gate), output=1), node("b", "a", output="${a.output}")), app=fleet.app
     )
     eventually(lambda: run["a"].tasks and run["a"].tasks[0].state == "RUNNING")
 
     worker.send(signal.SIGKILL)
+    gate.touch()
     fleet.start_worker("w2", env=lease)
 
-    run.wait(timeout=60)
+    run.wait(timeout=patient(60))
     assert run["b"].result["output"] == 1
     assert run["a"].tasks[0].record().attempt == 2
 

@@ -22,7 +22,7 @@ from gpuflow.settings import Settings
 from gpuflow.upkeep.duties import Duties
 from gpuflow.upkeep.reconciler import Reconciler
 from tests.support.fleet import TestFleet
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, patient
 
 SOON = {"max_attempts": 3, "backoff_seconds": 0.1}
 
@@ -39,7 +39,7 @@ def gpuflow(fleet: TestFleet, *arguments: str, code: int = 0) -> str:
         cwd=fleet.folder,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patient(60),
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -88,7 +88,7 @@ def test_a_failure_that_may_pass_is_tried_again_and_then_it_is_dead(fleet: TestF
     task = submit(out_of_memory(fleet), app=fleet.app)
 
     with pytest.raises(TaskDead, match="full"):
-        task.get(timeout=60)
+        task.get(timeout=patient(60))
 
     record = task.record()
     assert (record.state, record.attempt, record.failures) == ("DEAD", 3, 2)
@@ -103,7 +103,7 @@ def test_a_failure_that_may_pass_is_tried_again_and_then_it_is_dead(fleet: TestF
 def test_dead_letters_are_listed_shown_tried_again_and_forgotten(fleet: TestFleet) -> None:
     fleet.start_worker("w1")
     task = submit(out_of_memory(fleet), app=fleet.app)
-    task.wait(timeout=60)
+    task.wait(timeout=patient(60))
 
     assert json.loads(gpuflow(fleet, "dead", "--json"))[0]["id"] == task.id
     shown = gpuflow(fleet, "dead", "show", task.id)
@@ -121,10 +121,10 @@ def test_a_retry_goes_to_another_worker_that_serves_its_queue(fleet: TestFleet) 
     fleet.start_worker("w1")
     fleet.start_worker("w2")
     warm = submit(fleet.echo(), app=fleet.app)
-    warm.get(timeout=30)
+    warm.get(timeout=patient(30))
     task = submit(out_of_memory(fleet), app=fleet.app)
 
-    task.wait(timeout=60)
+    task.wait(timeout=patient(60))
 
     first, second, third = (entry.worker for entry in task.attempts())
     assert first != second != third
@@ -136,8 +136,8 @@ def test_a_url_is_told_of_a_dead_task_also_when_it_answers_late(fleet: TestFleet
     dead = submit({**out_of_memory(fleet), "notify": named}, app=fleet.app)
     fine = submit({**fleet.echo(), "notify": named}, app=fleet.app)
 
-    fine.get(timeout=30)
-    dead.wait(timeout=30)
+    fine.get(timeout=patient(30))
+    dead.wait(timeout=patient(30))
 
     call = eventually(lambda: receiver.calls, within=60)[0]
     assert (call["id"], call["state"], call["token"]) == (dead.id, "DEAD", "s3")
@@ -164,12 +164,16 @@ def test_the_reconciler_mends_what_is_lost(fleet: TestFleet) -> None:
     assert not any(reconciler.run().values()), "a second round finds nothing"
     assert client.hgetall(keys.repairs) == {"message_restored": "1", "worker_offline": "1", "worker_forgotten": "1"}
     fleet.start_worker("w1")
-    assert task.get(timeout=30)["output"] == 1
+    assert task.get(timeout=patient(30))["output"] == 1
 
 
-def test_duties_settle_a_pipeline_whose_join_never_fired(fleet: TestFleet) -> None:
+def test_duties_settle_a_pipeline_whose_join_never_fired(fleet: TestFleet, tmp_path: Path) -> None:
     fleet.start_worker("w1")
-    stages = [{"name": "a", "spec": {"echo": {"sleep_seconds": 0.5}}}, {"name": "b", "spec": {"echo": {"output": 2}}}]
+    gate = tmp_path / "gate"
+    stages = [
+        {"name": "a", "spec": {"echo": {"until_exists": str(gate)}}},
+        {"name": "b", "spec": {"echo": {"output": 2}}},
+    ]
     run = submit_pipeline(
         {
             "apiVersion": "gpuflow/v1",
@@ -186,12 +190,13 @@ def test_duties_settle_a_pipeline_whose_join_never_fired(fleet: TestFleet) -> No
     for key in fleet.broker.client.keys("celery-taskset-meta-*"):
         fleet.broker.client.delete(key)
     assert group.id == first
+    gate.touch()
     eventually(lambda: fleet.state(first) == "SUCCEEDED")
 
     duties = Duties(fleet.app)
     duties.reconcile()
 
-    assert run.wait(timeout=30).record().state == "SUCCEEDED"
+    assert run.wait(timeout=patient(30)).record().state == "SUCCEEDED"
 
 
 def test_beat_sweeps_and_reconciles_without_any_worker(fleet: TestFleet) -> None:
@@ -213,33 +218,32 @@ def test_beat_sweeps_and_reconciles_without_any_worker(fleet: TestFleet) -> None
         stderr=subprocess.DEVNULL,
     )
     try:
-        eventually(lambda: client.llen(task.record().queue) == 1, within=40)
+        eventually(lambda: client.llen(task.record().queue) == 1, what="the message back in its queue")
         assert client.hget(keys.sweep, "at")
     finally:
         beat.terminate()
-        beat.wait(timeout=20)
+        beat.wait(timeout=patient(20))
 
 
 def test_a_submit_waits_for_the_broker_and_then_says_so(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    env = {"REDIS_URL": f"redis://127.0.0.1:{port}/0", "GPUFLOW_SUBMIT_TIMEOUT_SEC": "2"}
-    app = GPUFlow("gpuflow", settings=Settings.load(env=env, cwd=tmp_path))
+    with socket.socket() as taken:  # bound and not listening: it refuses every connection, and nobody else can have it
+        taken.bind(("127.0.0.1", 0))
+        env = {"REDIS_URL": f"redis://127.0.0.1:{taken.getsockname()[1]}/0", "GPUFLOW_SUBMIT_TIMEOUT_SEC": "2"}
+        app = GPUFlow("gpuflow", settings=Settings.load(env=env, cwd=tmp_path))
 
-    started = time.monotonic()
-    with pytest.raises(BrokerUnavailable, match="cannot be reached"):
-        submit({"taskType": "echo"}, app=app)
+        started = time.monotonic()
+        with pytest.raises(BrokerUnavailable, match="cannot be reached"):
+            submit({"taskType": "echo"}, app=app)
 
-    assert 2 <= time.monotonic() - started < 20
+        assert 2 <= time.monotonic() - started < patient(20)
 
 
 def test_a_message_of_a_newer_version_is_handed_back(fleet: TestFleet) -> None:
     fleet.start_worker("old")
     task = submit(fleet.echo(output=1), app=fleet.app)
-    task.get(timeout=30)
+    task.get(timeout=patient(30))
     newer = submit(fleet.echo(output=2, sleep_seconds=0), app=fleet.app, idempotency_key="newer")
-    newer.wait(timeout=30)
+    newer.wait(timeout=patient(30))
     # A record that a newer version wrote: the same task, queued again under a schema that is not known here.
     fleet.broker.client.hset(fleet.app.keys.task(newer.id), mapping={"schema": "99", "state": "FAILED"})
     assert newer.retry()
@@ -256,7 +260,7 @@ def test_a_message_of_a_newer_version_is_handed_back(fleet: TestFleet) -> None:
 def test_a_results_folder_that_cannot_be_written_is_a_cause_and_the_worker_lives(fleet: TestFleet, kind: str) -> None:
     fleet.start_worker("w1")
     fine = submit(fleet.echo(), app=fleet.app)
-    fine.get(timeout=30)
+    fine.get(timeout=patient(30))
     task_id = "in-the-way"
     place = fleet.results / task_id
     if kind == "file":
@@ -274,4 +278,4 @@ def test_a_results_folder_that_cannot_be_written_is_a_cause_and_the_worker_lives
         assert (record.state, record.error["type"]) == ("DEAD", "NotADirectoryError")
     else:
         assert (record.state, record.attempt) == ("SUCCEEDED", 2)
-    assert submit(fleet.echo(output=3), app=fleet.app).get(timeout=30)["output"] == 3
+    assert submit(fleet.echo(output=3), app=fleet.app).get(timeout=patient(30))["output"] == 3

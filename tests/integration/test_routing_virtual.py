@@ -27,6 +27,7 @@ from tests.fixtures.simulated_nvml import MODELS, SimGpu
 from tests.support.fleet import Broker
 from tests.support.mixed_fleet import MACHINES, Ask, Machine, fitting_cards, random_ask, satisfies, wrong_place
 from tests.support.virtual_fleet import Clock, Publisher, Taken, VirtualGpus, VirtualWorker
+from tests.support.waiting import patient
 
 TASKS = int(os.environ.get("VIRTUAL_TASKS", "1000"))
 SEED = int(os.environ.get("VIRTUAL_SEED", "11"))
@@ -229,7 +230,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
         broker.close()
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(patient(180))
 def test_thousands_of_random_asks(world: World) -> None:
     choice = random.Random(SEED)
     tasks = random_tasks(choice)

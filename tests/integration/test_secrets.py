@@ -6,13 +6,15 @@ import base64
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import urllib.parse
-import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from http.client import HTTPConnection, HTTPException
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ import pytest
 from gpuflow.client import Task, submit, submit_pipeline
 from gpuflow.errors import InvalidTemplate
 from tests.support.fleet import TestFleet
-from tests.support.waiting import eventually
+from tests.support.waiting import BrokenPromise, eventually, patient
 
 #: Never in Redis, nowhere: the values of `secrets`, the worker's own, and the user part of a URL that it holds.
 HIDDEN = {
@@ -38,6 +40,7 @@ WRITTEN = {"env": "cnry-env-91written", "header": "cnry-header-92", "url": "cnry
 ALL = {**HIDDEN, **WRITTEN}
 #: Fields of a record that hold the spec; the message that is sent again at a retry has it in base64.
 SPEC_FIELDS = {"spec", "message"}
+END_OF_TEST = "the end of the test"
 
 
 def spellings(value: str) -> list[str]:
@@ -81,15 +84,30 @@ def dump(client: Any) -> Iterator[tuple[str, str, str]]:
             raise AssertionError(f"{key} is a {kind}: it is not searched")
 
 
-def published(wire: Any) -> str:
+def must_hide(found: Mapping[str, set[str]]) -> None:
+    """Raise where something was found, by its place."""
+    if leaked := {place: names for place, names in found.items() if names}:
+        raise BrokenPromise(f"secrets are to be read: {leaked}")
+
+
+def published(wire: Any, client: Any) -> str:
     """Return all that was sent to subscribers: Celery's events (what Flower shows), results, commands."""
-    found = []
-    while message := wire.get_message(timeout=0.2):
+    found: list[str] = []
+
+    def both_ends() -> bool:
+        while message := wire.get_message(timeout=0.2):
+            found.append(str(message["data"]))
+        sent = with_bodies("\n".join(found))
+        return "task-succeeded" in sent and "task-failed" in sent
+
+    eventually(both_ends, what="the events of a success and of a failure")
+    client.publish("test", END_OF_TEST)  # what the server sent before, it sends before this
+    while found[-1] != END_OF_TEST:
+        message = wire.get_message(timeout=patient(30))
+        assert message is not None, "the server sent nothing more to its subscriber"
         found.append(str(message["data"]))
     wire.close()
-    sent = with_bodies("\n".join(found))
-    assert "task-succeeded" in sent and "task-failed" in sent
-    return sent
+    return with_bodies("\n".join(found))
 
 
 def without_spec(key: str, field: str, value: str) -> bool:
@@ -162,16 +180,26 @@ class Hook:
         self.server.server_close()
 
 
+class UnixConnection(HTTPConnection):
+    """An HTTP connection over a Unix socket."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("localhost", timeout=patient(60))
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(patient(60))
+        self.sock.connect(str(self._path))
+
+
 class Flower:
-    """A real Flower on a fleet's broker."""
+    """A real Flower on a fleet's broker. It listens on a socket of its own, as a port could be taken meanwhile."""
 
     def __init__(self, fleet: TestFleet) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
+        self._folder = Path(tempfile.mkdtemp(prefix="flower-"))  # a path of a Unix socket is short
         self.log = fleet.folder / "flower.log"
-        argv = ["-A", "gpuflow", "flower", "--address=127.0.0.1", f"--port={port}"]
+        argv = ["-A", "gpuflow", "flower", f"--unix-socket={self._folder / 's'}"]
         environment = {**os.environ, "REDIS_URL": fleet.broker.url, "FLOWER_UNAUTHENTICATED_API": "true"}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -185,11 +213,20 @@ class Flower:
 
     def get(self, path: str) -> str:
         """Return a page, or nothing where there is none."""
+        connection = UnixConnection(self._folder / "s")
         try:
-            with urllib.request.urlopen(self.url + path, timeout=20) as answer:
-                return str(answer.read().decode())
-        except OSError:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            text = answer.read().decode()
+        except (OSError, HTTPException):
             return ""
+        finally:
+            connection.close()
+        return text if answer.status == 200 else ""
+
+    def sees(self, worker: str) -> bool:
+        """Whether an event of a worker has come here: those that follow will come too."""
+        return worker in self.get("/workers?json=1")
 
     def pages(self, tasks: Sequence[Task]) -> str:
         """Return what its API and its pages say of the tasks and the workers."""
@@ -201,24 +238,29 @@ class Flower:
     def close(self) -> None:
         self.process.terminate()
         try:
-            self.process.wait(timeout=20)
+            self.process.wait(timeout=patient(20))
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 @pytest.fixture
 def flower(fleet: TestFleet) -> Iterator[Flower]:
     made = Flower(fleet)
-    yield made
-    made.close()
+    try:
+        yield made
+    finally:
+        made.close()
 
 
 @pytest.fixture
 def hook() -> Iterator[Hook]:
     made = Hook()
-    yield made
-    made.close()
+    try:
+        yield made
+    finally:
+        made.close()
 
 
 def worker_env(folder: Path) -> dict[str, str]:
@@ -236,29 +278,32 @@ def worker_env(folder: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.timeout(1200)
 def test_no_canary_is_found_anywhere(fleet: TestFleet, tmp_path: Path, hook: Hook, flower: Flower) -> None:
     wire = fleet.broker.client.pubsub(ignore_subscribe_messages=True)
+    patterns = fleet.broker.client.pubsub_numpat()
     wire.psubscribe("*")
-    wire.get_message(timeout=5)
+    eventually(lambda: fleet.broker.client.pubsub_numpat() > patterns, what="the subscription")
     worker = fleet.start_worker("w1", env=worker_env(tmp_path))
+    eventually(lambda: flower.sees("w1"), within=60, what="the first event of the worker in Flower")
     talks = "${env:MY_TOKEN} and ${env:FILE_SECRET} at http://u:${env:HF_TOKEN}@h, ${env:DB_PASSWORD}"
 
     done = submit(spec(fleet, hook.url, output={"told": talks, "${env:MY_TOKEN}": 1}, steps=2), app=fleet.app)
     failed = submit(spec(fleet, hook.url, fail={"type": "Boom", "message": talks}), app=fleet.app)
     contradicts = submit(spec(fleet, hook.url, exit_code=3, output=talks), app=fleet.app)
-    result = done.get(timeout=60)
+    result = done.get(timeout=patient(60))
     for task in (failed, contradicts):
-        assert task.wait(timeout=60).state == "FAILED"
-    long = spec(fleet, hook.url, sleep_seconds=60)
+        assert task.wait(timeout=patient(60)).state == "FAILED"
+    long = spec(fleet, hook.url, until_exists=str(tmp_path / "never"))
     killed = submit({**long, "spec": {**long["spec"], "retry": {"max_attempts": 1}}}, app=fleet.app)
     eventually(lambda: any(event.name == "log" for event in fleet.app.event_log.read(killed.id)))
-    inspect = fleet.app.control.inspect(timeout=10, limit=1)
+    inspect = fleet.app.control.inspect(timeout=patient(60), limit=1)
     told = [inspect.active(), inspect.query_task(killed.id), inspect.stats(), inspect.reserved(), inspect.conf()]
     told.append(inspect.report())
     told.append(flower.pages([killed]))
     (child,) = worker.supervised()
     child.kill()
-    assert killed.wait(timeout=60).error["type"] == "ChildKilled"
+    assert killed.wait(timeout=patient(60)).error["type"] == "ChildKilled"
     eventually(lambda: len(hook.seen) == 4, within=30, what="four notices")
     eventually(lambda: fleet.app.AsyncResult(killed.id).state == "FAILURE")
 
@@ -279,25 +324,30 @@ def test_no_canary_is_found_anywhere(fleet: TestFleet, tmp_path: Path, hook: Hoo
         "attempts": json.dumps([[entry.public() for entry in task.attempts()] for task in tasks]),
         "celery": json.dumps([fleet.app.backend.get_task_meta(task.id) for task in tasks], default=str),
         "worker log": worker.log(),
-        "published": published(wire),
-        "flower": flower.pages(tasks),
+        "published": published(wire, fleet.broker.client),
+        "flower": eventually(lambda: pages_of_all(flower, tasks), within=60, what="all tasks in Flower"),
         "flower's log": flower.log.read_text(),
     }
     shown |= {
         f"{key} {field}": value for key, field, value in dump(fleet.broker.client) if without_spec(key, field, "")
     }
     shown |= {str(path): path.read_text(errors="replace") for path in fleet.results.rglob("*") if path.is_file()}
-    assert all(shown["flower"].count(task.id) >= 3 for task in tasks)
     planted = {**ALL, "broker": urlsplit(fleet.broker.url).password or parse_qs(fleet.broker.url)["password"][0]}
-    assert {place: found for place, text in shown.items() if (found := leaks(text, planted))} == {}
+    must_hide({place: leaks(text, planted) for place, text in shown.items()})
     assert any("executor.log" in place for place in shown) and len(shown) > 40
 
     everything = "\n".join(f"{key} {field} {value}" for key, field, value in dump(fleet.broker.client))
-    assert leaks(everything) == set(WRITTEN), "the spec has what the user wrote into it, and nothing has the rest"
+    must_hide({"the broker": leaks(everything, HIDDEN)})
+    assert leaks(everything) == set(WRITTEN), "the spec has not what the user wrote into it"
     files = [path for path in fleet.broker.data.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) > 10_000
-    for path in files:
-        assert leaks(path.read_bytes().decode("latin-1"), HIDDEN) == set(), path
+    must_hide({str(path): leaks(path.read_bytes().decode("latin-1"), HIDDEN) for path in files})
+
+
+def pages_of_all(flower: Flower, tasks: Sequence[Task]) -> str:
+    """Return Flower's pages once each of the tasks is in three of them, "" before."""
+    found = flower.pages(tasks)
+    return found if all(found.count(task.id) >= 3 for task in tasks) else ""
 
 
 def test_secrets_in_plain_text_are_refused_and_nothing_of_them_is_written(fleet: TestFleet) -> None:
@@ -326,19 +376,20 @@ def test_secrets_in_plain_text_are_refused_and_nothing_of_them_is_written(fleet:
             assert f"{place}: " in told
         assert "write secrets: [DB_PASSWORD] in its place" in told
         assert len(refused.value.mistakes) == 4
-        assert leaks(told) == set()
-    assert leaks("\n".join(f"{key} {field} {value}" for key, field, value in dump(fleet.broker.client))) == set()
+        must_hide({"the refusal": leaks(told)})
+    must_hide({f"{key} {field}": leaks(value) for key, field, value in dump(fleet.broker.client)})
 
 
 def test_with_secrets_by_name_no_canary_is_in_redis_at_all(fleet: TestFleet, tmp_path: Path, hook: Hook) -> None:
     """Env, secrets, headers, URLs: the whole dump, the specs and the messages too, during the run and after it."""
+    gate = tmp_path / "gate"
     fleet.start_worker("w1", env={**worker_env(tmp_path), "DB_PASSWORD": WRITTEN["env"], "USER_PART": WRITTEN["url"]})
     task = {
         **fleet.echo(
             stderr="${env:DB_PASSWORD} ${env:SOURCE_URL} ${env:MY_TOKEN}",
             message="${env:SOURCE_URL}",
             report_env=["DB_PASSWORD", "SOURCE_URL", "MY_TOKEN"],
-            sleep_seconds=1,
+            until_exists=str(gate),
         ),
         "env": {"SOURCE_URL": "https://${env:USER_PART}@host.invalid/x"},
         "secrets": ["DB_PASSWORD", "USER_PART", "MY_TOKEN", "HOOK_TOKEN"],
@@ -351,8 +402,10 @@ def test_with_secrets_by_name_no_canary_is_in_redis_at_all(fleet: TestFleet, tmp
     dumps = []
     eventually(lambda: any(event.name == "log" for event in fleet.app.event_log.read(sent.id)), what="the child")
     dumps.append(list(dump(fleet.broker.client)))
-    result = sent.get(timeout=60)
-    run.wait(timeout=60)
+    assert sent.state == "RUNNING"
+    gate.touch()
+    result = sent.get(timeout=patient(60))
+    run.wait(timeout=patient(60))
     eventually(lambda: len(hook.seen) == 2, within=30, what="two notices")
     dumps.append(list(dump(fleet.broker.client)))
 
@@ -360,7 +413,7 @@ def test_with_secrets_by_name_no_canary_is_in_redis_at_all(fleet: TestFleet, tmp
     assert {headers["Authorization"] for headers, _ in hook.seen} == {f"Bearer {HIDDEN['hook']}"}
     for found in dumps:
         assert len(found) > 20
-        assert leaks("\n".join(f"{key} {field} {value}" for key, field, value in found)) == set()
+        must_hide({"the broker": leaks("\n".join(f"{key} {field} {value}" for key, field, value in found))})
 
 
 def test_a_missing_secret_fails_the_task_at_once_and_names_the_worker(fleet: TestFleet, tmp_path: Path) -> None:
@@ -368,6 +421,6 @@ def test_a_missing_secret_fails_the_task_at_once_and_names_the_worker(fleet: Tes
 
     for name in ("NOT_THERE", "CELERY_BROKER_URL"):
         task = submit({**fleet.echo(output=1), "secrets": [name], "retry": {"max_attempts": 3}}, app=fleet.app)
-        record = task.wait(timeout=30)
+        record = task.wait(timeout=patient(30))
         assert (record.state, record.attempt, record.error["type"]) == ("FAILED", 1, "MissingSecret")
         assert "worker w1" in record.error["message"] and name in record.error["message"]

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import signal
+from pathlib import Path
 
-import psutil
 import pytest
 
 from gpuflow.client import Task, submit
 from gpuflow.errors import InvalidTemplate, TaskCancelled, TaskFailed
 from tests.support.fleet import TestFleet, running
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, patient
 
 
 def test_a_task_runs_and_its_result_is_committed_on_disk_and_in_the_record(served: TestFleet) -> None:
     task = submit(served.echo(output={"n": 1}, steps=3), app=served.app)
 
-    result = task.get(timeout=30)
+    result = task.get(timeout=patient(30))
 
     assert result["output"] == {"n": 1}
     record = task.record()
@@ -33,18 +33,18 @@ def test_a_task_runs_and_its_result_is_committed_on_disk_and_in_the_record(serve
     assert steps == sorted(steps) and steps[-1] == 3
     celery_result = served.app.AsyncResult(task.id)
     assert eventually(lambda: celery_result.state == "SUCCESS")
-    assert celery_result.get(timeout=5)["output"] == {"n": 1}
+    assert celery_result.get(timeout=patient(5))["output"] == {"n": 1}
 
 
 def test_a_failing_child_fails_its_task_with_the_cause(served: TestFleet) -> None:
     task = submit(served.echo(fail={"type": "Boom", "message": "no luck", "retryable": False}), app=served.app)
 
     with pytest.raises(TaskFailed, match="no luck"):
-        task.get(timeout=30)
+        task.get(timeout=patient(30))
 
     assert task.record().error == {"type": "Boom", "message": "no luck", "retryable": False}
     with pytest.raises(Exception, match="no luck"):
-        served.app.AsyncResult(task.id).get(timeout=10)
+        served.app.AsyncResult(task.id).get(timeout=patient(10))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_a_failing_child_fails_its_task_with_the_cause(served: TestFleet) -> Non
 def test_exit_code_and_finish_event_must_agree(served: TestFleet, fields: dict, kind: str | None) -> None:
     task = submit(served.echo(**fields), app=served.app)
 
-    record = task.wait(timeout=30)
+    record = task.wait(timeout=patient(30))
 
     if kind is None:
         assert record.state == "SUCCEEDED"
@@ -74,7 +74,7 @@ def test_cancel_while_it_waits_takes_it_out_of_the_queue(fleet: TestFleet) -> No
 
     assert fleet.broker.client.llen(task.record().queue) == 0
     with pytest.raises(TaskCancelled):
-        task.get(timeout=5)
+        task.get(timeout=patient(5))
     assert fleet.app.AsyncResult(task.id).state == "REVOKED"
 
 
@@ -85,8 +85,8 @@ def test_cancel_while_it_runs_ends_the_whole_tree_even_if_it_ignores_sigterm(fle
 
     assert task.cancel() == "requested"
 
-    assert task.wait(timeout=20).state == "CANCELLED"
-    eventually(lambda: not running(tree), within=5, what="every process of the tree gone")
+    assert task.wait(timeout=patient(20)).state == "CANCELLED"
+    eventually(lambda: not running(tree), what="every process of the tree gone")
 
 
 def test_nothing_outlives_a_worker_that_is_killed(fleet: TestFleet) -> None:
@@ -96,28 +96,26 @@ def test_nothing_outlives_a_worker_that_is_killed(fleet: TestFleet) -> None:
 
     worker.send(signal.SIGKILL)
 
-    eventually(lambda: not running(tree), within=5, what="every process of the tree gone")
+    eventually(lambda: not running(tree), what="every process of the tree gone")
 
 
 def test_a_time_out_stops_a_silent_child(served: TestFleet) -> None:
     spec = {**served.echo(sleep_seconds=60, silent=True), "timeout": "1s"}
     task = submit(spec, app=served.app)
 
-    record = task.wait(timeout=20)
+    record = task.wait(timeout=patient(20))
 
     assert (record.state, record.error["type"]) == ("FAILED", "TimeLimitExceeded")
 
 
 def test_a_killed_child_is_told_apart(served: TestFleet) -> None:
     worker = served.workers[0]
-    task = submit({**served.echo(sleep_seconds=60), "retry": {"max_attempts": 1}}, app=served.app)
-    child = eventually(
-        lambda: next((p for p in worker.children() if "executors" in " ".join(p.cmdline()[-2:]) and _is_child(p)), None)
-    )
+    task = submit({**served.echo(sleep_seconds=3600), "retry": {"max_attempts": 1}}, app=served.app)
+    (child,) = eventually(worker.supervised, what="the child")
 
     child.kill()
 
-    record = task.wait(timeout=20)
+    record = task.wait(timeout=patient(20))
     assert (record.state, record.error["type"]) == ("DEAD", "ChildKilled")
     assert "SIGKILL" in record.error["message"]
 
@@ -141,7 +139,7 @@ def test_an_idempotency_key_returns_the_first_task(fleet: TestFleet) -> None:
 
 def test_a_failed_task_can_be_queued_again_under_its_id(served: TestFleet) -> None:
     task = submit(served.echo(fail={"message": "once"}), app=served.app)
-    assert task.wait(timeout=30).state == "FAILED"
+    assert task.wait(timeout=patient(30)).state == "FAILED"
 
     assert task.retry()
 
@@ -154,7 +152,7 @@ def test_the_child_sees_no_broker_address_and_no_token(fleet: TestFleet) -> None
     names = ["REDIS_URL", "GPUFLOW_WORKER_TOKEN", "HIDDEN", "EXTRA", "TASK_ID", "ATTEMPT", "CUDA_VISIBLE_DEVICES"]
     task = submit(fleet.echo(report_env=names), app=fleet.app)
 
-    seen = task.get(timeout=30)["environment"]
+    seen = task.get(timeout=patient(30))["environment"]
 
     assert seen.get("EXTRA") == "yes"
     assert seen["TASK_ID"] == task.id
@@ -163,36 +161,38 @@ def test_the_child_sees_no_broker_address_and_no_token(fleet: TestFleet) -> None
     assert not seen.get("REDIS_URL") and not seen.get("HIDDEN") and not seen.get("GPUFLOW_WORKER_TOKEN")
 
 
-def test_a_warm_stop_finishes_what_runs_and_takes_nothing_new(fleet: TestFleet) -> None:
+def test_a_warm_stop_finishes_what_runs_and_takes_nothing_new(fleet: TestFleet, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
     worker = fleet.start_worker("w1", "--max-jobs", "1")
-    runs = submit(fleet.echo(sleep_seconds=2, output="done"), app=fleet.app)
+    runs = submit(fleet.echo(until_exists=str(gate), output="done"), app=fleet.app)
     eventually(lambda: runs.state == "RUNNING")
     waits = submit(fleet.echo(output=2), app=fleet.app)
 
-    assert worker.stop() == 0
+    worker.send(signal.SIGTERM)
+    eventually(lambda: (entry := fleet.registry.find("w1")) and entry.state == "DRAINING", what="the drain")
+    gate.touch()
 
+    assert worker.process.wait(timeout=patient(30)) == 0
     assert runs.state == "SUCCEEDED"
     assert waits.state == "QUEUED"
 
 
-def test_a_cold_stop_returns_the_message_and_another_worker_runs_it(fleet: TestFleet) -> None:
+def test_a_cold_stop_returns_the_message_and_another_worker_runs_it(fleet: TestFleet, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
     worker = fleet.start_worker("w1")
-    task = submit(fleet.echo(sleep_seconds=3, output="done"), app=fleet.app)
+    task = submit(fleet.echo(until_exists=str(gate), output="done"), app=fleet.app)
     eventually(lambda: task.state == "RUNNING")
     tree = [process.pid for process in worker.children()]
 
     worker.send(signal.SIGQUIT)
-    worker.process.wait(timeout=20)
+    worker.process.wait(timeout=patient(20))
 
-    eventually(lambda: not running(tree), within=5, what="the end of the last process, which forks the shims")
+    eventually(lambda: not running(tree), what="the end of the last process, which forks the shims")
     assert not task.state.final
+    gate.touch()
     fleet.start_worker("w2")
-    assert task.get(timeout=30)["output"] == "done"
+    assert task.get(timeout=patient(30))["output"] == "done"
     assert task.record().attempt == 2
-
-
-def _is_child(process: psutil.Process) -> bool:
-    return "-P" in process.cmdline() and not any("shim.py" in word for word in process.cmdline())
 
 
 def _tree_of(worker: object, at_least: int) -> list[int]:
@@ -208,4 +208,4 @@ def _tree_of(worker: object, at_least: int) -> list[int]:
 def test_a_handle_works_from_another_place(served: TestFleet) -> None:
     task = submit(served.echo(output=5), app=served.app)
 
-    assert Task(task.id, served.app).get(timeout=30)["output"] == 5
+    assert Task(task.id, served.app).get(timeout=patient(30))["output"] == 5

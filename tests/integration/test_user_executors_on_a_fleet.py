@@ -11,7 +11,7 @@ from gpuflow.errors import TaskFailed
 from gpuflow.explaining import explain
 from tests.fixtures.executor_child import ROOT
 from tests.support.fleet import TestFleet
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, patient
 
 EXAMPLE = ROOT / "examples" / "executor" / "acme_wordcount" / "executor.py"
 HERE = {"GPUFLOW_EXECUTORS": f"acme.wordcount={EXAMPLE}:WordCount"}
@@ -31,12 +31,12 @@ def test_it_runs_where_it_is_registered_and_waits_elsewhere(fleet: TestFleet) ->
     task = submit(wordcount("a b a", top=1), app=fleet.app)
     other = submit(fleet.echo(output=1), app=fleet.app)
 
-    assert other.get(timeout=30)["output"] == 1  # the worker looks past what it cannot run
+    assert other.get(timeout=patient(30))["output"] == 1  # the worker looks past what it cannot run
     assert task.state == "QUEUED"
     assert "has no executor acme.wordcount" in repr(explain(task.id, app=fleet.app))
     fleet.start_worker("with", "--executors", "acme.wordcount", env=HERE)
 
-    result = task.get(timeout=30)
+    result = task.get(timeout=patient(30))
 
     assert result["items"][0]["output"] == {"a": 2}
     record = task.record()
@@ -54,7 +54,7 @@ def test_its_failure_is_the_tasks(fleet: TestFleet) -> None:
     task = submit(wordcount("a", top=0), app=fleet.app)
 
     with pytest.raises(TaskFailed, match=r"parameters\.top is 0"):
-        task.get(timeout=30)
+        task.get(timeout=patient(30))
 
     assert task.record().error == {
         "type": "BadInput",
@@ -81,7 +81,7 @@ def test_stages_of_a_pipeline_feed_it(fleet: TestFleet) -> None:
         app=fleet.app,
     )
 
-    run.wait(timeout=60)
+    run.wait(timeout=patient(60))
 
     assert run["count"].result["items"][0]["output"] == {"to": 2, "be": 2, "or": 1}
 
@@ -99,5 +99,5 @@ def test_a_worker_says_what_is_wrong_and_does_not_start(
 ) -> None:
     worker = fleet.spawn_worker("w1", *options, env=env)
 
-    assert worker.process.wait(timeout=60) != 0
+    assert worker.process.wait(timeout=patient(60)) != 0
     assert said in worker.log()

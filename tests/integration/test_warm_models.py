@@ -13,6 +13,7 @@ from gpuflow.errors import TaskFailed
 from tests.fixtures.tiny_model import make_tiny_model
 from tests.support.boxes import Box
 from tests.support.fleet import TestFleet, WorkerProcess
+from tests.support.waiting import patient
 
 pytestmark = pytest.mark.ml
 #: Calls to two models that share one GPU; each loads its model again. WARM_TURNS chooses more.
@@ -37,7 +38,7 @@ def spec(model: Path, prompt: str, **inference: Any) -> dict[str, Any]:
 
 
 def outputs(tasks: list[Task]) -> list[str]:
-    return [task.get(timeout=120)["items"][0]["output"] for task in tasks]
+    return [task.get(timeout=patient(120))["items"][0]["output"] for task in tasks]
 
 
 def opened(worker: WorkerProcess) -> int:
@@ -65,7 +66,9 @@ def test_answers_of_a_warm_model_are_those_of_a_child_of_its_own(fleet: TestFlee
     deltas = [event.data["delta"] for event in streamed.events() if event.name == "text_delta"]
     assert "".join(deltas) == streamed.get()["items"][0]["output"]
     with pytest.raises(TaskFailed):
-        submit({**spec(model, "x"), "data": {"type": "jsonl", "path": "/nowhere.jsonl"}}, app=fleet.app).get(timeout=60)
+        submit({**spec(model, "x"), "data": {"type": "jsonl", "path": "/nowhere.jsonl"}}, app=fleet.app).get(
+            timeout=patient(60)
+        )
     assert outputs([submit(spec(model, PROMPTS[0]), app=fleet.app)]) == expected[:1]
     assert opened(warm) == 1
 
@@ -87,5 +90,5 @@ def test_two_models_take_turns_on_one_gpu(fleet: TestFleet, model: Path, tmp_pat
         assert opened(worker) == TURNS
         assert worker.log().count("event=session_evicted") == TURNS - 1
         # the GPU is free for what comes next, so nothing of the last session is left on it
-        assert box.submit("A100:1").get(timeout=60)["gpus"]
+        assert box.submit("A100:1").get(timeout=patient(60))["gpus"]
         assert not [child for child in worker.children() if "session" in child.cmdline()]

@@ -19,7 +19,7 @@ from gpuflow.errors import TaskFailed
 from tests.support.boxes import Box
 from tests.support.engines import SCRIPTED, build
 from tests.support.fleet import TestFleet, WorkerProcess
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, patient
 
 
 @pytest.fixture
@@ -80,10 +80,10 @@ def running(task: Task) -> Task:
 
 
 def test_many_tasks_of_one_model_load_it_once(fleet: TestFleet, one: WorkerProcess) -> None:
-    first = [submit(ask(f"echo {number}"), app=fleet.app).get(timeout=30) for number in range(3)]
+    first = [submit(ask(f"echo {number}"), app=fleet.app).get(timeout=patient(30)) for number in range(3)]
     many = [submit(ask(f"echo {number}"), app=fleet.app) for number in range(30)]
 
-    later = [task.get(timeout=60) for task in many]
+    later = [task.get(timeout=patient(60)) for task in many]
 
     assert [result["items"][0]["output"] for result in later] == [str(number) for number in range(30)]
     assert {result["pid"] for result in first + later} == {first[0]["pid"]}
@@ -102,21 +102,21 @@ def test_those_that_come_while_it_loads_wait_for_the_same_session(
 
     gate.touch()
 
-    assert {task.get(timeout=30)["pid"] for task in tasks} == {tasks[0].get()["pid"]}
+    assert {task.get(timeout=patient(30))["pid"] for task in tasks} == {tasks[0].get()["pid"]}
     assert opened(worker) == 1
 
 
 def test_what_an_engine_is_loaded_with_tells_sessions_apart(fleet: TestFleet, one: WorkerProcess) -> None:
-    base = submit(ask("echo a"), app=fleet.app).get(timeout=30)["pid"]
+    base = submit(ask("echo a"), app=fleet.app).get(timeout=patient(30))["pid"]
     same = [
-        submit(ask("echo b", inference={"temperature": 0.5, "max_tokens": 3}), app=fleet.app).get(timeout=30),
-        submit(ask("echo c", timeout=60, priority=9), app=fleet.app).get(timeout=30),
+        submit(ask("echo b", inference={"temperature": 0.5, "max_tokens": 3}), app=fleet.app).get(timeout=patient(30)),
+        submit(ask("echo c", timeout=60, priority=9), app=fleet.app).get(timeout=patient(30)),
     ]
     model = {"source": {"type": "local", "identifier": "/models/one"}, "vllm": {"max_model_len": 128}}
     other = [
-        submit(ask("echo d", model="/models/two"), app=fleet.app).get(timeout=30),
-        submit({**ask("echo e"), "model": model}, app=fleet.app).get(timeout=30),
-        submit(ask("echo f", env={"TOKEN_OF_TEST": "mine"}), app=fleet.app).get(timeout=30),
+        submit(ask("echo d", model="/models/two"), app=fleet.app).get(timeout=patient(30)),
+        submit({**ask("echo e"), "model": model}, app=fleet.app).get(timeout=patient(30)),
+        submit(ask("echo f", env={"TOKEN_OF_TEST": "mine"}), app=fleet.app).get(timeout=patient(30)),
     ]
 
     assert {result["pid"] for result in same} == {base}
@@ -127,7 +127,7 @@ def test_what_an_engine_is_loaded_with_tells_sessions_apart(fleet: TestFleet, on
 def test_without_idle_time_each_task_has_a_child_of_its_own(fleet: TestFleet, env: dict[str, str]) -> None:
     worker = fleet.start_worker("w1", env={**env, "GPUFLOW_SESSION_IDLE_SEC": "0"})
 
-    results = [submit(ask("echo a"), app=fleet.app).get(timeout=30) for _ in range(2)]
+    results = [submit(ask("echo a"), app=fleet.app).get(timeout=patient(30)) for _ in range(2)]
 
     assert [result["own"] for result in results] == [True, True]
     assert opened(worker) == 0
@@ -146,8 +146,8 @@ def test_a_cancelled_request_leaves_the_others_and_the_session(
     eventually(lambda: cancelled.state == "CANCELLED")
     gate.touch()
 
-    result = other.get(timeout=30)
-    assert submit(ask("echo x"), app=fleet.app).get(timeout=30)["pid"] == result["pid"]
+    result = other.get(timeout=patient(30))
+    assert submit(ask("echo x"), app=fleet.app).get(timeout=patient(30))["pid"] == result["pid"]
     assert opened(one) == 1
 
 
@@ -155,7 +155,7 @@ def test_a_session_that_is_killed_costs_its_requests_one_attempt_each_and_others
     fleet: TestFleet, one: WorkerProcess, tmp_path: Path
 ) -> None:
     gate = tmp_path / "go"
-    pid = submit(ask("echo a"), app=fleet.app).get(timeout=30)["pid"]
+    pid = submit(ask("echo a"), app=fleet.app).get(timeout=patient(30))["pid"]
     apart = running(submit(ask(f"wait {gate}", model="/models/two"), app=fleet.app))
     hit = [running(submit(ask(f"wait {gate}"), app=fleet.app)) for _ in range(3)]
 
@@ -163,11 +163,11 @@ def test_a_session_that_is_killed_costs_its_requests_one_attempt_each_and_others
     eventually(lambda: all(task.record().failures == 1 for task in hit), what="the first attempts to fail")
     gate.touch()
 
-    fresh = {task.get(timeout=30)["pid"] for task in hit}
+    fresh = {task.get(timeout=patient(30))["pid"] for task in hit}
     assert len(fresh) == 1
     assert fresh != {pid}
     assert [(task.record().state, task.record().attempt) for task in hit] == [("SUCCEEDED", 2)] * 3
-    assert apart.get(timeout=30)["items"]
+    assert apart.get(timeout=patient(30))["items"]
     assert apart.record().attempt == 1
     assert [entry.error["type"] for entry in fleet.app.ledger.attempts(hit[0].id) if entry.error] == ["EngineDied"]
 
@@ -182,16 +182,16 @@ def test_a_frozen_session_does_not_hold_a_cancel(fleet: TestFleet, one: WorkerPr
 
 def test_a_model_that_cannot_be_loaded_fails_its_tasks_with_the_cause(fleet: TestFleet, one: WorkerProcess) -> None:
     with pytest.raises(TaskFailed, match="there is no such model"):
-        submit(ask("echo a", model="/models/broken"), app=fleet.app).get(timeout=30)
+        submit(ask("echo a", model="/models/broken"), app=fleet.app).get(timeout=patient(30))
 
-    assert submit(ask("echo a"), app=fleet.app).get(timeout=30)["items"]
+    assert submit(ask("echo a"), app=fleet.app).get(timeout=patient(30))["items"]
     eventually(lambda: len(sessions_of(one)) == 1, what="one session")
 
 
 def test_idle_sessions_are_closed_and_nothing_is_left(fleet: TestFleet, env: dict[str, str]) -> None:
     worker = fleet.start_worker("w1", env={**env, "GPUFLOW_SESSION_IDLE_SEC": "1"})
 
-    submit(ask("echo a"), app=fleet.app).get(timeout=30)
+    submit(ask("echo a"), app=fleet.app).get(timeout=patient(30))
 
     eventually(lambda: "event=session_ended" in worker.log(), what="its end")
     assert sessions_of(worker) == []
@@ -208,13 +208,13 @@ def test_a_drained_worker_answers_what_it_has_and_leaves_no_session(
     eventually(lambda: "event=draining" in one.log())
     gate.touch()
 
-    assert task.get(timeout=30)["items"]
-    assert one.process.wait(timeout=30) == 0
+    assert task.get(timeout=patient(30))["items"]
+    assert one.process.wait(timeout=patient(30)) == 0
     assert not session.is_running()
 
 
 def test_sessions_die_with_their_worker(fleet: TestFleet, one: WorkerProcess) -> None:
-    submit(ask("echo a"), app=fleet.app).get(timeout=30)
+    submit(ask("echo a"), app=fleet.app).get(timeout=patient(30))
     (session,) = sessions_of(one)
 
     one.process.kill()
@@ -237,14 +237,14 @@ def test_two_models_take_turns_on_one_gpu(fleet: TestFleet, env: dict[str, str])
         tasks = []
         for number in range(20):
             tasks.append(box.submit("A100:1", **gpu_ask(f"echo {number}", f"/models/{number % 2}")))
-            assert tasks[-1].get(timeout=60)["items"][0]["output"] == str(number)
+            assert tasks[-1].get(timeout=patient(60))["items"][0]["output"] == str(number)
 
         assert {task.get()["gpus"] for task in tasks} == {tasks[0].get()["gpus"]}
         assert opened(worker) == 20
         assert worker.log().count("event=session_evicted") == 19
         eventually(lambda: len(sessions_of(worker)) == 1, what="one session")
         # what another task needs is there as soon as the last session has gone
-        assert box.submit("A100:1").get(timeout=30)["gpus"]
+        assert box.submit("A100:1").get(timeout=patient(30))["gpus"]
         assert sessions_of(worker) == []
 
 
@@ -253,10 +253,10 @@ def test_an_idle_session_leaves_for_a_task_of_another_worker_of_its_machine(
 ) -> None:
     with Box(fleet, "shared", "1xA100-80GB") as box:
         warm = box.start("warm", "--executors", "inference", **env)
-        box.submit("A100:1", **gpu_ask("echo a", "/models/one")).get(timeout=30)
+        box.submit("A100:1", **gpu_ask("echo a", "/models/one")).get(timeout=patient(30))
         box.start("other", "--executors", "echo", **env)
 
-        assert box.submit("A100:1").get(timeout=30)["gpus"]
+        assert box.submit("A100:1").get(timeout=patient(30))["gpus"]
 
         assert "another worker of this machine" in warm.log()
 
@@ -268,12 +268,12 @@ def test_requests_to_a_warm_model_need_no_free_gpu(fleet: TestFleet, env: dict[s
         busy = running(box.submit("A100:1", **gpu_ask(f"wait {gate}", "/models/one")))
         waiting = box.submit("A100:1")  # the only GPU is taken
 
-        quick = [box.submit("A100:1", **gpu_ask(f"echo {n}", "/models/one")).get(timeout=30) for n in range(3)]
+        quick = [box.submit("A100:1", **gpu_ask(f"echo {n}", "/models/one")).get(timeout=patient(30)) for n in range(3)]
 
         assert waiting.state == "QUEUED"
         gate.touch()
-        assert {result["pid"] for result in quick} == {busy.get(timeout=30)["pid"]}
-        assert waiting.get(timeout=30)["gpus"]
+        assert {result["pid"] for result in quick} == {busy.get(timeout=patient(30))["pid"]}
+        assert waiting.get(timeout=patient(30))["gpus"]
         assert opened(worker) == 1
 
 
@@ -287,9 +287,9 @@ def test_a_stream_of_requests_to_one_model_does_not_keep_another_out_for_ever(
             return box.submit("A100:1", **gpu_ask("sleep 0.3", "/models/one"))
 
         stream = [one() for _ in range(10)]
-        stream[0].get(timeout=30)
+        stream[0].get(timeout=patient(30))
         other = box.submit("A100:1", **gpu_ask("echo other", "/models/two"))
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + patient(30)
         while not over(other) and time.monotonic() < deadline:
             stream = [task for task in stream if not over(task)]
             stream += [one() for _ in range(10 - len(stream))]
@@ -297,7 +297,7 @@ def test_a_stream_of_requests_to_one_model_does_not_keep_another_out_for_ever(
         assert over(other), "it still waits while the first model is asked without a pause"
         assert other.get()["items"][0]["output"] == "other"
         for task in stream:
-            task.get(timeout=30)  # the first model comes back for those that it had to leave
+            task.get(timeout=patient(30))  # the first model comes back for those that it had to leave
         assert opened(worker) >= 2
 
 
@@ -318,9 +318,9 @@ def test_a_secret_that_has_changed_gets_a_session_of_its_own_and_costs_no_attemp
     def one() -> Task:
         return submit(ask("length", secrets=["TOKEN_OF_TEST"], retry={"max_attempts": 1}), app=fleet.app)
 
-    first = one().get(timeout=30)
+    first = one().get(timeout=patient(30))
     write("second-value-is-longer")
-    second = one().get(timeout=30)
+    second = one().get(timeout=patient(30))
 
     lengths = [item["items"][0]["output"] for item in (first, second)]
     assert lengths == [str(len("first-value")), str(len("second-value-is-longer"))]
@@ -331,7 +331,7 @@ def test_tasks_of_a_plain_queue_have_a_child_of_their_own(fleet: TestFleet, env:
     worker = fleet.start_worker("w1", "-Q", "team.inference", env=env)
 
     spec = {key: part for key, part in ask("echo plain").items() if key != "resources"}
-    found = fleet.app.send_task("gpuflow.inference", args=[spec], queue="team.inference").get(timeout=30)
+    found = fleet.app.send_task("gpuflow.inference", args=[spec], queue="team.inference").get(timeout=patient(30))
 
     assert (found["items"][0]["output"], found["own"]) == ("plain", True)
     assert opened(worker) == 0

@@ -23,6 +23,7 @@ from click.testing import CliRunner
 from gpuflow.cli import cli
 from gpuflow.cluster.commands import with_our_packages
 from gpuflow.settings import Settings
+from tests.support.waiting import patient
 
 YAML_VERSION = metadata.version("PyYAML")
 
@@ -136,7 +137,7 @@ class Workshop:
             cwd=self.root,
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=patient(100),
             check=False,
         )
         assert "Traceback" not in done.stderr, done.stderr

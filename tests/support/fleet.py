@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import psutil
 import redis
@@ -20,18 +23,50 @@ from gpuflow.broker.embedded_files import ServerFiles
 from gpuflow.celery_app import GPUFlow
 from gpuflow.fleet.registry import Fleet, WorkerState
 from gpuflow.settings import Settings
-from tests.support.waiting import eventually
+from tests.gate import leftovers
+from tests.support.waiting import eventually, patient
 
 ROOT = Path(__file__).resolve().parents[2]
+#: A disk in memory, and what has to be free there. A server keeps an acknowledged write in memory while an fsync runs,
+#: so that kill -9 loses it where the disk is busy: with the load of other tests, which no test is about.
+_MEMORY_DISK: Final = Path("/dev/shm")
+_MEMORY_DISK_MIB: Final = 1024
+_PREFIX: Final = "gpuflow-test-broker-"
+#: What has a log: the workers, gateways and brokers that run or ran in this test process.
+_with_logs: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def log_paths() -> list[Path]:
+    """Return the logs of what the tests have started and not yet let go."""
+    return sorted(one.log_path for one in _with_logs if one.log_path.is_file())
+
+
+def keep_log(of: Any) -> None:
+    """Put the log of this (`log_path`) into the report of a test that fails."""
+    _with_logs.add(of)
+
+
+def _remove_abandoned() -> None:
+    """Remove what test processes have left in memory that were killed."""
+    for folder in _MEMORY_DISK.glob(f"{_PREFIX}*"):
+        if not psutil.pid_exists(int(folder.name.removeprefix(_PREFIX).partition("-")[0])):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 class Broker:
-    """A real server with an append-only file, on loopback."""
+    """A real server with an append-only file, on loopback; the file is in memory where the machine has /dev/shm."""
 
     def __init__(self, folder: Path) -> None:
+        self._in_memory: Path | None = None
+        if _MEMORY_DISK.is_dir() and shutil.disk_usage(_MEMORY_DISK).free >> 20 >= _MEMORY_DISK_MIB:
+            _remove_abandoned()
+            self._in_memory = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=_MEMORY_DISK))
+            folder = self._in_memory
         self.folder = folder
         self.data = folder / "embedded" / "data"
         self.server = EmbeddedServer(folder)
+        self.log_path = ServerFiles(folder).log
+        keep_log(self)
         self.url = self.server.start()
         self.client: Any = redis.Redis.from_url(self.url, decode_responses=True)
 
@@ -62,6 +97,8 @@ class Broker:
     def close(self) -> None:
         self.client.close()
         self.server.stop()
+        if self._in_memory is not None:
+            shutil.rmtree(self._in_memory, ignore_errors=True)
 
 
 class WorkerProcess:
@@ -78,6 +115,7 @@ class WorkerProcess:
         self.name = name
         self.url = url
         self.log_path = folder / f"{name}.log"
+        keep_log(self)
         environment = {
             **os.environ,
             "REDIS_URL": url,
@@ -86,6 +124,7 @@ class WorkerProcess:
             "GPUFLOW_STATE_DIR": str(folder / "state"),
             "GPUFLOW_CACHE_DIR": str(folder / "cache"),
             "GPUFLOW_GRACE_SEC": "1",
+            "GPUFLOW_PASS_ENV": leftovers.VARIABLE,
             "PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")]),
             **(env or {}),
         }
@@ -147,20 +186,21 @@ class WorkerProcess:
         """Ask for a warm stop and wait for the end."""
         if self.process.poll() is None:
             self.process.terminate()
-        return self.process.wait(timeout=within)
+        return self.process.wait(timeout=patient(within))
 
     def close(self) -> None:
         """End the process and everything it started."""
         left = self.children()
         if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)  # a stopped process does not hear the next one
             self.process.send_signal(signal.SIGQUIT)
             try:
-                self.process.wait(timeout=5)
+                self.process.wait(timeout=patient(5))
             except subprocess.TimeoutExpired:
                 self.process.kill()
-                self.process.wait(timeout=10)
+                self.process.wait(timeout=patient(30))
         for child in left:
-            if child.is_running():
+            with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
 
 
@@ -218,14 +258,16 @@ class TestFleet:
         return str(record.state) if record else "UNKNOWN"
 
     def close(self) -> None:
-        for worker in self.workers:
-            worker.close()
-        gc.collect()
-        # A result object that is collected later, when the broker is gone, has nothing to look for there.
-        self.app.backend.result_consumer.subscribed_to.clear()
-        self.app.close()
-        self.app.redis.close()
-        self.broker.close()
+        """End everything. What one part raises keeps no other part from its end."""
+        with contextlib.ExitStack() as stack:  # the last one first
+            stack.callback(self.broker.close)
+            stack.callback(self.app.redis.close)
+            stack.callback(self.app.close)
+            # A result object that is collected later, when the broker is gone, has nothing to look for there.
+            stack.callback(self.app.backend.result_consumer.subscribed_to.clear)
+            stack.callback(gc.collect)
+            for worker in self.workers:
+                stack.callback(worker.close)
 
 
 def running(pids: Sequence[int]) -> list[int]:

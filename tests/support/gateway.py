@@ -16,6 +16,8 @@ from gpuflow.artifacts.http_store import HttpStore
 from gpuflow.artifacts.throttle import Throttle
 from gpuflow.cluster.commands import with_our_packages
 from gpuflow.settings import Settings
+from tests.support.fleet import keep_log
+from tests.support.waiting import patient
 
 TOKEN = "token-of-the-tests-0123456789"
 _START_SECONDS = 30
@@ -38,12 +40,13 @@ class Gateway:
     ) -> None:
         self.root = root or folder / "results"
         self.token = token
-        self._log = folder / "gateway.log"
+        self.log_path = folder / "gateway.log"
+        keep_log(self)
         environment = {name: value for name, value in os.environ.items() if name != "GPUFLOW_WORKER_TOKEN"}
         environment |= {"RESULTS_DIR": str(self.root), "PYTHONUNBUFFERED": "1", **(env or {})}
         if token is not None:
             environment["GPUFLOW_WORKER_TOKEN"] = token
-        with self._log.open("ab") as log:
+        with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
                 [
                     sys.executable,
@@ -68,7 +71,7 @@ class Gateway:
 
     def _told_address(self) -> str:
         assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], _START_SECONDS)
+        ready, _, _ = select.select([self.process.stdout], [], [], patient(_START_SECONDS))
         first = self.process.stdout.readline() if ready else ""
         assert first.startswith("gateway: http://"), f"the gateway did not start: {self.log}"
         return first.removeprefix("gateway: ").strip()
@@ -83,7 +86,7 @@ class Gateway:
 
     @property
     def log(self) -> str:
-        return self._log.read_text("utf-8", "replace")
+        return self.log_path.read_text("utf-8", "replace")
 
     @property
     def memory_bytes(self) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from gpuflow.cluster.commands import with_our_packages
 from gpuflow.filelocks import holding, lock, try_lock
+from tests.support.waiting import patient
 
 #: What Celery, kombu and psutil import of Unix they import on Unix alone: they are there before it is hidden.
 HIDDEN = """
@@ -65,7 +66,7 @@ def run(code: str, *arguments: str) -> str:
         env=with_our_packages({"HOME": os.devnull}),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patient(60),
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -14,6 +14,7 @@ from gpuflow.environments import find
 from gpuflow.settings import Settings
 from tests.fixtures.executor_child import ROOT
 from tests.fixtures.session_child import SessionChild
+from tests.gate import leftovers
 
 #: Exact answers: no rounding of a shorter type, no compiled kernels.
 EXACT = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 32}
@@ -73,7 +74,9 @@ def open_session(tmp_path_factory: pytest.TempPathFactory, environment: VllmEnvi
 @pytest.fixture(scope="session")
 def warm(open_session: Callable[..., SessionChild], tiny: Path) -> Iterator[SessionChild]:
     """A vLLM session with room for adapters, for the tests that leave it as it is."""
-    with open_session(tiny / "model", "vllm", enable_lora=True, max_loras=2, max_lora_rank=8) as session:
+    with leftovers.kept_for_the_session():
+        session = open_session(tiny / "model", "vllm", enable_lora=True, max_loras=2, max_lora_rank=8)
+    with session:
         session.until("ready")
         yield session
 
@@ -81,6 +84,8 @@ def warm(open_session: Callable[..., SessionChild], tiny: Path) -> Iterator[Sess
 @pytest.fixture(scope="session")
 def reference(open_session: Callable[..., SessionChild], tiny: Path) -> Iterator[SessionChild]:
     """The same model on transformers, for what must be equal."""
-    with open_session(tiny / "model", "transformers") as session:
+    with leftovers.kept_for_the_session():
+        session = open_session(tiny / "model", "transformers")
+    with session:
         session.until("ready")
         yield session

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests.fixtures.session_child import Caller, SessionChild, outputs, streamed
+from tests.support.waiting import patient
 
 pytestmark = pytest.mark.vllm
 
@@ -257,7 +258,7 @@ def test_a_killed_engine_fails_every_open_request_and_the_session(
             assert (error["type"], error["retryable"]) == ("EngineDied", True)
         assert session.until("finish")["error"]["type"] == "EngineDied"
         assert session.end() == 1
-        assert psutil.wait_procs(tree, timeout=10)[1] == []
+        assert psutil.wait_procs(tree, timeout=patient(10))[1] == []
 
 
 def test_the_end_of_input_ends_it_and_leaves_no_process(
@@ -272,7 +273,7 @@ def test_the_end_of_input_ends_it_and_leaves_no_process(
 
         assert session.until("finish", "open")["status"] == "cancelled"
         assert session.end() == 0
-        assert psutil.wait_procs(tree, timeout=10)[1] == []
+        assert psutil.wait_procs(tree, timeout=patient(10))[1] == []
 
 
 def test_an_engine_that_cannot_start_says_why_and_may_start_elsewhere(

@@ -15,6 +15,7 @@ from gpuflow.settings import Settings
 from tests.fixtures.fleets import OPTIONS
 from tests.fixtures.session_child import Caller, SessionChild, outputs
 from tests.support.fleet import TestFleet, WorkerProcess
+from tests.support.waiting import patient
 from tests.vllm.conftest import EXACT, VllmEnvironment
 
 pytestmark = pytest.mark.vllm
@@ -69,9 +70,9 @@ def opened(worker: WorkerProcess) -> int:
 def test_smollm2_answers_as_transformers_does_token_by_token(
     vllm_fleet: TestFleet, worker: WorkerProcess, environment: VllmEnvironment, cache: Path, tmp_path: Path
 ) -> None:
-    first = submit(ask(SMOLLM2, PROMPTS[0]), app=vllm_fleet.app).get(timeout=START_SECONDS)
+    first = submit(ask(SMOLLM2, PROMPTS[0]), app=vllm_fleet.app).get(timeout=patient(START_SECONDS))
     tasks = [submit(ask(SMOLLM2, prompt), app=vllm_fleet.app) for prompt in PROMPTS]
-    answers = [task.get(timeout=120) for task in tasks]
+    answers = [task.get(timeout=patient(120)) for task in tasks]
 
     with SessionChild(tmp_path / "session.log", environment.python, environment.variables) as session:
         model = {"source": SMOLLM2, "transformers": {"dtype": "float32"}}
@@ -100,21 +101,21 @@ def test_a_request_whose_engine_is_killed_is_answered_by_a_fresh_one(
 ) -> None:
     before = opened(worker)
     source = {"type": "local", "identifier": str(tiny / "model")}
-    submit(ask(source, "Hello"), app=vllm_fleet.app).get(timeout=START_SECONDS)
+    submit(ask(source, "Hello"), app=vllm_fleet.app).get(timeout=patient(START_SECONDS))
     long = {"max_tokens": 200, "min_tokens": 200, "ignore_eos": True, "stream": True}
     task = submit(ask(source, "Tell me", **long), app=vllm_fleet.app)
     wait_for_text(task)
 
     newest_engine_core(worker).send_signal(signal.SIGKILL)
 
-    result = task.get(timeout=START_SECONDS)
+    result = task.get(timeout=patient(START_SECONDS))
     assert result["usage"]["completion_tokens"] > 0
     record = task.record()
     assert (record.attempt, record.failures) == (2, 1)
     assert [entry.outcome for entry in vllm_fleet.app.ledger.attempts(task.id)] == ["failed", "succeeded"]
     assert opened(worker) == before + 2
     # the session of the other model went on
-    assert submit(ask(SMOLLM2, PROMPTS[0]), app=vllm_fleet.app).get(timeout=60)["items"]
+    assert submit(ask(SMOLLM2, PROMPTS[0]), app=vllm_fleet.app).get(timeout=patient(60))["items"]
     assert opened(worker) == before + 2
 
 

@@ -5,7 +5,7 @@
 -- KEYS[1] gpuflow.leases  KEYS[2] gpuflow.unacked  KEYS[3] gpuflow.owners  KEYS[4] gpuflow.ready
 -- KEYS[5] gpuflow.sweep  KEYS[6] gpuflow.delayed  KEYS[7] gpuflow.parked
 -- KEYS[8] gpuflow.present  KEYS[9] gpuflow.workers  KEYS[10] gpuflow.queues
--- ARGV[1] lease in seconds  ARGV[2] longest gap between sweeps in seconds
+-- ARGV[1] lease in seconds  ARGV[2] gap between sweeps, in seconds, above which there is grace
 -- ARGV[3] most messages to move in one step  ARGV[4] doorbell token seconds
 -- ARGV[5] prefix of the workers' heartbeat keys  ARGV[6] how many demand queues to look into
 -- ARGV[7] seconds after a sweep in which another one does nothing, unless there was more than it could move

@@ -22,6 +22,7 @@ from moto.server import ThreadedMotoServer
 
 from gpuflow.artifacts.store import Store, Throttle, open_store
 from gpuflow.settings import Settings
+from tests.gate import leftovers
 from tests.support.gateway import Gateway
 
 KINDS: Final = ("local", "http", "s3")
@@ -103,7 +104,9 @@ def _discard(_: object) -> None:
 
 @pytest.fixture(scope="session")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    with Gateway(tmp_path_factory.mktemp("gateway")) as started:
+    with leftovers.kept_for_the_session():
+        started = Gateway(tmp_path_factory.mktemp("gateway"))
+    with started:
         yield started
 
 

@@ -6,6 +6,8 @@ import json
 import subprocess
 from typing import Any
 
+from tests.support.waiting import patient
+
 
 def last_line(child: subprocess.Popen[str], *, first: bool = False, within: float = 100) -> dict[str, Any]:
     """Return the last JSON line that a process prints, or its first one, without waiting for its end."""
@@ -13,7 +15,7 @@ def last_line(child: subprocess.Popen[str], *, first: bool = False, within: floa
     if first:
         line = child.stdout.readline()
     else:
-        line = child.communicate(timeout=within)[0].strip().rpartition("\n")[2]
+        line = child.communicate(timeout=patient(within))[0].strip().rpartition("\n")[2]
     told = json.loads(line)
     assert isinstance(told, dict)
     return told

@@ -24,7 +24,7 @@ from gpuflow.errors import ArtifactError
 from gpuflow.settings import Settings
 from tests.integration.artifacts.test_conformance import made, sha256
 from tests.support.gateway import Gateway
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, patient
 
 MIB = 1 << 20
 DISK_MIB = 8
@@ -69,7 +69,7 @@ class SmallDisk:
         """Do one action in another process; return its error and what the store then lists."""
         done = subprocess.run(
             [sys.executable, "-c", ACTION, json.dumps([action, str(source), str(self.path), self.limit])],
-            env=with_our_packages(os.environ), capture_output=True, text=True, timeout=100, check=True,
+            env=with_our_packages(os.environ), capture_output=True, text=True, timeout=patient(100), check=True,
         )  # fmt: skip
         error, listed = json.loads(done.stdout)
         return str(error), list(listed)
@@ -141,13 +141,13 @@ def test_a_gateway_whose_disk_fills_up_says_507_and_goes_on_when_there_is_room(d
         address = f"{gateway.results_url}/task-1/files/a"
         # Without its length only the disk itself can tell.
         pieces = (content[at : at + MIB] for at in range(0, len(content), MIB))
-        untold = httpx.post(address, headers=gateway.headers, content=pieces, timeout=60)
+        untold = httpx.post(address, headers=gateway.headers, content=pieces, timeout=patient(60))
         assert untold.status_code in (413, 507)
         assert untold.headers["content-type"] == "application/problem+json"
         if not disk.limit:
             assert untold.json()["type"].endswith(":disk-full")
             told = {**gateway.headers, "Repr-Digest": repr_digest(sha256(source)), "Upload-Length": str(len(content))}
-            assert httpx.post(address, headers=told, timeout=60).status_code == 507
+            assert httpx.post(address, headers=told, timeout=patient(60)).status_code == 507
         with pytest.raises(ArtifactError, match="disk of the results"):
             gateway.store().put(source, "task-1/a")
         assert gateway.files() == []

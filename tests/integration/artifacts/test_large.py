@@ -27,6 +27,7 @@ from tests.integration.artifacts.conftest import AWS_ENVIRONMENT, KINDS, Place
 from tests.integration.artifacts.reading import last_line
 from tests.support.gateway import Gateway
 from tests.support.memory import peak_growth
+from tests.support.memory_disk import memory_folder
 from tests.support.waiting import eventually
 
 MIB: Final = 1 << 20
@@ -34,21 +35,41 @@ SIZE: Final = int(os.environ.get("ARTIFACT_MIB", "256")) * MIB
 MOST_MEMORY: Final = 100 * MIB
 #: What HTTP says besides the bytes of the file.
 HEADERS: Final = 64 << 10
+#: Listens on a port of its own choice and says which.
+S3_SERVER: Final = """
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import make_server
 
-pytestmark = pytest.mark.timeout(300 + SIZE // (4 * MIB))
+server = make_server("127.0.0.1", 0, DomainDispatcherApplication(create_backend_app), threaded=True)
+print(server.port, flush=True)
+server.serve_forever()
+"""
+
+#: What has to be free in memory for the copies of one test and for what a server keeps; else they are on the disk.
+FREE_MIB: Final = 5 * SIZE // MIB
+
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(1200 + SIZE // MIB)]
 
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
     """A file in which no two blocks are alike and no hole is, and its digest."""
-    path, digest = tmp_path_factory.mktemp("large") / "large.bin", hashlib.sha256()
-    with path.open("wb") as file:
-        for number in range(SIZE // MIB):
-            block = hashlib.shake_128(number.to_bytes(8, "big")).digest(1 << 14) * 64
-            digest.update(block)
-            file.write(block)
-    yield path, digest.hexdigest()
-    path.unlink()
+    with memory_folder("large", tmp_path_factory.mktemp("large"), free_mib=FREE_MIB) as folder:
+        path, digest = folder / "large.bin", hashlib.sha256()
+        with path.open("wb") as file:
+            for number in range(SIZE // MIB):
+                block = hashlib.shake_128(number.to_bytes(8, "big")).digest(1 << 14) * 64
+                digest.update(block)
+                file.write(block)
+        yield path, digest.hexdigest()
+        path.unlink()
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory where there is enough: flushes of hundreds of MiB hold up whatever else uses the disk."""
+    with memory_folder("large", tmp_path, free_mib=FREE_MIB) as folder:
+        yield folder
 
 
 @pytest.fixture
@@ -60,28 +81,20 @@ def own_gateway(tmp_path: Path) -> Iterator[Gateway]:
 @pytest.fixture
 def moto_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A bucket of an S3 server that is a process of its own: its memory is not ours."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    code = f"from moto.server import main; main(['-H', '127.0.0.1', '-p', '{port}'])"
     with (tmp_path / "moto.log").open("wb") as log:
-        server = subprocess.Popen([sys.executable, "-c", code], stdout=log, stderr=log)
+        server = subprocess.Popen([sys.executable, "-c", S3_SERVER], stdout=subprocess.PIPE, stderr=log)
     try:
+        assert server.stdout is not None
+        port = int(server.stdout.readline())
         for name, value in {**AWS_ENVIRONMENT, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}.items():
             monkeypatch.setenv(name, value)
-
-        def listens() -> bool:
-            with socket.socket() as line:
-                return line.connect_ex(("127.0.0.1", port)) == 0
-
-        eventually(listens, within=60, what="the S3 server")
         client = boto3.client("s3")
         client.create_bucket(Bucket="large")
         client.close()
         yield "s3://large/results"
     finally:
         server.kill()
-        server.wait(30)
+        server.communicate()
 
 
 def place_of(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> Place:
@@ -119,27 +132,40 @@ def test_memory_is_constant_at_both_ends(
     print({action: f"server +{count >> 20} MiB" for action, count in server.items()} if kind == "http" else "")
     assert [line["size"] for line in told.values()] == [SIZE] * 2
     assert {line["sha256"] for line in told.values()} == {digest} == {file_digest(target)}
-    assert [line for line in told.values() if not 0 <= line["extra_bytes"] < MOST_MEMORY] == []
+    # The kernel counts pages per CPU and sums them up late, so a peak can seem to have fallen a little.
+    assert [line for line in told.values() if not -MIB < line["extra_bytes"] < MOST_MEMORY] == []
     assert kind != "http" or max(server.values()) < MOST_MEMORY
 
 
 class CountingProxy(Proxy):
-    """Counts what it passes on, by the way it goes."""
+    """Counts what it passes on, by the way it goes, before whoever receives it can go on."""
 
     def __init__(self, url: str) -> None:
-        self.up = self.down = 0
+        self._counts = {"up": 0, "down": 0}
         super().__init__(url)
 
+    @property
+    def up(self) -> int:
+        return self._counts["up"]
+
+    @property
+    def down(self) -> int:
+        return self._counts["down"]
+
+    def count_anew(self) -> None:
+        """Begin at 0 with the connections to come: a cut one may still be about to count its last block."""
+        self._counts = {"up": 0, "down": 0}
+
     def _pass(self, pair: tuple[socket.socket, socket.socket], source: socket.socket, sink: socket.socket) -> None:
-        counter = self
+        counts, way = self._counts, "up" if sink is pair[1] else "down"
 
         class Counted:
             def sendall(self, chunk: bytes) -> None:
+                counts[way] += len(chunk)
                 sink.sendall(chunk)
-                if sink is pair[1]:
-                    counter.up += len(chunk)
-                else:
-                    counter.down += len(chunk)
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(sink, name)
 
         super()._pass(pair, source, Counted())  # type: ignore[arg-type]
 
@@ -165,7 +191,7 @@ def test_an_upload_that_is_cut_at_half_sends_the_rest_alone(
                 proxy.refuse()
                 eventually(idle, what="the end of the first half")
                 arrived.append(own_gateway.parts("task-1")[0].stat().st_size)
-                proxy.up = 0
+                proxy.count_anew()
                 proxy.allow()
 
         stored = own_gateway.store(url=proxy.url).put(source, "task-1/large", progress=cut_at_half)
@@ -196,7 +222,7 @@ def test_a_download_that_is_cut_at_half_fetches_the_rest_alone(
                 child.kill()
             (part,) = target.parent.iterdir()
             here.append(part.stat().st_size)
-            proxy.down = 0
+            proxy.count_anew()
 
         def cut_at_half(count: int) -> None:
             nonlocal over
@@ -204,7 +230,7 @@ def test_a_download_that_is_cut_at_half_fetches_the_rest_alone(
             if over >= SIZE // 2 and not here:
                 proxy.cut()
                 here.append(next(target.parent.iterdir()).stat().st_size)
-                proxy.down = 0
+                proxy.count_anew()
 
         stored = own_gateway.store(url=proxy.url).get("task-1/large", target, progress=cut_at_half)
         again = proxy.down
@@ -234,7 +260,7 @@ def test_s3_goes_on_with_a_cut_download(moto_process: str, large: tuple[Path, st
             if over >= SIZE // 2 and not here:
                 here.append(over)
                 proxy.cut()
-                proxy.down = 0
+                proxy.count_anew()
 
         stored = store.get("task-1/large", target, progress=cut_at_half)
         again = proxy.down

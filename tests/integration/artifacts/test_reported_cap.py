@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gpuflow.fleet.registry import Fleet
 from tests.support.fleet import TestFleet
+from tests.support.waiting import patient
 
 
 def test_a_worker_tells_its_cap(fleet: TestFleet) -> None:
@@ -12,7 +13,7 @@ def test_a_worker_tells_its_cap(fleet: TestFleet) -> None:
     registry = Fleet(fleet.app.redis, fleet.app.keys)
 
     told = {name: registry.find(name) for name in ("capped", "free")}
-    stats = fleet.app.control.inspect(timeout=10, limit=2).stats()
+    stats = fleet.app.control.inspect(timeout=patient(60), limit=2).stats()
 
     caps = {name: entry.public()["bandwidthBytesPerSecond"] for name, entry in told.items() if entry}
     assert caps == {"capped": 125_000_000, "free": None}

@@ -14,7 +14,7 @@ import pytest
 
 from gpuflow.environments.installing import _cause, _mend
 from tests.support.environments import YAML_VERSION, Workshop, make_endless_sdist, make_wheel
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, patient
 
 Begin = Callable[..., "subprocess.Popen[str]"]
 
@@ -98,7 +98,7 @@ def test_of_two_creates_one_builds_and_the_other_waits_and_uses_it(
     assert second.stderr is not None
     assert "another process builds tiny (cpu); waiting" in second.stderr.readline()
     gate.write_text("go on")
-    outputs = [process.communicate(timeout=60) for process in (first, second)]
+    outputs = [process.communicate(timeout=patient(60)) for process in (first, second)]
 
     assert [process.returncode for process in (first, second)] == [0, 0], outputs
     assert "built in" in outputs[0][0]
@@ -147,7 +147,7 @@ def test_a_file_system_that_takes_no_more_fails_the_build_and_leaves_nothing(wor
         str(workshop.wheels),
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
     )
-    _, said = creating.communicate(timeout=60)
+    _, said = creating.communicate(timeout=patient(60))
 
     assert creating.returncode == 1
     assert "pip could not install large==1.0: Could not install packages due to an OSError" in said

@@ -14,6 +14,7 @@ import pytest
 from tests.fixtures.executor_child import Ended
 from tests.fixtures.session_child import Caller, SessionChild, outputs, streamed
 from tests.fixtures.tiny_adapter import make_tiny_adapter
+from tests.support.waiting import patient
 
 pytestmark = pytest.mark.ml
 
@@ -258,7 +259,7 @@ def test_it_ends_at_once_and_leaves_no_process(fresh: SessionChild, tmp_path: Pa
     else:
         assert finish["status"] == "cancelled"
     assert fresh.end() == (143 if how == "SIGTERM" else 0)
-    assert psutil.wait_procs(tree, timeout=10)[1] == []
+    assert psutil.wait_procs(tree, timeout=patient(10))[1] == []
 
 
 def test_the_end_of_input_while_loading_ends_it(tmp_path: Path, tiny_model: Path) -> None:

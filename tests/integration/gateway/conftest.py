@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from tests.support.gateway import Gateway
+from tests.support.waiting import patient
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
 @pytest.fixture
 def client(gateway: Gateway) -> Iterator[httpx.Client]:
     """A client with the token."""
-    with httpx.Client(base_url=gateway.results_url, headers=gateway.headers, timeout=30) as made:
+    with httpx.Client(base_url=gateway.results_url, headers=gateway.headers, timeout=patient(30)) as made:
         yield made
 
 

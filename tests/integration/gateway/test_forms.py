@@ -15,7 +15,7 @@ from gpuflow.artifacts.repr_digest import repr_digest
 from tests.integration.gateway.test_results_service import CONTENT, digest, problem
 from tests.support.gateway import TOKEN, Gateway
 from tests.support.memory import peak_growth
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, patient
 
 MIB = 1 << 20
 
@@ -121,7 +121,7 @@ def test_a_digest_belongs_to_a_file_alone(client: httpx.Client, task: str) -> No
 
 def test_a_form_that_is_cut_leaves_nothing(gateway: Gateway, task: str) -> None:
     parts = urlsplit(gateway.url)
-    with socket.create_connection((str(parts.hostname), parts.port or 0), timeout=30) as line:
+    with socket.create_connection((str(parts.hostname), parts.port or 0), timeout=patient(30)) as line:
         line.sendall(
             f"POST /api/v1/results/{task}/files HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
             "Content-Type: multipart/form-data; boundary=b\r\nContent-Length: 9000000\r\n\r\n"
@@ -141,7 +141,7 @@ def test_a_large_form_takes_little_memory(gateway: Gateway, client: httpx.Client
     client.post(f"/{task}/files", files={"file": ("warm-up", CONTENT)})
 
     with peak_growth(gateway.process.pid) as theirs, large.open("rb") as stream:
-        answer = client.post(f"/{task}/files", files={"file": ("large.bin", stream)}, timeout=100)
+        answer = client.post(f"/{task}/files", files={"file": ("large.bin", stream)}, timeout=patient(100))
 
     assert answer.json()["files"][0]["bytes"] == 160 * MIB
     assert theirs() < 64 * MIB
@@ -156,7 +156,7 @@ def test_curl_sends_both_forms(gateway: Gateway, task: str, tmp_path: Path) -> N
     for more, address in ((["-F", "file=@x.bin"], "files"), (["--data-binary", "@x.bin"], "files/raw.bin")):
         done = subprocess.run(
             [program, "-sS", "--fail", "-H", login, *more, f"{gateway.results_url}/{task}/{address}"],
-            cwd=tmp_path, capture_output=True, text=True, timeout=60,
+            cwd=tmp_path, capture_output=True, text=True, timeout=patient(60),
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
     assert stored(gateway, task, "x.bin") == stored(gateway, task, "raw.bin") == CONTENT

@@ -19,7 +19,7 @@ from gpuflow.artifacts.repr_digest import repr_digest
 from gpuflow.cluster.commands import with_our_packages
 from tests.integration.gateway.test_results_service import CONTENT, digest, problem
 from tests.support.gateway import TOKEN, Gateway
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, patient
 
 MIB = 1 << 20
 
@@ -28,7 +28,7 @@ MIB = 1 << 20
 def begun_upload(gateway: Gateway, name: str, content: bytes, sent: int) -> Iterator[socket.socket]:
     """Begin an upload of `content`, send so much of it, and hold the line."""
     parts = urlsplit(gateway.url)
-    with socket.create_connection((str(parts.hostname), parts.port or 0), timeout=30) as line:
+    with socket.create_connection((str(parts.hostname), parts.port or 0), timeout=patient(30)) as line:
         line.sendall(
             f"POST /api/v1/results/t/files/{name} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
             f"Repr-Digest: {repr_digest(digest(content))}\r\nUpload-Length: {len(content)}\r\nUpload-Offset: 0\r\n"
@@ -75,7 +75,7 @@ def test_its_end_keeps_what_has_come_in(tmp_path: Path, number: int, code: int) 
     ):
         eventually(lambda: sum(part.stat().st_size for part in gateway.parts("t")) >= 3 * MIB, what="3 MiB")
         gateway.process.send_signal(number)
-        assert gateway.process.wait(30) == code
+        assert gateway.process.wait(patient(30)) == code
         assert "Traceback" not in gateway.log
     kept = sum(part.stat().st_size for part in gateway.parts("t"))
     assert 3 * MIB <= kept <= 4 * MIB
@@ -92,7 +92,7 @@ def test_an_upload_that_ends_in_time_is_taken_in_by_a_gateway_that_stops(tmp_pat
             gateway.process.send_signal(signal.SIGTERM)
             line.sendall(content[MIB:])
             assert b" 201 " in line.recv(4096).split(b"\r\n")[0]
-        gateway.process.wait(30)
+        gateway.process.wait(patient(30))
         assert gateway.files() == ["t/f"]
 
 
@@ -118,7 +118,7 @@ def test_without_its_libraries_it_names_the_mend(missing: str, tmp_path: Path) -
     code = f"import sys; sys.modules[{missing!r}] = None; from gpuflow.cli import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code, "gateway"], cwd=tmp_path, env=with_our_packages(os.environ),
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=patient(60),
     )  # fmt: skip
 
     assert done.returncode == 2

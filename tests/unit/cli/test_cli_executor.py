@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests.fixtures.executor_child import ROOT, child_environment
+from tests.support.waiting import patient
 
 EXAMPLE = ROOT / "examples" / "executor"
 HERE = {"GPUFLOW_EXECUTORS": f"acme.wordcount={EXAMPLE}/acme_wordcount/executor.py:WordCount"}
@@ -175,7 +176,7 @@ def test_ctrl_c_stops_the_tree(terminal: Terminal, tmp_path: Path, stubborn: boo
         process.send_signal(signal.SIGINT)
     out = process.stdout.read()
 
-    assert process.wait(timeout=60) == 130
+    assert process.wait(timeout=patient(60)) == 130
     assert json.loads(out.splitlines()[-1])["error"]["type"] == "Cancelled"
     assert len(pids) == 2
     assert [one.pid for one in tree if one.is_running() and one.status() != psutil.STATUS_ZOMBIE] == []

@@ -12,6 +12,7 @@ import pytest
 from gpuflow.environments import Place, find, note_problem
 from gpuflow.environments.places import Marker
 from tests.support.environments import Workshop
+from tests.support.waiting import patient
 
 
 def stand_in(workshop: Workshop, variant: str = "cpu", name: str = "tiny") -> Place:
@@ -91,7 +92,7 @@ def test_a_problem_is_noted_but_for_a_build_that_goes_on(workshop: Workshop) -> 
     with place.locked():
         told = threading.Thread(target=note_problem, args=(workshop.settings, ready, "in a build"), daemon=True)
         told.start()
-        told.join(timeout=20)
+        told.join(timeout=patient(20))
         waits = told.is_alive()
     assert not waits
     assert json.loads(place.marker_file.read_text())["problem"] == ""

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from tests.fixtures.executor_child import ARGV, Child, child_environment, request_json
+from tests.support.fleet import running
 
 
 def test_gives_back_items_output_environment_and_gpus(echo, tmp_path):
@@ -126,6 +127,29 @@ def test_sigterm_ends_a_sleep_at_once_as_cancelled(start):
     assert ended.code == 143
     assert ended.finish == {"status": "cancelled"}
     assert ended.named("result") == []
+
+
+def test_works_until_a_path_exists(start, tmp_path):
+    gate = tmp_path / "gate"
+    child = start("echo", {"echo": {"until_exists": str(gate)}})
+    child.until("worker", status="working")
+    assert running([child.pid]) == [child.pid]
+
+    gate.touch()
+
+    assert child.end().finish == {"status": "completed"}
+
+
+def test_the_last_step_waits_for_the_path_and_a_notice_ends_the_wait(start, tmp_path):
+    gate = tmp_path / "gate"
+    child = start("echo", {"echo": {"steps": 1, "checkpoint_steps": 1000, "until_exists": str(gate)}})
+    child.until("worker", status="working")
+
+    child.signal(signal.SIGUSR1)
+    ended = child.end()
+
+    assert ended.finish["error"]["type"] == "Preempted"
+    assert [event["current"] for event in ended.named("progress")] == [1]
 
 
 def test_sigterm_can_be_ignored(start):

@@ -11,6 +11,7 @@ import pytest
 from executors import cancellation
 from gpuflow.protocol import complete_checkpoints
 from tests.fixtures.executor_child import child_environment, request_json
+from tests.support.waiting import patient
 
 STEPS = {"steps": 100, "sleep_seconds": 10, "checkpoint_steps": 1000}
 
@@ -159,6 +160,10 @@ except cancellation.Cancelled as end:
 @pytest.mark.parametrize(("name", "raised"), [("SIGUSR1", "Preempted"), ("SIGTERM", "Cancelled")])
 def test_a_signal_that_interrupts_nothing_is_noticed(name, raised):
     done = subprocess.run(
-        [sys.executable, "-c", BLOCKED, name], capture_output=True, text=True, timeout=60, env=child_environment()
+        [sys.executable, "-c", BLOCKED, name],
+        capture_output=True,
+        text=True,
+        timeout=patient(60),
+        env=child_environment(),
     )
     assert (done.stdout.strip(), done.stderr) == (raised, "")

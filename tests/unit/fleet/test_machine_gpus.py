@@ -371,3 +371,21 @@ def test_with_the_simulated_driver(run_python: Any, simulated_nvml: Any, tmp_pat
         [[first, 60], [second, 80]],
     ]
     assert (found["taken"], found["clean"]) == ([first], True)
+
+
+def test_a_take_and_a_release_are_changes_that_the_next_look_sees_at_once(machine: Make) -> None:
+    gpus = machine(FOUR)
+    before, seen = gpus.change, (gpus.looked_at(), gpus.last_seen())
+
+    hold = taken(gpus.take(["GPU-0"]))
+    after = gpus.change
+    assert after is not before
+    assert gpus.last_seen() == seen[1], "it looks at nothing"
+    gpus.looked_at()
+    assert gpus.last_seen() != seen[1]
+    assert "GPU-0" not in {gpu.uuid for gpu in gpus.free(FOUR).gpus}
+
+    gpus.release(hold)
+    assert gpus.change is not after
+    gpus.looked_at()
+    assert gpus.last_seen() == seen[1]

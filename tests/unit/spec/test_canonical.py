@@ -153,7 +153,7 @@ def test_echo_takes_all_that_tests_need():
     echo = {
         "message": "hi", "output": {"a": [1, None]}, "sleep_seconds": 0.5, "steps": 3, "exit_code": 3, "children": 2,
         "fail": {"type": "Oops", "message": "m", "retryable": True}, "ignore_sigterm": True, "stdout_garbage": True,
-        "silent": False, "ignore_notice": True, "checkpoint_steps": 5,
+        "silent": False, "ignore_notice": True, "checkpoint_steps": 5, "until_exists": "/tmp/gate",
     }  # fmt: skip
     assert canonical({"taskType": "echo", "echo": echo, "data": {"items": ["x"]}})["echo"] == echo
 

@@ -16,6 +16,7 @@ from gpuflow.spec import configs_root, expand_matrix, list_presets, load_preset,
 from gpuflow.spec.graph import find_cycle, topological, upstream
 from gpuflow.spec.overlay import deep_merge
 from gpuflow.spec.presets import KINDS
+from tests.support.waiting import patient
 
 TREES = st.recursive(
     st.integers() | st.text(max_size=3) | st.none(),
@@ -200,7 +201,7 @@ def test_presets_and_references_need_no_pydantic():
         "import sys, gpuflow.spec.presets, gpuflow.spec.references; "
         "heavy = {'pydantic', 'torch', 'celery', 'redis'} & set(sys.modules); sys.exit(str(heavy) if heavy else 0)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=patient(60))
 
 
 def test_every_public_name_is_there():

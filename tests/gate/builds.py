@@ -1,0 +1,31 @@
+"""Builds what an environment of tox needs beyond its packages, before any of its tests.
+
+python -m tests.gate.builds NAME
+
+Called in the environment itself, by tox.ini and by tests/gate/run.py. Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+#: Commands by the name of the environment, and the constraints that pip gets.
+BUILDS: Final = {"vllm": (("gpuflow", "env", "create", "vllm", "--variant", "cpu"), "constraints-vllm.txt")}
+
+
+def main(name: str) -> int:
+    """Build, and return the exit code. What is there already is kept."""
+    (program, *arguments), constraints = BUILDS[name]
+    environment = {**os.environ, "PIP_CONSTRAINT": str(ROOT / constraints)}
+    return subprocess.run(
+        [Path(sys.executable).with_name(program), *arguments], env=environment, check=False
+    ).returncode
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1]))

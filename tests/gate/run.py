@@ -1,0 +1,112 @@
+"""The gate: builds every environment of tox, runs them, and says at its end what failed. Called by `.ci/run`.
+
+python -m tests.gate.run [ENVIRONMENT ...]      # without names: the default environments of tox.ini
+
+The order: preflight, builds (a failed one is tried once more: a download may break off), tests, report. tox is that of
+this interpreter's environment. .tox/gate keeps what came of it: JSON and JUnit XML of each suite, logs of builds.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any, Final
+
+from tests.gate import leftovers, preflight, report
+from tests.gate.builds import BUILDS
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+FOLDER: Final = ROOT / ".tox" / "gate"
+TRIES: Final = 2
+TOX_RESULT: Final = "tox.json"
+
+
+def main(names: list[str]) -> int:
+    """Run the gate and return its exit code."""
+    began = time.monotonic()
+    run = uuid.uuid4().hex
+    os.environ.update(CI="true", NO_COLOR="1", PY_COLORS="0", PYTHONUNBUFFERED="1", GATE_DIR=str(FOLDER))
+    os.environ.setdefault("TEST_PATIENCE", "4")
+    os.environ[leftovers.VARIABLE] = run
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    FOLDER.mkdir(parents=True)
+    _say("preflight", began)
+    for line in preflight.lines(FOLDER):
+        print(line, flush=True)
+    names = names or _default_environments()
+    builds = []
+    for name in names:
+        _say(f"build {name}", began)
+        builds.append(_build(name))
+    _say("tests", began)
+    built = [one.name for one in builds if not one.error]
+    result = FOLDER / TOX_RESULT
+    if built:
+        _tox("run", "--skip-pkg-install", "--result-json", str(result), "-e", ",".join(built))
+    left = leftovers.find(run, whole_run=True)
+    leftovers.end(left)
+    lines, code = report.end_of_run(
+        builds=builds,
+        environments=json.loads(result.read_text())["testenvs"] if result.exists() else {},
+        expected=built,
+        suites=_suites(),
+        left=[str(one) for one in left],
+        seconds=time.monotonic() - began,
+    )
+    print("\n".join(lines), flush=True)
+    return code
+
+
+def _build(name: str) -> report.Build:
+    log = FOLDER / f"build-{name}.log"
+    began = time.monotonic()
+    steps: list[list[str]] = [["run", "--notest", "-e", name]]
+    if name in BUILDS:
+        steps.append(["exec", "--skip-pkg-install", "-e", name, "--", "python", "-m", "tests.gate.builds", name])
+    for step in steps:
+        for _ in range(TRIES):
+            if _tox(*step, log=log) == 0:
+                break
+        else:
+            print(log.read_text(errors="replace")[-3000:], flush=True)
+            cause = report.cause_of(log.read_text(errors="replace"))
+            return report.Build(name=name, seconds=time.monotonic() - began, error=cause)
+    return report.Build(name=name, seconds=time.monotonic() - began, error="")
+
+
+def _suites() -> list[dict[str, Any]]:
+    """Return what the suites have written, in the order in which they ended."""
+    written = [path for path in FOLDER.glob("*.json") if path.name.count(".") == 1 and path.name != TOX_RESULT]
+    return [json.loads(path.read_text()) for path in sorted(written, key=lambda path: path.stat().st_mtime)]
+
+
+def _default_environments() -> list[str]:
+    program = [sys.executable, "-m", "tox", "list", "--no-desc", "-d", "-q"]
+    told = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    lines = [line.strip() for line in told.splitlines()]
+    return [line for line in lines if line and not line.startswith(("default", "additional"))]
+
+
+def _tox(*arguments: str, log: Path | None = None) -> int:
+    """Run tox; its output goes on as it comes, or into a log."""
+    command = [sys.executable, "-m", "tox", arguments[0], "--colored", "no", *arguments[1:]]
+    if log is None:
+        return subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, check=False).returncode
+    with log.open("ab") as file:
+        done = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=file, check=False)
+    return done.returncode
+
+
+def _say(what: str, began: float) -> None:
+    print(f"\n== {what} ({time.monotonic() - began:.0f} s since the start)", flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,76 @@
+"""COMMIT takes the end of a task from its current attempt only: the real Lua, with the steps of two processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from gpuflow.broker.leases import LeaseTable
+from gpuflow.broker.scripts import broker_script
+from gpuflow.client import submit
+from gpuflow.ledger.ledger import Holder
+from gpuflow.ledger.states import TaskState
+from tests.support.fleet import TestFleet
+from tests.support.pops import POP_ONE
+from tests.support.waiting import eventually
+
+LEASE_SECONDS = 600.0
+
+
+@pytest.fixture(scope="module")
+def brokered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestFleet]:
+    """A broker without workers: the tests take their steps."""
+    made = TestFleet(tmp_path_factory.mktemp("brokered"))
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def begin(fleet: TestFleet, owner: str) -> tuple[Holder, str]:
+    """Take the waiting message as this process and start its task; return the attempt and the delivery tag."""
+    keys, client = fleet.app.keys, fleet.broker.client
+    table = LeaseTable(keys, LEASE_SECONDS, owner=owner)
+    table.connect(client, keep=False)
+    table.sweeper.sweep(client)
+    names = [keys.leases, keys.unacked, keys.owners, keys.ready, keys.unreadable, keys.sweep, table.bell]
+    taken = broker_script("pop")(client, [*names, f"{keys.prefix}cpu"], [owner, LEASE_SECONDS, POP_ONE])
+    message = json.loads(taken[1])
+    tag = message["properties"]["delivery_tag"]
+    started = fleet.app.ledger.start(message["headers"]["id"], worker=owner, owner_token=owner, tag=tag)
+    assert started.verdict == "begin"
+    return Holder(attempt=started.attempt, token=owner), tag
+
+
+def lose(fleet: TestFleet, tag: str) -> None:
+    """End a lease and sweep it, as when its owner was stopped for long."""
+    table = LeaseTable(fleet.app.keys, LEASE_SECONDS, owner="sweeper")
+    table.sweeper.rest_seconds = 0.0
+
+    def swept() -> bool:
+        fleet.broker.client.zadd(fleet.app.keys.leases, {tag: 1})
+        return table.sweeper.sweep(fleet.broker.client).restored == 1
+
+    eventually(swept, what="a sweep that gives no grace")
+
+
+@pytest.mark.parametrize("by", ["another", "same"])
+def test_an_earlier_attempt_cannot_commit(brokered: TestFleet, by: str) -> None:
+    # Given a task whose first attempt has lost its lease, so that another process, or the same, has begun the second
+    ledger = brokered.app.ledger
+    task = submit(brokered.echo(output=1), app=brokered.app)
+    first, tag = begin(brokered, "a:1")
+    lose(brokered, tag)
+    second, _ = begin(brokered, "b:1" if by == "another" else "a:1")
+    assert (first.attempt, second.attempt) == (1, 2)
+    # When the first brings its end, then nothing of it is taken, and the second commits its own
+    for late in (TaskState.SUCCEEDED, TaskState.FAILED):
+        assert not ledger.commit(task.id, late, holder=first, result={"by": 1})
+    assert not task.record().state.final
+    assert ledger.commit(task.id, TaskState.SUCCEEDED, holder=second, result={"by": 2})
+    assert not ledger.commit(task.id, TaskState.SUCCEEDED, holder=first, result={"by": 1})
+    record = task.record()
+    assert (record.state, record.attempt, record.result) == ("SUCCEEDED", 2, {"by": 2})
+    assert [entry.outcome for entry in ledger.attempts(task.id)] == ["lost", "succeeded"]

@@ -1,0 +1,67 @@
+"""Workers of one machine share its GPUs: what the one that looked last saw of them counts for all."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from gpuflow.fleet.registry import Fleet, WorkerEntry, WorkerState
+from gpuflow.fleet.worker_views import worker_views
+from gpuflow.routing.capability import Capability, GpuCapability
+from gpuflow.routing.requirement import Requirement
+from gpuflow.routing.situation import judge
+from gpuflow.routing.views import TaskView
+
+BOTH = ("GPU-0", "GPU-1")
+
+
+def worker(
+    name: str, at: float, free: tuple[str, ...], *, gpus: tuple[str, ...] = BOTH, directory: str = "locks"
+) -> WorkerEntry:
+    """Return the entry of a worker that has these GPUs and saw these of them free at that time."""
+    capability = Capability(
+        gpus=tuple(GpuCapability(uuid=uuid, index=0, names=("l4",), vram_gb=24, total_mib=24_000) for uuid in gpus)
+    )
+    load: dict[str, Any] = {
+        "families": None,
+        "freeGpus": list(free),
+        "roomMib": {uuid: 24_000 if uuid in free else 0 for uuid in gpus},
+        "gpusSeenAt": at,
+        "locks": {"machine": "boot-1", "directory": directory, "path": "/locks"},
+    }
+    return WorkerEntry(id=name, state=WorkerState.IDLE, capability=capability.to_dict(), load=load)
+
+
+def kinds(*entries: WorkerEntry, ask: Requirement) -> dict[str, str]:
+    class Registry:
+        def workers(self) -> list[WorkerEntry]:
+            return list(entries)
+
+    views = worker_views(cast("Fleet", Registry()), None, 0.0)
+    return {view.id: judge(ask, "gpu", TaskView(name="t"), view).kind for view in views}
+
+
+WHOLE, SHARE = Requirement(gpu_count=1), Requirement(gpu_count=1, gpu_share=0.5)
+
+
+@pytest.mark.parametrize("ask", [WHOLE, SHARE])
+def test_what_another_worker_of_the_machine_took_later_is_not_free(ask: Requirement) -> None:
+    early, late = worker("a", 1.0, BOTH), worker("b", 2.0, ())
+
+    assert kinds(early, ask=ask) == {"a": "free"}
+    assert kinds(early, late, ask=ask)["a"] != "free"
+
+
+@pytest.mark.parametrize("ask", [WHOLE, SHARE])
+def test_what_it_gave_back_later_is_free(ask: Requirement) -> None:
+    assert kinds(worker("a", 1.0, ()), worker("b", 2.0, BOTH), ask=ask) == {"a": "free", "b": "free"}
+
+
+def test_other_machines_and_gpus_that_are_not_its_own_say_nothing() -> None:
+    elsewhere = worker("b", 2.0, (), directory="other")
+    part = worker("c", 2.0, (), gpus=("GPU-1",))
+
+    assert kinds(worker("a", 1.0, BOTH), elsewhere, ask=WHOLE)["a"] == "free"
+    assert kinds(worker("a", 1.0, BOTH), part, ask=WHOLE)["a"] == "free"
+    assert kinds(worker("a", 1.0, ("GPU-1",)), part, ask=WHOLE)["a"] == "busy"

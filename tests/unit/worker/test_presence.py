@@ -1,0 +1,197 @@
+"""When a worker writes its entry: a few fields before each attempt, the whole of it once a second at most."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from gpuflow.broker.keys import Keys
+from gpuflow.fleet.registry import WorkerEntry, WorkerState
+from gpuflow.routing.capability import Capability
+from gpuflow.settings import Settings
+from gpuflow.worker import presence
+from gpuflow.worker.machine_gpus import MachineGpus
+from gpuflow.worker.presence import PresenceThread
+
+
+class Server:
+    """Keeps the hash of the worker; `writes` counts the whole entries and the parts that were written."""
+
+    def __init__(self) -> None:
+        self.hash: dict[str, str] = {}
+        self.writes = {"whole": 0, "part": 0}
+        self.away = False
+        self.before_part: Callable[[], None] = lambda: None
+
+    def hset(self, _: str, field: str = "", value: str = "", mapping: dict[str, str] | None = None) -> None:
+        if mapping is None:
+            self.before_part()
+        if self.away:
+            raise RedisConnectionError("away")
+        self.writes["part" if mapping is None else "whole"] += 1
+        self.hash |= {field: value} if mapping is None else mapping
+
+    def pipeline(self) -> Server:
+        return self
+
+    def sadd(self, *_: Any) -> None: ...
+    def set(self, *_: Any, **__: Any) -> None: ...
+    def execute(self) -> None: ...
+
+    def read(self) -> WorkerEntry:
+        return WorkerEntry.from_hash(self.hash, alive=True)
+
+
+class Worker:
+    """A worker for two jobs, without GPUs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.server, self.now, self.held = Server(), 1000.0, 0
+        self._looks = itertools.count()
+        monkeypatch.setattr(presence.time, "monotonic", self._clock)
+        admission = SimpleNamespace(
+            jobs=lambda: self.held,
+            free_jobs=lambda: 2 - self.held,
+            sessions=None,
+            draining=False,
+            capability=Capability(),
+            demands=SimpleNamespace(name="class", families=None, names=list),
+            models=SimpleNamespace(names=tuple),
+        )
+        self.runtime = SimpleNamespace(
+            app=SimpleNamespace(redis=self.server, keys=Keys(), settings=Settings()),
+            admission=admission,
+            machine_gpus=MachineGpus(()),
+            hardware=SimpleNamespace(hostname="box", gpus=()),
+            offering=SimpleNamespace(to_dict=dict),
+            worker_id="w",
+            ephemeral=False,
+            asked_queues=None,
+            executors=None,
+            user_types=(),
+            running={},
+            connected=True,
+        )
+        self.presence = PresenceThread(cast("Any", self.runtime), "w@box")
+        self.presence.write()
+
+    def _clock(self) -> float:
+        """Each look at the clock is a little later than the one before."""
+        return self.now + next(self._looks) * 1e-6
+
+    def turn(self) -> bool:
+        """Take a turn of the thread; say whether the whole entry was written."""
+        due = self.presence._is_due(self._clock())
+        if due:
+            self.presence.write()
+        return due
+
+    def take(self) -> None:
+        self.held += 1
+        self.presence.note_held()
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
+    return Worker(monkeypatch)
+
+
+def test_what_is_held_is_told_before_the_attempt_begins(worker: Worker) -> None:
+    assert (worker.server.read().state, worker.server.read().load["freeJobs"]) == (WorkerState.IDLE, 2)
+
+    worker.take()
+
+    entry = worker.server.read()
+    assert (entry.state, entry.load["jobs"], entry.load["freeJobs"]) == (WorkerState.BUSY, 1, 1)
+    assert entry.load["diskFreeMib"] > 0, "the rest of the load is that of the last heartbeat"
+    worker.take()
+    assert worker.server.read().load["freeJobs"] == 0
+    assert worker.server.writes == {"whole": 1, "part": 2}
+
+
+def test_the_next_entry_takes_the_place_of_what_was_noted_since(worker: Worker) -> None:
+    worker.take()
+    worker.held = 0
+    worker.now += presence.REST_SECONDS
+
+    assert worker.turn(), "it began and ended between two turns, which saw nothing of it"
+
+    assert (worker.server.read().state, worker.server.read().load["freeJobs"]) == (WorkerState.IDLE, 2)
+    assert json.loads(worker.server.hash["newer_load"] or "{}") == {}
+    worker.now += presence.REST_SECONDS
+    assert not worker.turn(), "nothing has changed since"
+
+
+def test_a_thousand_short_tasks_a_minute_cost_no_entry_each(worker: Worker) -> None:
+    for _ in range(1000):
+        worker.take()
+        worker.now += 0.03
+        worker.turn()
+        worker.held = 0
+        worker.now += 0.03
+        worker.turn()
+
+    assert worker.server.writes["part"] == 1000
+    assert worker.server.writes["whole"] <= 62
+    assert len(worker.server.hash["newer_load"]) < 200
+
+
+def test_those_that_wait_for_one_that_writes_share_the_next_write(worker: Worker) -> None:
+    waiting = threading.Semaphore(0)
+    began, go_on = threading.Event(), threading.Event()
+
+    def before_part() -> None:
+        worker.server.before_part = lambda: None
+        began.set()
+        go_on.wait(30)
+
+    worker.server.before_part = before_part
+    note = worker.presence.note_held
+
+    def take() -> None:
+        worker.held += 1
+        note()
+
+    first = threading.Thread(target=take)
+    first.start()
+    assert began.wait(30)
+    lock = worker.presence._writing
+
+    class Counted:
+        def __enter__(self) -> None:
+            waiting.release()
+            lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+
+    worker.presence._writing = cast("Any", Counted())
+    others = [threading.Thread(target=take) for _ in range(5)]
+    for one in others:
+        one.start()
+    for _ in others:
+        assert waiting.acquire(timeout=30)
+    go_on.set()
+    for one in (first, *others):
+        one.join(30)
+
+    assert worker.server.writes["part"] == 2
+    assert worker.server.read().load["jobs"] == 6
+
+
+def test_a_broker_that_is_away_stops_no_attempt_and_is_told_with_the_next_entry(worker: Worker) -> None:
+    worker.server.away = True
+    worker.take()
+    worker.server.away = False
+    worker.now += presence.REST_SECONDS
+
+    assert worker.turn()
+
+    assert worker.server.read().load["jobs"] == 1
