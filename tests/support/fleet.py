@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,14 +23,13 @@ from gpuflow.celery_app import GPUFlow
 from gpuflow.fleet.registry import Fleet, WorkerState
 from gpuflow.settings import Settings
 from tests.gate import leftovers
+from tests.support.memory_disk import memory_folder
 from tests.support.waiting import eventually, patient
 
 ROOT = Path(__file__).resolve().parents[2]
-#: A disk in memory, and what has to be free there. A server keeps an acknowledged write in memory while an fsync runs,
-#: so that kill -9 loses it where the disk is busy: with the load of other tests, which no test is about.
-_MEMORY_DISK: Final = Path("/dev/shm")
-_MEMORY_DISK_MIB: Final = 1024
-_PREFIX: Final = "gpuflow-test-broker-"
+#: What has to be free on the disk in memory for a broker to write there. A server keeps an acknowledged write to itself
+#: while an fsync runs, so that kill -9 loses it on a disk that other tests keep busy, which no test is about.
+_BROKER_MIB: Final = 1024
 #: What has a log: the workers, gateways and brokers that run or ran in this test process.
 _with_logs: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -46,22 +44,12 @@ def keep_log(of: Any) -> None:
     _with_logs.add(of)
 
 
-def _remove_abandoned() -> None:
-    """Remove what test processes have left in memory that were killed."""
-    for folder in _MEMORY_DISK.glob(f"{_PREFIX}*"):
-        if not psutil.pid_exists(int(folder.name.removeprefix(_PREFIX).partition("-")[0])):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
 class Broker:
     """A real server with an append-only file, on loopback; the file is in memory where the machine has /dev/shm."""
 
     def __init__(self, folder: Path) -> None:
-        self._in_memory: Path | None = None
-        if _MEMORY_DISK.is_dir() and shutil.disk_usage(_MEMORY_DISK).free >> 20 >= _MEMORY_DISK_MIB:
-            _remove_abandoned()
-            self._in_memory = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=_MEMORY_DISK))
-            folder = self._in_memory
+        self._stack = contextlib.ExitStack()
+        folder = self._stack.enter_context(memory_folder("broker", folder, free_mib=_BROKER_MIB))
         self.folder = folder
         self.data = folder / "embedded" / "data"
         self.server = EmbeddedServer(folder)
@@ -95,10 +83,9 @@ class Broker:
         self.restart()
 
     def close(self) -> None:
-        self.client.close()
-        self.server.stop()
-        if self._in_memory is not None:
-            shutil.rmtree(self._in_memory, ignore_errors=True)
+        with self._stack:
+            self.client.close()
+            self.server.stop()
 
 
 class WorkerProcess:
