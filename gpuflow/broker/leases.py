@@ -96,29 +96,41 @@ class LeaseTable:
 
         False: there is no room for it any more; it is to be settled as `front`. None: an earlier delivery of it is
         still at work here, which holds by the same tag its slot, its GPUs and its lease. If that one had lost its lease
-        to a sweep it has it again now; if it is ending, the message is requeued for a moment later. Raises redis
-        errors.
+        to a sweep it has it again now; if it is ending, or nobody supervises it any more, the message is requeued for a
+        moment later; if it has ended and the server could not be told, the server is told now.
         """
         with self._lock:
             earlier = self._leases.get(tag)
             early = tag in self._at_work
             goes_on = early and earlier is not None and not (earlier.requeueing or earlier.owed)
+            goes_on = goes_on and self._is_supervised(earlier, time.monotonic())
+            owed = earlier.owed if earlier is not None else ""
             if not early:
                 self._leases[tag] = Lease(queue=queue, delivery=next(self._deliveries), list_key=key, raw=raw)
         if not early:
             return self.gate.taken(queue, tag, *session_of(raw))
         if goes_on:
             log.warning("lease_taken_back", tag=tag, queue=queue)
-        else:
-            log.debug("message_came_early", tag=tag, queue=queue)
-            self._ask_to_settle(tag, "front", EARLY_SECONDS)
+            return None
+        log.debug("message_came_early", tag=tag, queue=queue, owed=owed)
+        try:
+            self._ask_to_settle(tag, owed or "front", 0 if owed == "ack" else EARLY_SECONDS)
+        except RedisError as error:
+            log.info("lease_left_to_the_sweep", tag=tag, cause=str(error))
         return None
 
-    def start(self, tag: str, on_lost: Callable[[], None] | None = None) -> bool:
-        """Note that work on the message begins: a cut connection no longer returns it. False if it is not ours."""
+    def _is_supervised(self, lease: Lease | None, now: float) -> bool:
+        """Whether the supervisor of the message has been alive within the last term, or need not be yet."""
+        return lease is not None and (lease.beat_at is None or now - lease.beat_at <= self.lease_seconds)
+
+    def start(self, tag: str, on_lost: Callable[[], None] | None = None, *, delivery: int | None = None) -> bool:
+        """Note that work on the message begins: a cut connection no longer returns it.
+
+        False if it is not ours, or, with `delivery`, if another delivery of it has come since.
+        """
         with self._lock:
             lease = self._leases.get(tag)
-            if lease is None or lease.returning:
+            if lease is None or lease.returning or delivery not in (None, lease.delivery):
                 return False
             lease.started = True
             self._at_work.add(tag)
@@ -333,11 +345,7 @@ class LeaseTable:
             log.error("consumer_loop_stuck", held=len(self._leases))
             self._give_up_expired()
             return
-        alive = {
-            tag: lease
-            for tag, lease in self.held().items()
-            if lease.beat_at is None or now - lease.beat_at <= self.lease_seconds
-        }
+        alive = {tag: lease for tag, lease in self.held().items() if self._is_supervised(lease, now)}
         lost: set[str] = set()
         if alive:
             answer = self._ask_to_renew([self.owner, self.lease_seconds, "" if new_run else self._run or "", *alive])

@@ -83,7 +83,7 @@ class WorkerEntry:
     @classmethod
     def from_hash(cls, raw: Mapping[str, str], *, alive: bool) -> WorkerEntry:
         """Read an entry; without a live heartbeat its state is OFFLINE."""
-        newer = json.loads(raw.get("newer_load") or "{}")
+        newer = _newer_load(raw)
         state = WorkerState(raw["state"]) if alive else WorkerState.OFFLINE
         return cls(
             id=raw["id"],
@@ -126,6 +126,16 @@ class WorkerEntry:
         }
 
 
+def _newer_load(raw: Mapping[str, str]) -> dict[str, Any]:
+    """Return what the running process of an entry has noted since; nothing where the note is not one of it."""
+    try:
+        note = json.loads(raw.get("newer_load") or "{}")
+        ours = note["startedAt"] == float(raw["started_at"])
+        return dict(note["load"]) if ours else {}
+    except (ValueError, TypeError, KeyError):
+        return {}
+
+
 class Fleet:
     """Reads and writes worker entries; `client` must decode responses."""
 
@@ -141,9 +151,13 @@ class Fleet:
         pipe.set(self.keys.heartbeat(entry.id), WORKER_SCHEMA, px=int(timeout_seconds * 1000))
         pipe.execute()
 
-    def note_load(self, worker_id: str, load: Mapping[str, Any]) -> None:
-        """Write what of a worker's load has changed since its entry was written; the next entry takes its place."""
-        self.client.hset(self.keys.worker(worker_id), "newer_load", json.dumps(load))
+    def note_load(self, worker_id: str, started_at: float, load: Mapping[str, Any]) -> None:
+        """Write what of a worker's load has changed since its entry was written; the next entry takes its place.
+
+        `started_at` is the entry's: what an earlier process of the same id has left counts for nobody.
+        """
+        note = json.dumps({"startedAt": started_at, "load": load})
+        self.client.hset(self.keys.worker(worker_id), "newer_load", note)
 
     def leave(self, worker_id: str) -> None:
         """Say that a worker has stopped."""

@@ -23,15 +23,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from gpuflow.fleet.registry import Fleet, WorkerEntry
 from gpuflow.ledger.ledger import Ledger
 from gpuflow.ledger.records import TaskRecord
+from gpuflow.ledger.states import TaskState
 from gpuflow.routing.capability import CAPABILITY_SCHEMA, Capability
 from gpuflow.routing.offers import Offers
 from gpuflow.routing.queues import is_demand_queue
 from gpuflow.routing.views import Reservation, RunningTask, WorkerView
+
+#: What a task may be while GPUs are kept free for it.
+_WAITS: Final = (TaskState.PENDING, TaskState.QUEUED)
 
 
 def worker_views(fleet: Fleet, ledger: Ledger | None, now: float) -> list[WorkerView]:
@@ -151,6 +155,8 @@ def _reservation(found: Mapping[str, Any], records: Mapping[str, TaskRecord], no
         return None
     task = str(found["task"])
     record = records.get(task)
+    if record is not None and record.state not in _WAITS:
+        return None  # it has begun since: the entry is older than that
     since = found.get("since") or (record.created_at if record is not None else None)
     return Reservation(
         task=task,

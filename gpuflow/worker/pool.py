@@ -97,15 +97,15 @@ class SupervisorPool(TaskPool):  # type: ignore[misc]
 
         def run() -> Any:
             # The message may have come here again since: then another job runs it.
-            if leases is not None and not (leases.delivery(tag) == delivery and leases.start(tag)):
+            if leases is not None and not (delivery is not None and leases.start(tag, delivery=delivery)):
                 log.info("returned_message_not_run", task=job.task_id)
                 return None
-            job.thread_ident = threading.get_ident()
-            if soft_timeout:
-                job.limit(soft_timeout, lambda: self._soft(job, soft_timeout, timeout_callback))
-            if timeout:
-                job.limit(timeout, lambda: self._hard(job, timeout, timeout_callback))
             try:
+                job.thread_ident = threading.get_ident()
+                if soft_timeout:
+                    job.limit(soft_timeout, lambda: self._soft(job, soft_timeout, timeout_callback))
+                if timeout:
+                    job.limit(timeout, lambda: self._hard(job, timeout, timeout_callback))
                 return apply_target(target, args, kwargs or {}, callback, accept_callback)
             finally:
                 if leases is not None:

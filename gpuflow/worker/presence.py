@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any, Final
 
 import psutil
@@ -31,6 +32,8 @@ RETRY_SECONDS: Final = 1.0
 #: What it runs is told at most once in so many seconds: a worker of short tasks would write its entry all the time.
 REST_SECONDS: Final = 1.0
 #: Between these states a worker goes with each task.
+#: So long an attempt waits for another write to end, before it begins without having said what is held, in seconds.
+NOTE_WAIT_SECONDS: Final = 5.0
 _PASSING: Final = (WorkerState.IDLE, WorkerState.BUSY)
 #: So many of the demand queues that a worker serves are named in its entry at most.
 MOST_QUEUES: Final = 200
@@ -83,11 +86,12 @@ class PresenceThread(threading.Thread):
 
     def write(self) -> None:
         """Write the entry now. Raises redis errors."""
+        loads = self._gpu_loads()  # by the driver, which may hang: nobody waits for that
         with self._writing:
             self._write_began_at = time.monotonic()
             change = self.runtime.machine_gpus.change
             self.runtime.machine_gpus.looked_at()
-            summary, entry = self._summary(), self._entry()
+            summary, entry = self._summary(), self._entry(loads)
             self._outdated = self._summary() != summary
             self.fleet.announce(entry, self.runtime.app.settings.heartbeat_timeout_seconds)
             self._written, self._written_at = summary, time.monotonic()
@@ -96,24 +100,33 @@ class PresenceThread(threading.Thread):
     def note_held(self) -> None:
         """Write what the worker holds now, unless a write that began since this was called has said it.
 
-        Called before each attempt, when its message holds what it needs. Errors leave it to the next heartbeat.
+        Called before each attempt, when its message holds what it needs. No attempt depends on it: errors, and a write
+        that takes longer than NOTE_WAIT_SECONDS, leave it to the next heartbeat.
         """
         asked_at = time.monotonic()
-        with self._writing:
-            if self._write_began_at > asked_at:
-                return
-            self._write_began_at = time.monotonic()
-            change = self.runtime.machine_gpus.change
-            self._held |= self._held_load()
-            if self.runtime.hardware.gpus and change is not self._change:
-                self._held |= self._held_gpus()
-            try:
-                self.fleet.note_load(self.runtime.worker_id, self._held)
-                self._change = change
-            except RedisError as error:
-                log.debug("held_not_written", cause=str(error))
+        if not self._writing.acquire(timeout=NOTE_WAIT_SECONDS):
+            log.debug("held_not_written", cause="another write goes on")
+            return
+        try:
+            if self._write_began_at <= asked_at:
+                self._write_held()
+        except RedisError as error:
+            log.debug("held_not_written", cause=str(error))
+        except Exception:
+            log.exception("held_not_written")
+        finally:
+            self._writing.release()
 
-    def _entry(self) -> WorkerEntry:
+    def _write_held(self) -> None:
+        self._write_began_at = time.monotonic()
+        change = self.runtime.machine_gpus.change
+        self._held |= self._held_load()
+        if self.runtime.hardware.gpus and change is not self._change:
+            self._held |= self._held_gpus()
+        self.fleet.note_load(self.runtime.worker_id, self._started_at, self._held)
+        self._change = change
+
+    def _entry(self, loads: Mapping[str, Any]) -> WorkerEntry:
         runtime = self.runtime
         return WorkerEntry(
             id=runtime.worker_id,
@@ -126,7 +139,7 @@ class PresenceThread(threading.Thread):
             queues=self._queues(),
             class_name=runtime.admission.demands.name,
             tasks=tuple(sorted(runtime.running)),
-            load=self._load(),
+            load=self._load(loads),
             bandwidth_bytes_per_second=runtime.app.settings.worker_network_bandwidth_bytes_per_second,
             started_at=self._started_at,
             heartbeat_at=time.time(),
@@ -205,7 +218,7 @@ class PresenceThread(threading.Thread):
         demanded = runtime.admission.demands.names()[:MOST_QUEUES]
         return tuple(sorted({CONTROL_QUEUE, *asked, *demanded}))
 
-    def _load(self) -> dict[str, Any]:
+    def _load(self, loads: Mapping[str, Any]) -> dict[str, Any]:
         hardware, admission = self.runtime.hardware, self.runtime.admission
         families = admission.demands.families
         memory = psutil.virtual_memory()
@@ -222,11 +235,15 @@ class PresenceThread(threading.Thread):
         }
         if hardware.gpus:
             load |= self._gpu_load()
-            load["gpus"] = {
-                gpu.uuid: {"freeMib": gpu.free_mib, "utilizationPercent": gpu.utilization_percent}
-                for gpu in live([gpu.uuid for gpu in hardware.gpus]).loads
-            }
+            load["gpus"] = loads
         return load
+
+    def _gpu_loads(self) -> dict[str, Any]:
+        gpus = self.runtime.hardware.gpus
+        return {
+            gpu.uuid: {"freeMib": gpu.free_mib, "utilizationPercent": gpu.utilization_percent}
+            for gpu in (live([gpu.uuid for gpu in gpus]).loads if gpus else ())
+        }
 
     def _held_load(self) -> dict[str, Any]:
         admission = self.runtime.admission
@@ -245,7 +262,8 @@ class PresenceThread(threading.Thread):
         }
 
     def _gpu_load(self) -> dict[str, Any]:
-        gpus, reserved = self.runtime.machine_gpus, self.runtime.admission.reserving.current
+        gpus = self.runtime.machine_gpus
+        reserved = gpus.reservation()
         return {
             "foreignMib": {
                 uuid: usage.foreign_mib

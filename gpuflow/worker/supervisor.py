@@ -81,7 +81,9 @@ class Delivery:
         started = self._until_told(self._start)
         if started.verdict in ("live", "lost"):
             log.warning("delivery_dropped", task=self.id, why=started.verdict)
-            raise Ignore
+            if started.verdict == "live":  # it runs elsewhere, by a message of its own
+                raise Ignore
+            self._let_go()
         if started.verdict in ("avoid", "newer"):
             self._pass_on(started.verdict)
         if started.verdict == "final":
@@ -100,6 +102,15 @@ class Delivery:
         """Leave the task to other workers: its message is back in its queue in a moment."""
         log.info("delivery_passed_on", task=self.id, why=why)
         self._until_told(lambda: self.runtime.leases.settle(self.tag, "front", PASS_ON_SECONDS))
+        raise Ignore
+
+    def _let_go(self) -> NoReturn:
+        """End a delivery that is none of the current attempt.
+
+        Its message is somebody else's, as a rule. Where a sweep has given it to this process again meanwhile, it goes
+        back to its queue, for START to decide: acknowledged by us, it would be gone.
+        """
+        self._until_told(lambda: self.runtime.leases.settle(self.tag, "front"))
         raise Ignore
 
     def _start(self) -> StartVerdict:
@@ -218,7 +229,7 @@ class Delivery:
         )
         if not committed:
             log.warning("late_result_refused", task=self.id, attempt=number)
-            raise Ignore
+            self._let_go()
         log.info("task_succeeded", task=self.id, attempt=number, worker=self.runtime.worker_id)
         try:
             self.folder.publish(number)
@@ -254,7 +265,7 @@ class Delivery:
         number = holder.attempt
         if outcome.stop in ("lost", "superseded"):
             log.warning("attempt_superseded", task=self.id, attempt=number, why=outcome.stop)
-            raise Ignore
+            self._let_go()
         error = outcome.error or {"type": "Failed", "message": "the attempt failed", "retryable": False}
         if outcome.stop == "cancelled":
             self._finish(holder, TaskState.CANCELLED, error, outcome)
@@ -312,7 +323,7 @@ class Delivery:
             lambda: self.ledger.commit(self.id, state, holder=holder, error=error, log_tail=outcome.log_tail)
         ):
             log.warning("late_failure_refused", task=self.id, attempt=holder.attempt)
-            raise Ignore
+            self._let_go()
         self.folder.forget_fetched()
         log.info("task_ended", task=self.id, attempt=holder.attempt, state=str(state), cause=error["message"])
         raise exception_of(state, dict(error))

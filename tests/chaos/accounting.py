@@ -18,7 +18,7 @@ from gpuflow.ledger.records import TaskRecord
 from gpuflow.ledger.states import TaskState
 from gpuflow.routing.families import CONTROL_QUEUE
 from tests.support.fleet import TestFleet
-from tests.support.waiting import BrokenPromise, eventually, patient
+from tests.support.waiting import BrokenPromise, eventually, patient, promised
 
 #: What Celery calls each end of a task that ran (docs/reference/states.md).
 CELERY_STATES = {
@@ -54,7 +54,7 @@ def check(
         check_celery(fleet, record)
         now = fleet.app.ledger.get(record.id)
         same = (now.state, now.attempt, now.manifest) == (record.state, record.attempt, record.manifest)
-        _promised(same, f"{record.id} has changed after its end: {record}, {now}")
+        promised(same, f"{record.id} has changed after its end: {record}, {now}")
     return records
 
 
@@ -75,12 +75,6 @@ def _gone(found: Callable[[], dict[Any, Any]], within: float, what: str) -> None
         time.sleep(0.05)
 
 
-def _promised(kept: bool, message: str) -> None:
-    """Raise BrokenPromise unless the promise is kept: a test that shows it broken is never tried again."""
-    if not kept:
-        raise BrokenPromise(message)
-
-
 def _ended(fleet: TestFleet, task_id: str, within: float) -> TaskRecord:
     def final() -> TaskRecord | None:
         record = fleet.app.ledger.find(task_id)
@@ -92,10 +86,16 @@ def _ended(fleet: TestFleet, task_id: str, within: float) -> TaskRecord:
         # A look is many reads: a message that changes its place meanwhile may be missed, but not each time.
         lost = not any(leftovers(fleet) for _ in range(5)) and not final()
         record = fleet.app.ledger.find(task_id)
-        _promised(not lost, f"{task_id} is lost: the broker has nothing left that could end it; {record}")
+        promised(not lost, f"{task_id} is lost: the broker has nothing left that could end it; {record}")
         raise AssertionError(f"{task_id} has not ended: {record}") from None
     assert record is not None
     return record
+
+
+def check_ran_once(records: Iterable[TaskRecord]) -> None:
+    """Check that no task needed a second attempt: nothing happened to it that would have ended its first one."""
+    again = {record.id: record.attempt for record in records if record.attempt != 1}
+    promised(not again, f"tasks have run again: {again}")
 
 
 def check_attempts(fleet: TestFleet, record: TaskRecord, *, rolled_back: bool = False) -> None:
@@ -104,27 +104,27 @@ def check_attempts(fleet: TestFleet, record: TaskRecord, *, rolled_back: bool = 
     missing = set(range(1, record.attempt + 1)) - entries.keys()
     if rolled_back:
         missing = {number for number in missing if not _folder(fleet, record.id, number).is_dir()}
-    _promised(not missing, f"{record.id}: attempts {sorted(missing)} of {record.attempt} are missing: {entries}")
-    _promised(max(entries, default=0) <= record.attempt, f"{record.id}: an attempt above the record's: {entries}")
+    promised(not missing, f"{record.id}: attempts {sorted(missing)} of {record.attempt} are missing: {entries}")
+    promised(max(entries, default=0) <= record.attempt, f"{record.id}: an attempt above the record's: {entries}")
     outcomes = [entries[number].outcome for number in sorted(entries)]
     wins = outcomes.count("succeeded")
-    _promised(wins == (record.state is TaskState.SUCCEEDED), f"{record.id}: outcomes {outcomes}")
-    _promised(not wins or outcomes[-1] == "succeeded", f"{record.id}: outcomes {outcomes}")
+    promised(wins == (record.state is TaskState.SUCCEEDED), f"{record.id}: outcomes {outcomes}")
+    promised(not wins or outcomes[-1] == "succeeded", f"{record.id}: outcomes {outcomes}")
     if not rolled_back:
         counted = (outcomes.count("lost"), outcomes.count("preempted"))
-        assert counted == (record.losses, record.preemptions), f"{record.id}: outcomes {outcomes}, {record}"
+        promised(counted == (record.losses, record.preemptions), f"{record.id}: outcomes {outcomes}, {record}")
 
 
 def check_result(fleet: TestFleet, record: TaskRecord) -> None:
     """Assert that the committed result is the one of the record's attempt, on disk and in the record."""
     if record.state is not TaskState.SUCCEEDED:
-        _promised(record.manifest is None, f"{record.id} ended {record.state} with a result")
+        promised(record.manifest is None, f"{record.id} ended {record.state} with a result")
         return
     manifest = _folder(fleet, record.id, record.attempt) / "manifest.json"
     digest = hashlib.sha256(manifest.read_bytes()).hexdigest()
-    _promised(digest == record.manifest, f"{record.id}: another manifest")
+    promised(digest == record.manifest, f"{record.id}: another manifest")
     told = record.result.get("attempt", record.attempt)  # the echo executor says which attempt it was
-    _promised(told == record.attempt, f"{record.id}: the result of another attempt")
+    promised(told == record.attempt, f"{record.id}: the result of another attempt")
 
 
 def check_celery(fleet: TestFleet, record: TaskRecord, within: float = 30.0) -> None:

@@ -15,7 +15,7 @@ from gpuflow.ledger.states import TaskState
 from tests.chaos.accounting import check, orphans
 from tests.chaos.conftest import LEASE, MORTAL
 from tests.chaos.faults import Fault
-from tests.support.fleet import TestFleet, WorkerProcess, running
+from tests.support.fleet import TestFleet, WorkerProcess, gone
 from tests.support.waiting import eventually, patient
 
 CANCELS = 10
@@ -58,7 +58,7 @@ def test_grandchildren_in_other_sessions_die_with_their_worker(fleet: TestFleet,
 
     busy.send(signal.SIGKILL)
 
-    eventually(lambda: not running(tree), what="every process of the tree gone")
+    gone(tree)
     eventually(lambda: task.record().worker == idle.name and task.state == "RUNNING", what="the task elsewhere")
     assert task.cancel() == "requested"
     (record,) = check(fleet, [task.id], state=TaskState.CANCELLED)
@@ -81,7 +81,7 @@ def test_a_cancelled_child_that_does_not_listen_is_gone_soon(
 
         assert task.cancel() == "requested"
 
-        eventually(lambda: not running([pid]), what="the child gone")  # noqa: B023
+        gone([pid], "the child gone")
         took.append(time.monotonic() - began)
     check(fleet, tasks, state=TaskState.CANCELLED)
     took.sort()
@@ -92,7 +92,7 @@ def test_a_cancelled_child_that_does_not_listen_is_gone_soon(
 
 def test_a_silent_child_that_does_not_listen_ends_at_its_time_limit(fleet: TestFleet) -> None:
     fleet.start_worker("w1", env=LEASE)
-    spec = {**fleet.echo(sleep_seconds=60, silent=True, ignore_sigterm=True), "timeout": "1s"}
+    spec = {**fleet.echo(sleep_seconds=3600, silent=True, ignore_sigterm=True), "timeout": "1s"}
     task = submit(spec, app=fleet.app)
 
     (record,) = check(fleet, [task.id], state=TaskState.FAILED)

@@ -22,7 +22,7 @@ from tests.support.fleet import TestFleet, WorkerProcess
 from tests.support.gateway import TOKEN, Gateway
 from tests.support.waiting import eventually, patient
 
-pytestmark = [pytest.mark.ml, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.ml
 
 STEPS = 150
 #: Steps of the trainings whose checkpoints are sent away while they run.

@@ -16,6 +16,8 @@ from gpuflow.settings import Settings
 from gpuflow.worker.standalone import Ended, Standalone, environment_for
 from tests.conformance.faulty_child import AT_ONCE, HANGING
 from tests.conformance.providers import Provider
+from tests.gate import leftovers
+from tests.support.waiting import promised
 
 _CHILD = Path(__file__).with_name("faulty_child.py")
 #: From SIGTERM to SIGKILL where a child is to end by itself: no limit that a busy machine could break.
@@ -24,12 +26,11 @@ _PATIENCE_SECONDS = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run that is over: its events, how it ended, the processes that it left."""
+    """A run that is over, and of which no process is left: its events, and how it ended."""
 
     events: list[Event]
     ended: Ended
     folder: Path
-    left: list[int]
 
     @property
     def exit_code(self) -> int | None:
@@ -100,7 +101,7 @@ class Runs:
             checkpoint_dir=str(self.folder / name / "checkpoints"),
             cache_dir=str(self.folder / "cache"),
         )
-        environment = environment_for(request, Settings())
+        environment = environment_for(request, Settings(pass_env=(leftovers.VARIABLE,)))
         environment |= {"CUDA_VISIBLE_DEVICES": "", **self.provider.environment, **self.variables}
         events: list[Event] = []
 
@@ -118,7 +119,9 @@ class Runs:
             grace_seconds=grace_seconds,
         )
         ended = runner.run()
-        return Run(events=events, ended=ended, folder=Path(request.output_dir), left=_processes_of(request.task_id))
+        left = _processes_of(request.task_id)
+        promised(not left, f"processes {left} of the run {name!r} are left")
+        return Run(events=events, ended=ended, folder=Path(request.output_dir))
 
 
 def _processes_of(task_id: str) -> list[int]:

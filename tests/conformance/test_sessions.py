@@ -49,7 +49,7 @@ class SessionRuns(Runs):
             end=None,
         )
         events = [Event(name=one["event"], data=one) for one in told]
-        return Run(events=events, ended=ended, folder=folder, left=[])
+        return Run(events=events, ended=ended, folder=folder)
 
 
 @pytest.fixture(scope="module")

@@ -52,6 +52,11 @@ def kept_for_the_session() -> Iterator[None]:
         os.environ[VARIABLE] = before
 
 
+def passed_on() -> dict[str, str]:
+    """Return the variables by which a worker and its children are marked, for an environment that is made anew."""
+    return {VARIABLE: os.environ[VARIABLE], "GPUFLOW_PASS_ENV": VARIABLE}
+
+
 def find(mark: str, *, whole_run: bool = False) -> list[Leftover]:
     """Return the running processes with this mark; with `whole_run`, those of every test process of the run `mark`.
 

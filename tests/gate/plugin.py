@@ -5,8 +5,10 @@ With GATE_REPORT set, the file of that name holds what came of the run (`RunRepo
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import subprocess
 import sys
 import time
 import warnings
@@ -37,7 +39,8 @@ class RunReport:
     passed: int = 0
     skipped: int = 0
     failures: list[dict[str, Any]] = field(default_factory=list)
-    #: Exceptions that nobody waited for, in threads and in finalizers; they belong to no test, and redden the run.
+    #: What belongs to no test, and reddens the run: exceptions that nobody waited for, in threads and in finalizers;
+    #: test processes that died; processes that outlived all tests.
     strays: list[str] = field(default_factory=list)
 
 
@@ -60,7 +63,8 @@ def no_process_is_left() -> Iterator[None]:
     """Fail where a process that a module started outlives it."""
     yield
     left = leftovers.wait_for_none(_mark, patient(END_SECONDS))
-    assert not left, "processes outlived their module: " + "; ".join(map(str, left))
+    if left:
+        raise BrokenPromise("processes outlived their module: " + "; ".join(map(str, left)))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -69,7 +73,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):  
     report = yield
     if report.failed:
         report.load = os.getloadavg()[0]
-        report.broken_promise = call.excinfo is not None and call.excinfo.errisinstance(BrokenPromise)
+        report.broken_promise = call.excinfo is not None and _broke_a_promise(call.excinfo.value)
         fleets = sys.modules.get("tests.support.fleet")
         for path in fleets.log_paths() if fleets else ():
             report.sections.append((f"Captured log of {path.name}", path.read_text(errors="replace")[-LOG_CHARACTERS:]))
@@ -88,6 +92,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_xdist_node_collection_finished(ids: list[str]) -> None:
     """Count the tests, where other processes run them."""
     _report.collected = max(_report.collected, len(ids))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Note a test process that died: what its tests would have shown is unknown. And what it has left."""
+    if error:
+        _report.strays.append(f"test process {node.gateway.id} ended: {error}")
+    _report.strays.extend(getattr(node, "workeroutput", {}).get(_LEFT, ()))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -130,12 +142,23 @@ def pytest_warning_recorded(warning_message: warnings.WarningMessage, nodeid: st
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Redden a run with stray exceptions, and write the report."""
+    """Redden a run with what belongs to no test, and write the report."""
+    left = []
+    if not session.config.pluginmanager.hasplugin("dsession"):  # there the processes are those that run the tests
+        left = [one for kind in ("", "/session") for one in leftovers.wait_for_none(_mark + kind, patient(END_SECONDS))]
+    strays = [f"outlived its test process: {one}" for one in left]
     guard = session.config.stash[_GUARD]
     guard.stdin.close()
-    guard.wait()
+    try:
+        guard.wait(timeout=END_SECONDS)
+    except subprocess.TimeoutExpired:  # somebody has inherited its standard input
+        guard.kill()
+        guard.wait()
+    gc.collect()
     if hasattr(session.config, "workerinput"):
+        session.config.workeroutput[_LEFT] = strays
         return
+    _report.strays.extend(strays)
     if _report.strays and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     _report.reported = len(_reported)
@@ -146,14 +169,22 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Name the stray exceptions."""
+    """Name what belongs to no test."""
     if _report.strays:
-        terminalreporter.section("exceptions that nobody waited for", red=True)
+        terminalreporter.section("what belongs to no test", red=True)
         for stray in _report.strays:
             terminalreporter.line(stray)
 
 
 _GUARD: Final = pytest.StashKey[Any]()
+_LEFT: Final = "gate_left"
+
+
+def _broke_a_promise(error: BaseException) -> bool:
+    """Whether this is, or several errors of one clean-up hold, a broken promise."""
+    if isinstance(error, BaseExceptionGroup):
+        return any(map(_broke_a_promise, error.exceptions))
+    return isinstance(error, BrokenPromise)
 
 
 def _first_line(report: pytest.TestReport | pytest.CollectReport) -> str:

@@ -40,11 +40,12 @@ def end_of_run(
     suites: Sequence[Mapping[str, Any]],
     left: Sequence[str],
     seconds: float,
+    tox_code: int = 0,
 ) -> tuple[list[str], int]:
     """Return the lines of the report and the exit code: 0 if all was built, run and passed and nothing is left.
 
     `environments` are those of tox's --result-json, `suites` what tests/gate/suite.py wrote, `expected` the
-    environments that were to run.
+    environments that were to run, `tox_code` how tox ended.
     """
     rows = [f"{'suite':<22}{'passed':>8}{'failed':>8}{'flaky':>7}{'seconds':>9}"]
     rows += [f"{'build ' + one.name:<22}{_word(not one.error):>8}{'':>15}{one.seconds:>9.0f}" for one in builds]
@@ -71,11 +72,14 @@ def end_of_run(
         told += [f"FAILED {_failure(one)}" for one in failures]
         told += [f"STRAY in {suite['name']}: {stray}"[:_WIDTH] for stray in suite["strays"]]
         if suite["code"] and not failures and not suite["strays"]:
-            told.append(f"FAILED {suite['name']}: pytest ended with {suite['code']}")
+            cause = suite["second_pass"] or f"pytest ended with {suite['code']}"
+            told.append(f"FAILED {suite['name']}: {cause}")
         if suite["code"] and failures:
             told.append(f"  no second pass in {suite['name']}: {suite['second_pass']}")
         flaky += [f"FLAKY {_failure(one)} (load {one['load']})" for one in forgiven]
     told += [f"LEFT OVER {one}"[:_WIDTH] for one in left]
+    if not told and (tox_code or not builds):
+        told.append(f"FAILED tox: it ended with {tox_code}" if builds else "FAILED tox: it has no environments")
     good = not told
     space = MOST_LINES - len(rows) - 4
     shown = [*told, *flaky]

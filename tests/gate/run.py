@@ -48,8 +48,9 @@ def main(names: list[str]) -> int:
     _say("tests", began)
     built = [one.name for one in builds if not one.error]
     result = FOLDER / TOX_RESULT
+    tox_code = 0
     if built:
-        _tox("run", "--skip-pkg-install", "--result-json", str(result), "-e", ",".join(built))
+        tox_code = _tox("run", "--skip-pkg-install", "--result-json", str(result), "-e", ",".join(built))
     left = leftovers.find(run, whole_run=True)
     leftovers.end(left)
     lines, code = report.end_of_run(
@@ -59,6 +60,7 @@ def main(names: list[str]) -> int:
         suites=_suites(),
         left=[str(one) for one in left],
         seconds=time.monotonic() - began,
+        tox_code=tox_code,
     )
     print("\n".join(lines), flush=True)
     return code

@@ -6,7 +6,8 @@ Writes NAME.json (`Suite`) and NAME.xml (JUnit) into GATE_DIR; tests/gate/report
 
 The second pass takes place with CI=true only, and only after a suite whose whole fault is at most MOST_FAILED failed
 tests that broke no promise: each is run alone, ALONE times, on a quiet machine. One that passes each time is FLAKY,
-which is printed; MOST_FLAKY of a whole run are forgiven. Standard library only.
+which is printed; MOST_FLAKY of a whole run are forgiven. A test that came to its time limit is not tried again: what it
+waited for may have been lost. Nor is a clean-up that failed: it may be of other tests. Standard library only.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from typing import Any, Final
 MOST_FAILED: Final = 2
 MOST_FLAKY: Final = 3
 ALONE: Final = 3
+#: How pytest-timeout says that a test came to its limit.
+TIME_LIMIT: Final = "Failed: Timeout"
 #: The machine is quiet when so much of its processors' time is idle, over a second.
 QUIET_SHARE: Final = 0.6
-QUIET_SECONDS: Final = 120.0
+QUIET_SECONDS: Final = float(os.environ.get("GATE_QUIET_SECONDS", "120"))
 
 
 @dataclass(kw_only=True)
@@ -53,7 +56,10 @@ def main(arguments: list[str]) -> int:
     code, told = _pytest([*options, f"--junitxml={folder / name}.xml"], folder / f"{name}.run.json")
     suite = Suite(name=name, code=code, seconds=0.0, passed=told.get("passed", 0), skipped=told.get("skipped", 0),
                   failures=told.get("failures", []), strays=told.get("strays", []))  # fmt: skip
-    if code:
+    if not code and (told.get("collected") != told.get("reported") or not suite.passed):
+        suite.code = 1
+        suite.second_pass = f"pytest ended well, and {suite.passed} tests passed of {told.get('collected')}"
+    elif code:
         suite.second_pass = why_not_again(code, told, _flaky_before(folder, name))
         if not suite.second_pass and os.environ.get("CI") != "true":
             suite.second_pass = "only with CI=true"
@@ -73,10 +79,12 @@ def why_not_again(code: int, told: dict[str, Any], flaky_before: int) -> str:
         return f"pytest ended with {code}"
     if told["collected"] != told["reported"]:
         return f"{told['collected']} tests were collected, {told['reported']} reported"
-    if any(one["phase"] == "collect" for one in failures) or not failed:
+    if any(one["phase"] not in ("setup", "call") for one in failures) or not failed:
         return "more than tests failed"
+    if any(one["error"].startswith(TIME_LIMIT) for one in failures):
+        return "a test came to its time limit"
     if told["strays"]:
-        return "there were exceptions that nobody waited for"
+        return "something went wrong that belongs to no test"
     if any(one["broken_promise"] for one in failures):
         return "a promise was broken"
     if len(failed) > MOST_FAILED:
@@ -95,7 +103,7 @@ def _second_pass(suite: Suite, folder: Path, limits: list[str]) -> None:
                 suite.second_pass = f"{node_id} failed again, alone, at try {number}"
                 return
     suite.flaky, suite.failures = suite.failures, []
-    suite.passed += len({one["node_id"] for one in suite.flaky if one["phase"] == "call"})
+    suite.passed += len({one["node_id"] for one in suite.flaky})
     suite.code = 0
 
 

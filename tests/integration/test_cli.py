@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ import pytest
 
 from tests.gate import leftovers
 from tests.integration.conftest import OPTIONS
-from tests.support.fleet import TestFleet, running
-from tests.support.waiting import eventually, patient
+from tests.support.fleet import TestFleet, gone, keep_log, running
+from tests.support.waiting import eventually, patient, promised
 
 GPUFLOW = [sys.executable, "-c", "from gpuflow.cli import main; main()"]
 
@@ -36,20 +37,27 @@ def stage(name: str, *items: str, **echo: Any) -> dict[str, Any]:
     return {"name": name, "spec": {"data": {"type": "list", "items": list(items) or ["x"]}, "echo": echo}}
 
 
+@dataclass(frozen=True)
+class Log:
+    """What a command has said."""
+
+    log_path: Path
+
+
 class Shell:
     """Runs the command in a folder of its own."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.started: list[subprocess.Popen[str]] = []
+        self.logs: list[Log] = []
         without = {name for name in os.environ if name.startswith("GPUFLOW_") or name in ("REDIS_URL", "WORKER_ID")}
         self.environment = {
             **{name: value for name, value in os.environ.items() if name not in without},
             "GPUFLOW_STATE_DIR": str(folder / "state"),
             "GPUFLOW_CACHE_DIR": str(folder / "cache"),
             "GPUFLOW_GRACE_SEC": "2",
-            leftovers.VARIABLE: os.environ[leftovers.VARIABLE],
-            "GPUFLOW_PASS_ENV": leftovers.VARIABLE,
+            **leftovers.passed_on(),
             "PYTHONUNBUFFERED": "1",
         }
 
@@ -76,6 +84,8 @@ class Shell:
 
     def start(self, *arguments: str) -> tuple[subprocess.Popen[str], Path]:
         out = self.folder / f"out-{len(self.started)}.txt"
+        self.logs.append(Log(out))
+        keep_log(self.logs[-1])
         with out.open("w") as stream:
             process = subprocess.Popen(
                 [*GPUFLOW, *arguments], cwd=self.folder, env=self.environment, stdout=stream, stderr=stream, text=True
@@ -184,7 +194,7 @@ def test_ctrl_c_leaves_no_process_and_resume_finishes(shell: Shell) -> None:
     assert len(pids) > 3
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=patient(30)) == 130
-    assert running(pids) == []
+    promised(running(pids) == [], "processes of the command are left")
     assert f"resume with `gpuflow resume {run_id}`" in out.read_text()
     shown = shell.json("status", run_id)
     assert [item["state"] for item in shown["stages"]] == ["SUCCEEDED", "DISPATCHED", "PENDING"]
@@ -207,7 +217,7 @@ def test_a_second_ctrl_c_kills(shell: Shell) -> None:
     shell.until(process, out, "stopping")
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=patient(30)) == 130
-    assert running(pids) == []
+    promised(running(pids) == [], "processes of the command are left")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal for a dead parent is Linux's")
@@ -218,7 +228,7 @@ def test_nothing_outlives_a_killed_run(shell: Shell) -> None:
     pids = family(process.pid)
     process.kill()
     process.wait()
-    eventually(lambda: running(pids) == [], what="the end of all processes")
+    gone(pids)
 
 
 def test_a_worker_that_cannot_start_is_an_error_with_its_log(shell: Shell) -> None:
@@ -341,7 +351,7 @@ def test_up_serves_restarts_and_stops(shell: Shell) -> None:
     pids = family(process.pid)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=patient(30)) == 0
-    assert running(pids) == []
+    promised(running(pids) == [], "processes of the command are left")
     assert shell.json("workers") == []
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{gateway}/healthz", timeout=patient(30))

@@ -13,6 +13,7 @@ import gpuflow
 from gpuflow.client import submit, submit_pipeline
 from gpuflow.routing.explain import Explanation
 from tests.fixtures.simulated_nvml import simulated_machine
+from tests.gate import leftovers
 from tests.support.fleet import TestFleet
 from tests.support.waiting import eventually, patient
 
@@ -36,7 +37,12 @@ def command(fleet: TestFleet, folder: Path, *arguments: str, code: int = 0) -> s
     done = subprocess.run(
         [sys.executable, "-c", "from gpuflow.cli import main; main()", *arguments],
         cwd=folder,
-        env={**environment, "REDIS_URL": fleet.broker.url, "GPUFLOW_STATE_DIR": str(folder / "state")},
+        env={
+            **environment,
+            **leftovers.passed_on(),
+            "REDIS_URL": fleet.broker.url,
+            "GPUFLOW_STATE_DIR": str(folder / "state"),
+        },
         capture_output=True,
         text=True,
         timeout=patient(120),

@@ -20,7 +20,7 @@ import pytest
 from gpuflow.fleet.gpu_locks import GpuLedger
 from gpuflow.fleet.gpu_usage import alive
 from tests.fixtures import gpu_ledger_driver as driver
-from tests.support.waiting import eventually, patient
+from tests.support.waiting import eventually, patient, promised
 
 SCRIPT = str(Path(driver.__file__))
 PROCESSES = 5
@@ -101,11 +101,11 @@ def test_no_gpu_is_ever_held_twice(tmp_path: Path, start: Start, seed: int) -> N
         eventually(lambda log=log, lines=lines: _lines(log) > lines, within=60, what="some work of the process")
         killed_at[log] = time.monotonic_ns()
         process.kill()
-        assert process.wait(30) == -signal.SIGKILL
+        assert process.wait(patient(30)) == -signal.SIGKILL
         again = log.with_suffix(".again")
         started.append((again, start("random", locks, again, seed * 100 + 50 + len(started), ROUNDS)))
 
-    ended = [process.wait(100) for log, process in started if log not in killed_at]
+    ended = [process.wait(patient(100)) for log, process in started if log not in killed_at]
 
     assert ended == [0] * PROCESSES, "every process comes to its end"
     held, taken, refused = [], 0, 0
@@ -114,7 +114,7 @@ def test_no_gpu_is_ever_held_twice(tmp_path: Path, start: Start, seed: int) -> N
         held += intervals(lines, killed_at.get(log, 0))
         taken += sum(line.get("taken", 0) for line in lines)
         refused += sum(line.get("refused", 0) for line in lines)
-    assert conflicts(held) == []
+    promised(not (twice := conflicts(held)), f"GPUs were held twice: {twice}")
     assert taken > ROUNDS / 5, "somebody gets what it wants"
     assert refused > ROUNDS / 10, "they do get in each other's way"
     print(f"{len(held)} holds, {refused} refusals, {len(killed_at)} processes killed")

@@ -21,6 +21,7 @@ from gpuflow.errors import BrokerUnavailable, TaskDead
 from gpuflow.settings import Settings
 from gpuflow.upkeep.duties import Duties
 from gpuflow.upkeep.reconciler import Reconciler
+from tests.gate import leftovers
 from tests.support.fleet import TestFleet
 from tests.support.waiting import eventually, patient
 
@@ -205,6 +206,7 @@ def test_beat_sweeps_and_reconciles_without_any_worker(fleet: TestFleet) -> None
     client.delete(task.record().queue)
     client.hset(keys.task(task.id), "updated_at", "1")
     environment = {
+        **leftovers.passed_on(),
         "REDIS_URL": fleet.broker.url,
         "PATH": "/usr/bin:/bin",
         "HOME": str(fleet.folder),

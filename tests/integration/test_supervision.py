@@ -10,7 +10,7 @@ import pytest
 
 from gpuflow.client import Task, submit
 from gpuflow.errors import InvalidTemplate, TaskCancelled, TaskFailed
-from tests.support.fleet import TestFleet, running
+from tests.support.fleet import TestFleet, gone, running
 from tests.support.waiting import eventually, patient
 
 
@@ -80,27 +80,27 @@ def test_cancel_while_it_waits_takes_it_out_of_the_queue(fleet: TestFleet) -> No
 
 def test_cancel_while_it_runs_ends_the_whole_tree_even_if_it_ignores_sigterm(fleet: TestFleet) -> None:
     worker = fleet.start_worker("w1")
-    task = submit(fleet.echo(sleep_seconds=60, children=2, ignore_sigterm=True), app=fleet.app)
+    task = submit(fleet.echo(sleep_seconds=3600, children=2, ignore_sigterm=True), app=fleet.app)
     tree = _tree_of(worker, at_least=4)[1:]
 
     assert task.cancel() == "requested"
 
     assert task.wait(timeout=patient(20)).state == "CANCELLED"
-    eventually(lambda: not running(tree), what="every process of the tree gone")
+    gone(tree)
 
 
 def test_nothing_outlives_a_worker_that_is_killed(fleet: TestFleet) -> None:
     worker = fleet.start_worker("w1")
-    submit(fleet.echo(sleep_seconds=60, children=2, ignore_sigterm=True), app=fleet.app)
+    submit(fleet.echo(sleep_seconds=3600, children=2, ignore_sigterm=True), app=fleet.app)
     tree = _tree_of(worker, at_least=4)
 
     worker.send(signal.SIGKILL)
 
-    eventually(lambda: not running(tree), what="every process of the tree gone")
+    gone(tree)
 
 
 def test_a_time_out_stops_a_silent_child(served: TestFleet) -> None:
-    spec = {**served.echo(sleep_seconds=60, silent=True), "timeout": "1s"}
+    spec = {**served.echo(sleep_seconds=3600, silent=True), "timeout": "1s"}
     task = submit(spec, app=served.app)
 
     record = task.wait(timeout=patient(20))

@@ -23,6 +23,7 @@ from click.testing import CliRunner
 from gpuflow.cli import cli
 from gpuflow.cluster.commands import with_our_packages
 from gpuflow.settings import Settings
+from tests.gate import leftovers
 from tests.support.waiting import patient
 
 YAML_VERSION = metadata.version("PyYAML")
@@ -100,7 +101,9 @@ class Workshop:
         self.settings = Settings.load(env={"GPUFLOW_ENV_DIR": str(self.env_dir)}, cwd=root)
         self.define()
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("GPUFLOW_", "PIP_"))}
-        self.environment = with_our_packages({**kept, "GPUFLOW_ENV_DIR": str(self.env_dir), "HOME": str(root)})
+        self.environment = with_our_packages(
+            {**kept, **leftovers.passed_on(), "GPUFLOW_ENV_DIR": str(self.env_dir), "HOME": str(root)}
+        )
 
     def define(self, name: str = "tiny", **changed: Any) -> None:
         recipe = {

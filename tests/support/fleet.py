@@ -24,7 +24,7 @@ from gpuflow.fleet.registry import Fleet, WorkerState
 from gpuflow.settings import Settings
 from tests.gate import leftovers
 from tests.support.memory_disk import memory_folder
-from tests.support.waiting import eventually, patient
+from tests.support.waiting import BrokenPromise, eventually, patient
 
 ROOT = Path(__file__).resolve().parents[2]
 #: What has to be free on the disk in memory for a broker to write there. A server keeps an acknowledged write to itself
@@ -111,10 +111,11 @@ class WorkerProcess:
             "GPUFLOW_STATE_DIR": str(folder / "state"),
             "GPUFLOW_CACHE_DIR": str(folder / "cache"),
             "GPUFLOW_GRACE_SEC": "1",
-            "GPUFLOW_PASS_ENV": leftovers.VARIABLE,
             "PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")]),
             **(env or {}),
         }
+        passed = (environment.get("GPUFLOW_PASS_ENV"), leftovers.VARIABLE)
+        environment["GPUFLOW_PASS_ENV"] = ",".join(filter(None, passed))
         folder.mkdir(parents=True, exist_ok=True)
         self.settings = Settings.load(env=environment, cwd=folder)
         with self.log_path.open("ab") as log:
@@ -267,3 +268,11 @@ def running(pids: Sequence[int]) -> list[int]:
         except psutil.NoSuchProcess:
             continue
     return alive
+
+
+def gone(pids: Sequence[int], what: str = "every process of the tree gone") -> None:
+    """Wait until none of the processes runs. One that still does so long after is an orphan: a broken promise."""
+    try:
+        eventually(lambda: not running(pids), within=60, what=what)
+    except AssertionError as error:
+        raise BrokenPromise(str(error)) from None

@@ -22,6 +22,12 @@ class BrokenPromise(AssertionError):
     """A promise of the product was broken (docs/architecture.md). A test that raises it is never tried again."""
 
 
+def promised(kept: bool, message: str) -> None:
+    """Raise BrokenPromise unless a promise of the product is kept."""
+    if not kept:
+        raise BrokenPromise(message)
+
+
 def patient(seconds: float) -> float:
     """Return how long to wait for what takes `seconds` at most on a quiet machine, in seconds."""
     return seconds * PATIENCE

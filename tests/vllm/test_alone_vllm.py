@@ -12,6 +12,7 @@ from gpuflow.protocol import Event, Request
 from gpuflow.settings import Settings
 from gpuflow.worker.standalone import Ended, Standalone, environment_for
 from tests.fixtures.session_child import Caller, SessionChild, outputs
+from tests.gate import leftovers
 from tests.vllm.conftest import EXACT, VllmEnvironment
 
 pytestmark = pytest.mark.vllm
@@ -37,7 +38,7 @@ class Alone:
             output_dir=str(self._folder / "output"),
             cache_dir=str(self._folder / "cache"),
         )
-        variables = environment_for(request, Settings()) | self._environment.variables
+        variables = environment_for(request, Settings(pass_env=(leftovers.VARIABLE,))) | self._environment.variables
         variables |= {"GPUFLOW_ENGINE": "vllm", "CUDA_VISIBLE_DEVICES": ""}
 
         def on_event(event: Event) -> None:

@@ -180,6 +180,50 @@ def test_what_a_sweep_took_from_a_delivery_at_work_is_its_own_again(table: Lease
     assert server.settled == []
 
 
+def test_what_nobody_supervises_any_more_is_left_to_other_workers(
+    table: LeaseTable, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table.take("a", "queue")
+    table.start("a")
+    table.beat("a")
+    later = time.monotonic() + table.lease_seconds + 1
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+
+    assert table.take("a", "queue") is None
+
+    assert server.settled == [("a", "front")]
+
+
+def test_what_ended_while_the_server_was_away_is_told_when_it_comes_again(table: LeaseTable, server: Server) -> None:
+    table.take("a", "queue")
+    table.start("a")
+    server.away = True
+    table.settle_surely("a", "ack")
+    server.away = False
+
+    assert table.take("a", "queue") is None
+
+    assert server.settled == [("a", "ack")]
+
+
+def test_a_server_that_cannot_be_told_of_an_early_message_ends_nobody(table: LeaseTable, server: Server) -> None:
+    table.take("a", "queue")
+    table.start("a")
+    table.requeueing("a")
+    server.away = True
+
+    assert table.take("a", "queue") is None
+
+
+def test_work_begins_for_the_delivery_that_it_was_meant_for(table: LeaseTable) -> None:
+    table.take("a", "queue")
+    earlier = table.delivery("a")
+    table.take("a", "queue")
+
+    assert not table.start("a", delivery=earlier)
+    assert table.start("a", delivery=table.delivery("a"))
+
+
 def test_a_message_that_has_not_begun_can_come_again(table: LeaseTable, server: Server) -> None:
     table.take("a", "queue")
     earlier = table.delivery("a")

@@ -67,8 +67,8 @@ def test_all_that_a_worker_tells_is_in_its_view() -> None:
         "diskFreeMib": 5000,
     }
     records = {
-        name: TaskRecord(id=name, state=TaskState.RUNNING, name=f"{name}-job", started_at=NOW - 60)
-        for name in ("big", "small")
+        name: TaskRecord(id=name, state=state, name=f"{name}-job", started_at=NOW - 60)
+        for name, state in (("big", TaskState.QUEUED), ("small", TaskState.RUNNING))
     }
     worker = entry("tasks", load=json.loads(json.dumps(load)), tasks=("small", "unknown"), heartbeat_at=NOW - 5)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 
 from gpuflow.fleet.registry import Fleet, WorkerEntry, WorkerState
-from gpuflow.fleet.worker_views import worker_views
+from gpuflow.fleet.worker_views import view_of, worker_views
+from gpuflow.ledger.records import TaskRecord
+from gpuflow.ledger.states import TaskState
 from gpuflow.routing.capability import Capability, GpuCapability
 from gpuflow.routing.requirement import Requirement
 from gpuflow.routing.situation import judge
@@ -65,3 +68,13 @@ def test_other_machines_and_gpus_that_are_not_its_own_say_nothing() -> None:
     assert kinds(worker("a", 1.0, BOTH), elsewhere, ask=WHOLE)["a"] == "free"
     assert kinds(worker("a", 1.0, BOTH), part, ask=WHOLE)["a"] == "free"
     assert kinds(worker("a", 1.0, ("GPU-1",)), part, ask=WHOLE)["a"] == "busy"
+
+
+@pytest.mark.parametrize(("state", "kept"), [("QUEUED", True), ("STARTING", False), ("SUCCEEDED", False)])
+def test_a_reservation_counts_as_long_as_its_task_waits(state: str, kept: bool) -> None:
+    entry = worker("a", 1.0, BOTH)
+    entry = replace(entry, load={**entry.load, "reservation": {"task": "t1", "gpus": ["GPU-0"]}})
+    record = TaskRecord(id="t1", name="big", state=TaskState(state), attempt=0)
+
+    assert (view_of(entry, {"t1": record}, 0.0).reservation is not None) is kept
+    assert view_of(entry, {}, 0.0).reservation is not None

@@ -37,7 +37,10 @@ def told(*failures: dict[str, Any], **fields: Any) -> dict[str, Any]:
     [
         (1, told(failure()), 0, ""),
         (1, told(failure("a"), failure("b")), 1, ""),
-        (1, told(failure("a"), failure("a", phase="teardown"), failure("b")), 0, ""),
+        (1, told(failure("a", phase="setup"), failure("b")), 0, ""),
+        (1, told(failure("a"), failure("a", phase="teardown")), 0, "more than tests failed"),
+        (1, told(failure("a", phase="???")), 0, "more than tests failed"),
+        (1, told(failure(error="Failed: Timeout (>400.0s) from pytest-timeout.")), 0, "a test came to its time limit"),
         (1, told(failure("a"), failure("b"), failure("c")), 0, "3 tests failed, more than 2"),
         (1, told(failure("a"), failure("b")), 2, "more than 3 tests of this run would be flaky"),
         (1, told(failure(broken_promise=True)), 0, "a promise was broken"),
@@ -45,7 +48,7 @@ def told(*failures: dict[str, Any], **fields: Any) -> dict[str, Any]:
         (1, told(failure(), reported=8), 0, "9 tests were collected, 8 reported"),
         (1, told(failure(phase="collect")), 0, "more than tests failed"),
         (1, told(), 0, "more than tests failed"),
-        (1, told(failure(), strays=["in a thread"]), 0, "there were exceptions that nobody waited for"),
+        (1, told(failure(), strays=["in a thread"]), 0, "something went wrong that belongs to no test"),
         (2, told(failure()), 0, "pytest ended with 2"),
         (-9, {}, 0, "pytest ended with -9"),
         (1, {}, 0, "pytest ended with 1"),
@@ -72,16 +75,16 @@ def test_good():
 """
 
 
-def run_suite(folder: Path, text: str, **environment: str) -> tuple[int, dict[str, Any], str]:
+def run_suite(folder: Path, text: str, *options: str, **environment: str) -> tuple[int, dict[str, Any], str]:
     """Run the suite `s` over one file that has this text; return its exit code, its report and its output."""
     (folder / "conftest.py").write_text('pytest_plugins = ["tests.gate.plugin"]\n')
     (folder / "pytest.ini").write_text("[pytest]\njunit_logging = all\n")
     (folder / "test_it.py").write_text(PREFIX + text)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.gate.suite", "s", "test_it.py", "-p", "no:cacheprovider"],
+        [sys.executable, "-m", "tests.gate.suite", "s", "test_it.py", "-p", "no:cacheprovider", *options],
         cwd=folder, capture_output=True, text=True, check=False, timeout=patient(100),
         env={**os.environ, "CI": "true", "GATE_DIR": str(folder), "PYTHONPATH": str(ROOT), "TEST_PATIENCE": "0.05",
-             **environment},
+             "GATE_QUIET_SECONDS": "0", **environment},
     )  # fmt: skip
     return done.returncode, json.loads((folder / "s.json").read_text()), done.stdout + done.stderr
 
@@ -132,7 +135,7 @@ def test_it():
     assert code == 1
     (failed,) = report["failures"]
     pid = (tmp_path / "pid").read_text()
-    assert failed["phase"] == "teardown"
+    assert (failed["phase"], failed["broken_promise"]) == ("teardown", True)
     assert re.search(rf"processes outlived their module: pid {pid}: \S+ -c import time", failed["error"])
     eventually(lambda: not running([int(pid)]), what="the end of what was left")
 
@@ -150,6 +153,51 @@ def test_it():
     assert code != 0
     assert report["second_pass"] == "pytest ended with -9"
     eventually(lambda: not running([int((tmp_path / "pid").read_text())]), what="the end of what it had started")
+
+
+@pytest.mark.parametrize("options", [(), ("-n", "1")], ids=["here", "in other processes"])
+def test_what_outlives_a_session_of_tests_reddens_the_run(tmp_path: Path, options: tuple[str, ...]) -> None:
+    text = """
+import subprocess
+from tests.gate import leftovers
+@pytest.fixture(scope="session")
+def kept():
+    with leftovers.kept_for_the_session():
+        process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], start_new_session=True)
+    Path({folder!r}, "pid").write_text(str(process.pid))
+    process.returncode = 0  # and it is never ended
+def test_it(kept):
+    pass
+"""
+    code, report, _ = run_suite(tmp_path, text.format(folder=str(tmp_path)), *options)
+
+    pid = (tmp_path / "pid").read_text()
+    assert (code, report["failures"], report["passed"]) == (1, [], 1)
+    assert [stray.partition(" -c ")[0].rpartition(":")[0] for stray in report["strays"]] == [
+        f"outlived its test process: pid {pid}"
+    ]
+    eventually(lambda: not running([int(pid)]), what="the end of what was left")
+
+
+def test_a_test_process_that_dies_reddens_the_run_for_good(tmp_path: Path) -> None:
+    text = """
+def test_it():
+    os.kill(os.getpid(), 9)
+def test_other():
+    pass
+"""
+    code, report, _ = run_suite(tmp_path, text, "-n", "1")
+
+    assert code == 1
+    assert report["second_pass"] in ("more than tests failed", "something went wrong that belongs to no test")
+    assert any("test process gw0 ended" in stray for stray in report["strays"])
+
+
+@pytest.mark.parametrize("text", ["", "def test_it():\n    pytest.skip('not here')\n", "os._exit(0)\n"])
+def test_a_run_in_which_nothing_passes_is_red(tmp_path: Path, text: str) -> None:
+    code, _, _ = run_suite(tmp_path, text)
+
+    assert code != 0
 
 
 def test_an_exception_in_a_thread_reddens_the_run_not_the_test(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -124,7 +123,7 @@ def test_the_next_entry_takes_the_place_of_what_was_noted_since(worker: Worker) 
     assert worker.turn(), "it began and ended between two turns, which saw nothing of it"
 
     assert (worker.server.read().state, worker.server.read().load["freeJobs"]) == (WorkerState.IDLE, 2)
-    assert json.loads(worker.server.hash["newer_load"] or "{}") == {}
+    assert worker.server.hash["newer_load"] == ""
     worker.now += presence.REST_SECONDS
     assert not worker.turn(), "nothing has changed since"
 
@@ -165,11 +164,11 @@ def test_those_that_wait_for_one_that_writes_share_the_next_write(worker: Worker
     lock = worker.presence._writing
 
     class Counted:
-        def __enter__(self) -> None:
+        def acquire(self, timeout: float) -> bool:
             waiting.release()
-            lock.acquire()
+            return lock.acquire()
 
-        def __exit__(self, *_: object) -> None:
+        def release(self) -> None:
             lock.release()
 
     worker.presence._writing = cast("Any", Counted())
@@ -195,3 +194,42 @@ def test_a_broker_that_is_away_stops_no_attempt_and_is_told_with_the_next_entry(
     assert worker.turn()
 
     assert worker.server.read().load["jobs"] == 1
+
+
+def test_an_attempt_does_not_wait_for_a_write_that_hangs(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(presence, "NOTE_WAIT_SECONDS", 0.01)
+    with worker.presence._writing:
+        worker.take()
+    worker.now += presence.REST_SECONDS
+    worker.runtime.running["a"] = "echo"
+
+    assert worker.turn(), "what runs has changed"
+
+    assert worker.server.writes == {"whole": 2, "part": 0}
+    assert worker.server.read().load["jobs"] == 1
+
+
+def test_an_attempt_does_not_fail_by_what_cannot_be_noted(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> int:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(worker.runtime.admission, "free_jobs", fail)
+
+    worker.take()
+
+    assert not worker.presence._writing.locked()
+
+
+@pytest.mark.parametrize("note", ["no JSON", "null", "[1]", "{}", '{"startedAt": 1}', '{"startedAt": {}, "load": 1}'])
+def test_a_note_that_is_none_of_this_process_counts_for_nothing(worker: Worker, note: str) -> None:
+    worker.take()
+    noted = worker.server.hash["newer_load"]
+    assert worker.server.read().load["freeJobs"] == 1
+
+    for started_at in ("1.5", worker.server.hash["started_at"]):
+        for text in (note, noted.replace('"load": {', '"load": 7, "was": {')):
+            kept = {**worker.server.hash, "started_at": started_at, "newer_load": text}
+            entry = WorkerEntry.from_hash(kept, alive=True)
+            assert (entry.state, entry.load["freeJobs"]) == (WorkerState.IDLE, 2)
+    other = {**worker.server.hash, "started_at": "1.5"}
+    assert WorkerEntry.from_hash(other, alive=True).load["freeJobs"] == 2
