@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,10 +42,7 @@ def main(names: list[str]) -> int:
     for line in preflight.lines(FOLDER):
         print(line, flush=True)
     names = names or _default_environments()
-    builds = []
-    for name in names:
-        _say(f"build {name}", began)
-        builds.append(_build(name))
+    builds = _build_all(names, began)
     _say("tests", began)
     built = [one.name for one in builds if not one.error]
     result = FOLDER / TOX_RESULT
@@ -66,21 +64,30 @@ def main(names: list[str]) -> int:
     return code
 
 
-def _build(name: str) -> report.Build:
+def _build_all(names: list[str], began: float) -> list[report.Build]:
+    """Build every environment, one after the other; what one needs beyond its packages, beside the others."""
+    builds: dict[str, report.Build] = {}
+    with ThreadPoolExecutor() as pool:
+        beside = {}
+        for name in sorted(names, key=lambda name: name not in BUILDS):
+            _say(f"build {name}", began)
+            builds[name] = _build(name, "run", "--notest", "-e", name)
+            if name in BUILDS and not builds[name].error:
+                step = ("exec", "--skip-pkg-install", "-e", name, "--", "python", "-m", "tests.gate.builds", name)
+                beside[name] = pool.submit(_build, name, *step)
+        builds |= {name: future.result() for name, future in beside.items()}
+    return [builds[name] for name in names]
+
+
+def _build(name: str, *step: str) -> report.Build:
     log = FOLDER / f"build-{name}.log"
     began = time.monotonic()
-    steps: list[list[str]] = [["run", "--notest", "-e", name]]
-    if name in BUILDS:
-        steps.append(["exec", "--skip-pkg-install", "-e", name, "--", "python", "-m", "tests.gate.builds", name])
-    for step in steps:
-        for _ in range(TRIES):
-            if _tox(*step, log=log) == 0:
-                break
-        else:
-            print(log.read_text(errors="replace")[-3000:], flush=True)
-            cause = report.cause_of(log.read_text(errors="replace"))
-            return report.Build(name=name, seconds=time.monotonic() - began, error=cause)
-    return report.Build(name=name, seconds=time.monotonic() - began, error="")
+    error = ""
+    if not any(_tox(*step, log=log) == 0 for _ in range(TRIES)):
+        said = log.read_text(errors="replace")
+        print(said[-3000:], flush=True)
+        error = report.cause_of(said)
+    return report.Build(name=name, seconds=time.monotonic() - began, error=error)
 
 
 def _suites() -> list[dict[str, Any]]:
