@@ -1,4 +1,7 @@
-"""A child of its own on vLLM keeps the contract of an executor, as those of tests/conformance do."""
+"""A child of its own on vLLM keeps the contract of an executor, as those of tests/conformance do.
+
+That no process of a run is left is checked with each run (tests/conformance/runs.py).
+"""
 
 from __future__ import annotations
 
@@ -39,9 +42,3 @@ def runs(tmp_path_factory: pytest.TempPathFactory, environment: VllmEnvironment,
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_conformance(case: Callable[[Runs], None], runs: Runs) -> None:
     case(runs)
-
-
-def test_no_process_of_any_run_is_left(runs: Runs) -> None:
-    """It ends by itself what it has started: there are no stragglers for the worker."""
-    cases.start(runs)
-    assert {name: run.left for name, run in runs.done.items() if run.left} == {}
