@@ -98,8 +98,12 @@ class Ledger:
         tag: str,
         lowest_attempt: int = 1,
         new_fields: Mapping[str, str] | None = None,
+        call: str = "",
     ) -> StartVerdict:
-        """Begin the next attempt of a task for the delivery `tag`, which `owner_token` holds (START)."""
+        """Begin the next attempt of a task for the delivery `tag`, which `owner_token` holds (START).
+
+        A call whose answer was lost is repeated with the same `call`: the attempt that it began is then answered again.
+        """
         keys = self.keys
         pairs = [part for item in (new_fields or {}).items() for part in item]
         verdict, state, attempt, failures = ledger_script("start")(
@@ -124,6 +128,7 @@ class Ledger:
                 RECORD_SCHEMA,
                 MAX_LOSSES,
                 self.retention_seconds,
+                call or uuid.uuid4().hex,
                 *pairs,
             ],
         )

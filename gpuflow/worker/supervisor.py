@@ -6,6 +6,7 @@ counts and links, and it does so only after the record says so.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final, Literal, NoReturn, TypeVar
@@ -71,6 +72,7 @@ class Delivery:
         self.folder = ResultsFolder(runtime.app.settings.results_dir, self.id)
         self.ledger = runtime.app.ledger
         self.failures = 0
+        self.start_call = uuid.uuid4().hex
         self.store: Store | None = None
         self.uploads: CheckpointUploads | None = None
 
@@ -124,6 +126,7 @@ class Delivery:
             tag=self.tag,
             lowest_attempt=self.folder.next_attempt(),
             new_fields=new_record_fields(name=task_type, task_type=task_type, spec=self.spec, requirement=None),
+            call=self.start_call,
         )
 
     def _attempt(self, holder: Holder) -> Outcome:

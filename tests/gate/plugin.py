@@ -25,7 +25,7 @@ from tests.support.waiting import BrokenPromise, patient
 #: How long the processes of a module may take to end after it, in seconds.
 END_SECONDS: Final = 10.0
 #: So much of the end of each log stands in the report of a failed test.
-LOG_CHARACTERS: Final = 6000
+LOG_CHARACTERS: Final = 30_000
 _STRAY: Final = (pytest.PytestUnraisableExceptionWarning, pytest.PytestUnhandledThreadExceptionWarning)
 _mark = ""
 

@@ -1,8 +1,9 @@
-"""COMMIT takes the end of a task from its current attempt only: the real Lua, with the steps of two processes."""
+"""START begins once for a call, COMMIT takes the end of the current attempt only: the real Lua, two processes."""
 
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Iterator
 
 import pytest
@@ -39,8 +40,11 @@ def begin(fleet: TestFleet, owner: str) -> tuple[Holder, str]:
     taken = broker_script("pop")(client, [*names, f"{keys.prefix}cpu"], [owner, LEASE_SECONDS, POP_ONE])
     message = json.loads(taken[1])
     tag = message["properties"]["delivery_tag"]
-    started = fleet.app.ledger.start(message["headers"]["id"], worker=owner, owner_token=owner, tag=tag)
+    task, call = message["headers"]["id"], uuid.uuid4().hex
+    started = fleet.app.ledger.start(task, worker=owner, owner_token=owner, tag=tag, call=call)
     assert started.verdict == "begin"
+    # The same step again, as its answer may be lost on the way, begins nothing again.
+    assert fleet.app.ledger.start(task, worker=owner, owner_token=owner, tag=tag, call=call) == started
     return Holder(attempt=started.attempt, token=owner), tag
 
 

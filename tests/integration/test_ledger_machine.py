@@ -6,6 +6,7 @@ A process is a token; it "crashes" by doing nothing more, and comes back as a zo
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -126,7 +127,11 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         life = self.lives[delivery.task]
         holds = self._holds(delivery)
-        answer = self.ledger.start(delivery.task, worker="w", owner_token=delivery.owner, tag=delivery.tag)
+        step = {"worker": "w", "owner_token": delivery.owner, "tag": delivery.tag, "call": uuid.uuid4().hex}
+        answer = self.ledger.start(delivery.task, **step)
+        again = self.ledger.start(delivery.task, **step)  # as if the answer had been lost
+        assert again.verdict == answer.verdict
+        assert again.attempt == answer.attempt or answer.verdict != "begin"
         if not holds:
             assert answer.verdict == "lost"
         elif life.state in ("SUCCEEDED", "FAILED", "CANCELLED", "DEAD"):

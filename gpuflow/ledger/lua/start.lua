@@ -6,7 +6,8 @@
 -- (one above the attempt folders that exist on disk)  ARGV[6] cap of the event stream
 -- ARGV[7] newest schema that this worker reads  ARGV[8] most lost attempts of one task
 -- ARGV[9] seconds until a final record expires
--- ARGV[10..] field, value, ... of a record to create, for a message of a producer that wrote none
+-- ARGV[10] id of this call: a repeat, whose first answer was lost, begins nothing again
+-- ARGV[11..] field, value, ... of a record to create, for a message of a producer that wrote none
 --
 -- Returns {verdict, state, attempt, failures}: 'begin'; 'final' (replay the tail and ack); 'live' (another attempt
 -- runs: ack and drop); 'lost' (our lease of this delivery has passed on: change nothing); 'avoid' (another worker
@@ -19,17 +20,18 @@ end
 local state = redis.call('HGET', KEYS[1], 'state')
 if not state then
   local fields = {}
-  for i = 10, #ARGV do fields[#fields + 1] = ARGV[i] end
+  for i = 11, #ARGV do fields[#fields + 1] = ARGV[i] end
   redis.call('HSET', KEYS[1], 'id', ARGV[1], 'created_at', seconds, unpack(fields))
   redis.call('ZADD', KEYS[5], seconds, ARGV[1])
   redis.call('SADD', KEYS[8], ARGV[1])
   state = 'QUEUED'
 end
-local schema, attempt, tag, worker, until_, failures = unpack(redis.call('HMGET', KEYS[1],
-  'schema', 'attempt', 'tag', 'avoid_worker', 'avoid_until', 'failures'))
+local schema, attempt, tag, worker, until_, failures, call = unpack(redis.call('HMGET', KEYS[1],
+  'schema', 'attempt', 'tag', 'avoid_worker', 'avoid_until', 'failures', 'start_call'))
 attempt, failures = tonumber(attempt or '0'), tonumber(failures or '0')
 if tonumber(schema or '1') > tonumber(ARGV[7]) then return {'newer', state, attempt, failures} end
 if is_final(state) then return {'final', state, attempt, failures} end
+if runs(state) and tag == ARGV[4] and call == ARGV[10] then return {'begin', state, attempt, failures} end
 if runs(state) and tag and tag ~= ARGV[4] then
   local ends = redis.call('ZSCORE', KEYS[2], tag)
   if ends and tonumber(ends) > tonumber(seconds) then return {'live', state, attempt, failures} end
@@ -52,7 +54,7 @@ if runs(state) then
 end
 attempt = math.max(attempt + 1, tonumber(ARGV[5]))
 redis.call('HSET', KEYS[1], 'state', 'STARTING', 'attempt', attempt, 'worker', ARGV[2], 'owner_token', ARGV[3],
-  'tag', ARGV[4], 'started_at', seconds, 'updated_at', seconds)
+  'tag', ARGV[4], 'start_call', ARGV[10], 'started_at', seconds, 'updated_at', seconds)
 redis.call('HDEL', KEYS[1], 'finished_at', 'error', 'progress', 'not_before', 'avoid_worker', 'avoid_until')
 tell(KEYS[4], ARGV[6], {event = 'state', state = 'STARTING', attempt = attempt, worker = ARGV[2]})
 return {'begin', 'STARTING', attempt, failures}
