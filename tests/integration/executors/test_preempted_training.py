@@ -70,7 +70,7 @@ def test_nothing_is_trained_again_where_only_the_end_is_missing(run, tmp_path, p
 
 
 def test_a_notice_in_the_last_evaluation_saves_the_training(start, run, tmp_path):
-    rows = [f"Hello Ana number {number}." for number in range(600)]
+    rows = [f"Hello Ana number {number}." for number in range(200)]
     task = spec({"type": "list", "items": rows, "eval_split": 0.9}, max_steps=4, per_device_eval_batch_size=1)
     child = start("lora_sft", task, out="attempt-1")
     child.until("worker", message="evaluating after the training")
