@@ -17,6 +17,9 @@ from typing import Final
 #: The variable of the mark. `.ci/run` sets it to the id of the whole run.
 VARIABLE: Final = "GPUFLOW_TEST_RUN"
 _PROC: Final = Path("/proc")
+#: A process without an environment that is younger is just being executed (execve closes the pipe by which its parent
+#: learns of that before the new environment can be read), or has none.
+_YOUNG_SECONDS: Final = 1.0
 #: Helpers that Python's own multiprocessing keeps until the process ends.
 _OF_PYTHON: Final = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
@@ -67,7 +70,7 @@ def find(mark: str, *, whole_run: bool = False) -> list[Leftover]:
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         with contextlib.suppress(OSError):
-            theirs = _mark_of((entry / "environ").read_bytes())
+            theirs = _mark_of(_environment_of(entry))
             if theirs != mark if not whole_run else not theirs.startswith(f"{mark}/" if mark else ""):
                 continue
             command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
@@ -98,6 +101,22 @@ def start_guard(mark: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, str(Path(__file__)), mark], stdin=subprocess.PIPE, env=environment, start_new_session=True
     )
+
+
+def _environment_of(entry: Path) -> bytes:
+    """Return the environment of a process. One that is just being executed has none yet, and is waited for."""
+    while not (environment := (entry / "environ").read_bytes()):
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - _started_at(entry)
+        if age > _YOUNG_SECONDS or _is_zombie(entry):
+            break
+        time.sleep(0.01)
+    return environment
+
+
+def _started_at(entry: Path) -> float:
+    """Return when a process was started, in seconds since the machine was (proc(5), /proc/pid/stat)."""
+    ticks = int((entry / "stat").read_text().rpartition(")")[2].split()[19])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _mark_of(environment: bytes) -> str:
