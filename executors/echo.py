@@ -30,6 +30,7 @@ _GARBAGE: Final = (
     b"[1, 2, 3]\n",
     b'{"event": "finish"}\n',
     b'{"event": "progress", "current"\n',
+    b'{"event": "text_delta", "delta": "\\ud83d"}\n',
     b"{" * 5000 + b"\n",
     b"x" * 100_000 + b"\n",
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import json
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 import redis
 from celery import Celery, signals
@@ -33,6 +33,9 @@ from gpuflow.routing.families import CONTROL_QUEUE, SUPERVISED_TASKS
 from gpuflow.settings import Settings
 from gpuflow.submission import demand_header, submission_header
 
+#: An answer that has not come in so many seconds, or in a quarter of a lease, does not come: the line is dead.
+ANSWER_SECONDS: Final = 30.0
+LEAST_ANSWER_SECONDS: Final = 3.0
 #: Modules whose Celery tasks every worker has.
 TASK_MODULES = (
     "tasks.echo",
@@ -82,7 +85,11 @@ class GPUFlow(Celery):  # type: ignore[misc]
     def redis(self) -> redis.Redis:
         """A decoding Redis client. Raises BrokerUnavailable without an address."""
         return redis.Redis.from_url(
-            self.broker_address(), decode_responses=True, health_check_interval=30, socket_connect_timeout=5
+            self.broker_address(),
+            decode_responses=True,
+            health_check_interval=30,
+            socket_connect_timeout=5,
+            socket_timeout=max(LEAST_ANSWER_SECONDS, min(ANSWER_SECONDS, self.settings.lease_seconds / 4)),
         )
 
     @cached_property
@@ -121,7 +128,9 @@ class GPUFlow(Celery):  # type: ignore[misc]
         One that waits ends at once, for Celery too (its chord is counted); one that runs is stopped by its worker,
         which is told now and asks by itself every second.
         """
-        verdict, _ = self.ledger.cancel(task_id, reason)
+        verdict, state = self.ledger.cancel(task_id, reason)
+        if verdict == "final" and state == "CANCELLED" and self._is_untold(task_id):
+            verdict = "cancelled"
         if verdict == "requested":
             self.control.broadcast("gpuflow_cancel", arguments={"task_id": task_id})
         elif verdict == "cancelled":
@@ -131,6 +140,19 @@ class GPUFlow(Celery):  # type: ignore[misc]
             if pipeline:
                 self.send_task(SETTLE_TASK, args=(pipeline,), queue=CONTROL_QUEUE, ignore_result=True)
         return verdict
+
+    def _is_untold(self, task_id: str) -> bool:
+        """Whether a cancel was done by a step whose answer was lost, so that Celery has not been told of it.
+
+        Of a task that ran its worker may be telling just now.
+        """
+        record, request = self.ledger.find(task_id), self._request_of(task_id)
+        if record is None or request is None or request.ignore_result:
+            return False
+        now = float(self.redis.time()[0])
+        if record.attempt and now - (record.finished_at or now) < 2 * self.settings.lease_seconds:
+            return False
+        return not self.redis.exists(self.keys.celery_result(task_id))
 
     def _request_of(self, task_id: str) -> Any:
         """Return the Celery request of a task's stored message, so that its chord can be counted."""
@@ -209,6 +231,8 @@ class GPUFlow(Celery):  # type: ignore[misc]
             "worker_send_task_events": True,
             "worker_prefetch_multiplier": 1,
             "worker_pool": "gpuflow.worker.pool:SupervisorPool",
+            "worker_consumer": "gpuflow.worker.consumer:Consumer",
+            "broker_channel_error_retry": True,
             "worker_concurrency": 64,
             "worker_cancel_long_running_tasks_on_connection_loss": False,
             "broker_connection_retry_on_startup": True,

@@ -58,6 +58,14 @@ class UnknownTask(GPUFlowError):
     """No task or pipeline of this fleet has that id."""
 
 
+class UnreadableMessage(GPUFlowError):
+    """The message of a task cannot be read or run."""
+
+
+class ResultGone(GPUFlowError):
+    """A result that is needed is not in Redis any more."""
+
+
 class BrokerUnavailable(GPUFlowError):
     """The broker cannot be reached; check REDIS_URL, or start one with `gpuflow up`."""
 

@@ -11,18 +11,18 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, Protocol
 
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import OutOfMemoryError
-from redis.exceptions import TimeoutError as RedisTimeoutError
+from kombu.exceptions import OperationalError
+from redis.exceptions import OutOfMemoryError, RedisError
 
 from gpuflow.artifacts.references import References
+from gpuflow.broker.answers import Meaning, meaning_of
 from gpuflow.celery_app import GPUFlow
 from gpuflow.celery_app import app as default_app
 from gpuflow.errors import BrokerUnavailable, TaskCancelled, TaskDead, TaskFailed
 from gpuflow.ledger.eventlog import LoggedEvent
 from gpuflow.ledger.records import AttemptEntry, TaskRecord
 from gpuflow.ledger.states import TaskState
-from gpuflow.pipelines.collect import stage_result
+from gpuflow.pipelines.collect import all_found, stage_result
 from gpuflow.pipelines.engine import SETTLE_TASK
 from gpuflow.pipelines.records import PipelineRecord, PipelineState, StageRecord
 from gpuflow.routing.families import CONTROL_QUEUE
@@ -174,7 +174,7 @@ class StageView:
         with reachable():
             tasks = self._run.app.ledger.find_many(self.record.tasks)
         references = References(self._run.app.settings)
-        results = [references.fields(task.result or {}) for task in tasks if task is not None]
+        results = [references.fields(task.result or {}) for task in all_found(self.name, tasks)]
         return stage_result(results, references.load)
 
 
@@ -329,7 +329,14 @@ class reachable:  # noqa: N801  (reads as a statement: with reachable(): ...)
             raise BrokerUnavailable(
                 "the broker's memory is full, and nothing was written; raise its maxmemory, or wait until work is done"
             ) from error
-        if isinstance(error, RedisConnectionError | RedisTimeoutError) or type(error).__name__ == "OperationalError":
+        meaning = meaning_of(error) if isinstance(error, RedisError | OperationalError) else None
+        if meaning is Meaning.WAIT:
+            raise BrokerUnavailable(f"the broker refuses this for now ({error}); mend that, then try again") from error
+        if meaning is Meaning.DENIED:
+            raise BrokerUnavailable(
+                f"the broker denies this to the user of REDIS_URL ({error}); check its password and its rights"
+            ) from error
+        if meaning is Meaning.AGAIN:
             raise BrokerUnavailable(
                 f"the broker cannot be reached ({error}); check REDIS_URL, or start one with `gpuflow up`"
             ) from error

@@ -56,6 +56,8 @@ PREEMPTED: Final = "Preempted"
 CHECKPOINT_MARKER: Final = "complete.json"
 #: Task types of users' own executors: names with a dot, the first part says whose. Those of gpuflow have none.
 _USER_TYPE: Final = re.compile(r"[a-z][a-z0-9_-]{0,62}(\.[a-z0-9_-]{1,63})+")
+#: How JSON names a half of a surrogate pair.
+_SURROGATE: Final = re.compile(r"\\u[dD][89a-fA-F]")
 _CHECKPOINT: Final = re.compile(r"checkpoint-([0-9]+)")
 
 
@@ -69,7 +71,7 @@ class Event:
 
     def to_json(self) -> str:
         """Return the event as one line of JSON, without the newline."""
-        return json.dumps({"event": self.name, **self.data}, ensure_ascii=False, default=str)
+        return whole_text(json.dumps({"event": self.name, **self.data}, ensure_ascii=False, default=str))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +114,25 @@ class Request:
         return cls(**known)
 
 
+def whole_text(text: str) -> str:
+    """Return a text that UTF-8 can hold: half a surrogate pair (half an emoji) becomes U+FFFD."""
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text
+
+
+def read_json(text: str | bytes) -> Any:
+    """Read JSON that a child has written; every text in it can be written on. Raises ValueError, RecursionError."""
+    value = json.loads(text)
+    if _SURROGATE.search(text if isinstance(text, str) else text.decode("utf-8", "replace")):
+        return json.loads(whole_text(json.dumps(value, ensure_ascii=False)))
+    return value
+
+
 def is_user_type(task_type: object) -> bool:
     """Say whether a task type has the form of a user's own (`acme.translate`), whether or not anybody runs it."""
     return isinstance(task_type, str) and len(task_type) <= 200 and _USER_TYPE.fullmatch(task_type) is not None
@@ -150,7 +171,7 @@ def parse_line(line: bytes | str, at: float | None = None) -> Event:
     text = text.rstrip("\r\n")
     when = time.time() if at is None else at
     try:
-        raw = json.loads(text)
+        raw = read_json(text)
     except (ValueError, RecursionError):
         return Event(name="log", data={"message": text}, at=when)
     if not isinstance(raw, dict):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gpuflow.artifacts.destination import data_store
 from gpuflow.artifacts.large_values import refer_large
+from gpuflow.broker.wire import portable
 from gpuflow.errors import InvalidTemplate
 from gpuflow.fleet.seen_fleet import SeenFleet
 from gpuflow.ledger.records import new_record_fields
@@ -98,7 +99,9 @@ def submission_header(
             [{"queue": queue_name(one), "requirement": json.dumps(one.to_dict())} for one in alternatives]
         )
         header["fallback_seconds"] = fields["fallback_seconds"] = str(app.settings.fallback_seconds)
-    return Prepared(task_id=task_id, queue=queue_text, kwargs={"spec": spec}, summary=f"<{task_type}>", header=header)
+    return Prepared(
+        task_id=task_id, queue=queue_text, kwargs={"spec": portable(spec)}, summary=f"<{task_type}>", header=header
+    )
 
 
 def _refuse_uploads(spec: Mapping[str, Any]) -> None:

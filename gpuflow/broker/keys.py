@@ -13,7 +13,9 @@
 | `gpuflow.warm:<model>` | string | a worker that has the model; expires when none says so |
 | `gpuflow.reserved:<tag>` | string | the machine that is reserved for a message; expires when it is not renewed |
 | `gpuflow.bell:<owner>` | list | one doorbell; a push wakes its consumer |
-| `gpuflow.unreadable` | list | raw messages that no JSON parser reads |
+| `gpuflow.unreadable` | list | messages that nobody could read or run: JSON of `at`, `list`, `why`, `message` |
+| `gpuflow.avoided` | zset | delivery tag, newline, worker that failed with it -> until when others are to take it |
+| `gpuflow.returned` | zset | delivery tag of a message that went back undone -> when |
 | `gpuflow.delayed` | zset | delivery tag -> when the message may be taken (Unix seconds on the server's clock) |
 | `gpuflow.parked` | hash | delivery tag -> `<front or back>\\n<list key>\\n<message>` of a delayed message |
 | `gpuflow.sweep` | hash | `at` of the last sweep, `more` was left; `run` of the server; `hold`: until when all gather |
@@ -92,6 +94,11 @@ class Keys:
     def waiters(self, group: str) -> str:
         """Set of the doorbells of one plain queue or one class of workers."""
         return f"{self.prefix}gpuflow.waiters:{group}"
+
+    @property
+    def returned(self) -> str:
+        """Delivery tags of messages that went back undone."""
+        return f"{self.prefix}gpuflow.returned"
 
     @property
     def unreadable(self) -> str:

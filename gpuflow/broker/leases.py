@@ -14,14 +14,16 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import redis
+from kombu.exceptions import OperationalError
 from kombu.utils.encoding import bytes_to_str
 from redis.exceptions import NoScriptError, RedisError
 
+from gpuflow.broker.answers import nobody_writes, passes
 from gpuflow.broker.gate import Gate, OpenGate
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.lease import Lease, Reclaim, new_token
 from gpuflow.broker.scripts import broker_script
-from gpuflow.broker.sweeper import BELL_SECONDS, Sweeper
+from gpuflow.broker.sweeper import BELL_SECONDS, Sweeper, sweep_gap_seconds
 from gpuflow.logs import get_logger
 from gpuflow.routing.affinity import session_of
 
@@ -51,6 +53,8 @@ class LeaseTable:
         self.member = member
         self.gate: Gate = OpenGate()
         self.reclaim: Reclaim | None = None
+        #: Is told of the task of a message that is put aside, and why, before that is done.
+        self.on_unreadable: Callable[[str, str], None] | None = None
         self.bell = keys.bell(self.owner)
         #: The groups of waiters that the doorbell may be in.
         self.groups: set[str] = set()
@@ -66,6 +70,7 @@ class LeaseTable:
         self._stop = threading.Event()
         self._ticked_at = time.monotonic()
         self._renewed_at = time.monotonic()
+        self._unwritable_since: float | None = None
         self._run: str | None = None
 
     def connect(self, client: redis.Redis, *, keep: bool) -> None:
@@ -224,6 +229,31 @@ class LeaseTable:
             log.warning("lease_to_be_settled", tag=tag, how=how, cause=str(error))
             self.gate.settled(tag)
 
+    def set_aside(self, tag: str, task_id: str, why: str) -> None:
+        """Put a message aside that nobody can read or run; its task is told first. Errors leave it to the sweep."""
+        log.error("message_put_aside", tag=tag, task=task_id, why=why)
+        keys = self.keys
+        try:
+            self._tell_unreadable(task_id, why)
+            broker_script("set_aside")(
+                self.client, [keys.leases, keys.unacked, keys.owners, keys.ready], [tag, self.owner, why]
+            )
+        except (RedisError, OperationalError, OSError) as error:
+            log.warning("message_left_to_the_sweep", tag=tag, cause=str(error))
+        if self._drop(tag) is not None:
+            self.gate.settled(tag)
+
+    def _tell_unreadable(self, task_id: str, why: str) -> None:
+        """Tell the task of a message; what cannot be told to it ever keeps the message from nothing."""
+        if self.on_unreadable is None or not task_id:
+            return
+        try:
+            self.on_unreadable(task_id, why)
+        except Exception as error:
+            if passes(error):
+                raise
+            log.exception("task_not_told", task=task_id)
+
     def over(self, tag: str) -> None:
         """Note that nothing works any more on the delivery that was started."""
         with self._lock:
@@ -322,14 +352,27 @@ class LeaseTable:
                     next_renewal = now + self.lease_seconds / 3
                 self.reaffirm()
                 self.settle_owed()
+                self._unwritable_since = None
             except RedisError as error:
                 log.warning("leases_not_renewed", cause=str(error), held=len(self._leases))
-                self._give_up_expired()
+                self._cannot_renew(error, now)
                 next_renewal = 0.0
                 pause = min(1.0, self.lease_seconds / 20)
             except Exception:
                 log.exception("lease_keeper_stumbled")
             turn_ended = time.monotonic()
+
+    def _cannot_renew(self, error: RedisError, now: float) -> None:
+        """Give up what may pass to another worker by now. While nobody can write, nothing can."""
+        if not nobody_writes(error):
+            self._unwritable_since = None
+            self._give_up_expired()
+            return
+        self._ticked_at = max(self._ticked_at, now)  # the consumer loop may wait for the server, too
+        if self._unwritable_since is None:
+            self._unwritable_since = now
+        elif now - self._unwritable_since > sweep_gap_seconds(self.lease_seconds):
+            self._renewed_at = now  # the next sweep gives every lease a term of grace
 
     def _excuse_the_pause(self, now: float) -> None:
         """This process was stopped, or the machine slept: nobody here could say that he is alive."""

@@ -7,6 +7,7 @@ It knows messages and queues. What may be popped now is the gate's decision (`br
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -17,7 +18,7 @@ import redis
 from kombu.transport import redis as stock
 from kombu.utils.encoding import bytes_to_str
 from kombu.utils.json import dumps, loads
-from redis.exceptions import NoScriptError, OutOfMemoryError, ReadOnlyError
+from redis.exceptions import NoScriptError, ResponseError
 
 from gpuflow.broker.installed import installed
 from gpuflow.broker.keys import Keys
@@ -31,6 +32,10 @@ from gpuflow.logs import get_logger
 
 log = get_logger("gpuflow.transport")
 
+#: After an answer that a pop is refused, the next one is sent so many seconds later.
+REFUSED_SECONDS: Final = 1.0
+#: The id in the headers of a message; what else is a text in it has its quotes escaped.
+_ID: Final = re.compile(r'"id": "([^"\\]{1,255})"')
 #: Header that carries a record to be written with its message; it never reaches the wire.
 RECORD_HEADER: Final = "gpuflow_record"
 
@@ -76,6 +81,8 @@ class Channel(stock.Channel):  # type: ignore[misc]
         self._own_leases: LeaseTable | None = None
         self._unacknowledged: set[str] = set()
         self._look = Look()
+        self._refused = ""
+        self._refused_until = 0.0
 
     @property
     def leases(self) -> LeaseTable:
@@ -151,6 +158,15 @@ class Channel(stock.Channel):  # type: ignore[misc]
             *pairs,
         ]
 
+    def _purge(self, queue: str) -> int:
+        """Take away what waits in a queue, and what is delayed for it; return how many messages that were."""
+        count: int = super()._purge(queue)
+        lists = [self.global_keyprefix + key for key in list_keys([queue])]
+        delayed = broker_script("purge")(
+            self.plain_client, [self.keys.delayed, self.keys.parked, self.keys.ready, *lists], []
+        )
+        return count + int(delayed)
+
     def _q_for_pri(self, queue: str, pri: int) -> str:
         """Return kombu's list of a priority step, for sizes and purges."""
         return f"{queue}{self.sep}{pri}" if pri else queue
@@ -163,6 +179,8 @@ class Channel(stock.Channel):  # type: ignore[misc]
 
     def _brpop_start(self, timeout: float | None = None) -> None:
         self.leases.tick()
+        if time.monotonic() < self._refused_until:
+            return
         gate, look = self.leases.gate, self._look
         if look.begin(time.monotonic()):
             look.plain = gate.open_queues(self._queue_cycle.consume(len(self.active_queues)))
@@ -186,7 +204,7 @@ class Channel(stock.Channel):  # type: ignore[misc]
             "EVALSHA",
             broker_script("pop").sha,
             7 + len(lists),
-            *(keys.leases, keys.unacked, keys.owners, keys.ready, keys.unreadable, keys.sweep, leases.bell),
+            *(keys.leases, keys.unacked, keys.owners, keys.ready, keys.returned, keys.sweep, leases.bell),
             *lists,
             leases.owner,
             leases.lease_seconds,
@@ -215,8 +233,12 @@ class Channel(stock.Channel):  # type: ignore[misc]
                 connection.disconnect()
                 self.leases.gate.chosen_none()
                 raise
-            except (OutOfMemoryError, ReadOnlyError) as error:
-                log.warning("nothing_can_be_taken", cause=str(error))
+            except ResponseError as error:
+                self._note_refusal(error)
+                raise Empty from None
+            if self._refused:
+                log.warning("can_be_taken_again", after=self._refused)
+                self._refused = ""
             if not popped:
                 look.woken(reply)
                 if look.woken_for is not None:
@@ -227,11 +249,19 @@ class Channel(stock.Channel):  # type: ignore[misc]
             self._in_poll = None
             self._flush_brpop_reauth()
 
+    def _note_refusal(self, error: ResponseError) -> None:
+        """The server took no pop: nothing is asked of it for a moment. No answer ends the consumer loop."""
+        self.leases.gate.chosen_none()
+        self._refused_until = time.monotonic() + REFUSED_SECONDS
+        if str(error) != self._refused:
+            self._refused = str(error)
+            log.error("nothing_can_be_taken", cause=self._refused)
+
     def _read_popped(self, reply: Any) -> bool:
         gate, look = self.leases.gate, self._look
-        key, raw, names, cold = reply or (b"", b"", [], [])
+        key, raw, names, cold, tag, returned = reply
         look.page = [bytes_to_str(name) for name in names]
-        delivered = bool(key) and self._deliver_leased(bytes_to_str(key), bytes_to_str(raw))
+        delivered = bool(key) and self._deliver_leased(bytes_to_str(key), raw, bytes_to_str(tag), bool(returned))
         if not delivered:
             gate.chosen_none()
             look.in_vain(time.monotonic())
@@ -261,12 +291,17 @@ class Channel(stock.Channel):  # type: ignore[misc]
             start += FAR_NAMES
         return []
 
-    def _deliver_leased(self, key: str, raw: str) -> bool:
+    def _deliver_leased(self, key: str, given: bytes, tag: str, returned: bool) -> bool:
         """Hand a message over; False when it had to go back for lack of room."""
         queue = queue_of(key[len(self.global_keyprefix) :])
         self._look.found(queue)
-        message = loads(raw)
-        tag = message["properties"]["delivery_tag"]
+        try:
+            raw = given.decode()
+            message = self._read(raw, tag, returned=returned)
+        except Exception as error:  # noqa: BLE001  (whatever a message holds, it ends nobody)
+            self.leases.gate.chosen_none()
+            self.leases.set_aside(tag, _id_in(given), f"{type(error).__name__}: {error}"[:1000])
+            return True
         taken = self.leases.take(tag, queue, key, raw)
         if taken is None:
             self.leases.gate.chosen_none()
@@ -283,6 +318,19 @@ class Channel(stock.Channel):  # type: ignore[misc]
             self.connection._deliver(message, self._carrier())
         return True
 
+    def _read(self, raw: str, tag: str, *, returned: bool) -> dict[str, Any]:
+        """Return a message as kombu takes it. Raises whatever its content leads to."""
+        message: dict[str, Any] = loads(raw)
+        properties, headers = message["properties"], message["headers"]
+        if not isinstance(headers, dict):
+            raise TypeError(f"its headers are {type(headers).__name__}, not a mapping")
+        if self.Message(message, channel=self).delivery_tag != tag:
+            raise ValueError("its delivery tag is not where it should be")
+        if returned:
+            headers["redelivered"] = True
+            properties["delivery_info"]["redelivered"] = True
+        return message
+
     def _carrier(self) -> str:
         """Return a queue whose consumer also gets the messages of demand queues, which no consumer names, or ""."""
         names: list[str] = self.active_queues
@@ -297,6 +345,12 @@ class Channel(stock.Channel):  # type: ignore[misc]
         super().close()
         if self._own_leases is not None:
             self._own_leases.close()
+
+
+def _id_in(raw: bytes) -> str:
+    """Return the task id in the headers of a message that cannot be read otherwise; "" for none."""
+    found = _ID.search(raw.decode("utf-8", "replace"))
+    return found[1] if found else ""
 
 
 class Transport(stock.Transport):  # type: ignore[misc]

@@ -175,12 +175,19 @@ def _workers(client: Any, settings: Settings) -> list[Check]:
     from gpuflow.broker.keys import Keys
     from gpuflow.cli.checks_locks import shared_by_all
     from gpuflow.fleet.registry import Fleet
+    from gpuflow.fleet.worker_views import capability_of
 
     alive = [worker for worker in Fleet(client, Keys(settings.key_prefix)).workers() if str(worker.state) != "OFFLINE"]
     if alive:
         names = ", ".join(worker.id for worker in alive[:5])
-        found = Check(name="workers", status="ok", detail=f"{len(alive)}: {names}")
-        return [found, *shared_by_all((worker.id, worker.load) for worker in alive)]
+        found = [Check(name="workers", status="ok", detail=f"{len(alive)}: {names}")]
+        full = [worker.id for worker in alive if capability_of(worker).lacks_disk]
+        if full:
+            detail = f"{', '.join(full[:5])}: less free disk than GPUFLOW_DISK_FLOOR_BYTES, so no task is taken there"
+            found.append(
+                Check(name="workers' disks", status="warn", detail=detail, mend="make room in RESULTS_DIR there")
+            )
+        return [*found, *shared_by_all((worker.id, worker.load) for worker in alive)]
     mend = "start one with `celery -A gpuflow worker`, or `gpuflow up`"
     return [Check(name="workers", status="warn", detail="no worker is there", mend=mend)]
 

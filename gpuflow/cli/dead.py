@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import click
 
@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from gpuflow.celery_app import GPUFlow
     from gpuflow.client import Task
     from gpuflow.ledger.records import AttemptEntry
+
+
+#: So much of a message is shown to people.
+_SHOWN_CHARS: Final = 200
 
 
 @click.group(invoke_without_command=True, short_help="List, show, retry or purge dead letters.")
@@ -34,7 +38,7 @@ def list_dead(limit: int = 50, as_json: bool = False) -> None:
     from gpuflow.client import reachable
 
     with connected() as app, reachable():
-        records = app.ledger.dead(limit)
+        records, unreadable = app.ledger.dead(limit), app.ledger.unreadable(1)
     if as_json:
         output.emit_json([record.public() for record in records])
         return
@@ -52,6 +56,8 @@ def list_dead(limit: int = 50, as_json: bool = False) -> None:
         ],
         empty="no dead letters",
     )
+    if unreadable:
+        output.note("there are messages that nobody could run; `gpuflow dead messages` shows them")
 
 
 @dead.command("show")
@@ -111,6 +117,31 @@ def purge_dead(task_ids: tuple[str, ...], everything: bool, as_json: bool) -> in
     else:
         output.line(f"{len(purged)} of {len(chosen)} forgotten")
     return DONE if len(purged) == len(chosen) else FAILED
+
+
+@dead.command("messages")
+@click.option("--limit", default=50, show_default=True, type=click.IntRange(1, 10_000), help="How many, newest first.")
+@click.option("--purge", is_flag=True, help="Forget them all.")
+@json_option
+def messages(limit: int, purge: bool, as_json: bool) -> None:
+    """Show the messages that no worker could read or run, and why."""
+    from gpuflow.cli import output
+    from gpuflow.cli.session import connected
+    from gpuflow.client import reachable
+
+    with connected() as app, reachable():
+        found = app.ledger.unreadable(limit)
+        forgotten = app.ledger.forget_unreadable() if purge else 0
+    if as_json:
+        output.emit_json({"forgotten": forgotten} if purge else found)
+    elif purge:
+        output.line(f"{forgotten} forgotten")
+    else:
+        output.table(
+            ["came", "list", "why", "message"],
+            [[output.when(one["at"]), one["list"], one["why"], one["message"][:_SHOWN_CHARS]] for one in found],
+            empty="no such messages",
+        )
 
 
 def print_attempts(attempts: list[AttemptEntry], *, logs: bool) -> None:

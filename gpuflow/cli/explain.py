@@ -66,7 +66,9 @@ def _on_this_machine(target: str, settings: Settings) -> list[Explanation]:
     from gpuflow.routing.views import WorkerView
     from gpuflow.spec.user_types import usable
 
-    capability = Capability.of(probe(), disk_free_mib=free_mib(settings.results_dir))
+    capability = Capability.of(
+        probe(), disk_free_mib=free_mib(settings.results_dir), disk_floor_mib=settings.disk_floor_bytes >> 20
+    )
     own = tuple(usable(settings.executors))
     here = WorkerView(id="this machine", capability=capability, user_types=own)
     return explain_here(load_template(target), here)

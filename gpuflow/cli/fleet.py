@@ -176,10 +176,12 @@ def gpu_text(worker: WorkerEntry) -> str:
 
 
 def _row(worker: WorkerEntry) -> list[object]:
+    from gpuflow.fleet.worker_views import capability_of
+
     ago = max(0.0, time.time() - worker.heartbeat_at)
     return [
         worker.id,
-        worker.state,
+        f"{worker.state}, disk full" if capability_of(worker).lacks_disk else worker.state,
         worker.hostname,
         gpu_text(worker),
         f"{worker.capability.get('cpu_count', 0):g}",

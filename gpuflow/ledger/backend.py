@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -18,7 +18,9 @@ from celery.backends.redis import RedisBackend
 from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
+from gpuflow.broker.answers import passes
 from gpuflow.broker.installed import installed
+from gpuflow.broker.wire import needs_care, wrapped
 from gpuflow.ledger.ledger import Holder, Ledger
 from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
@@ -71,16 +73,21 @@ def error_record(error: BaseException, *, error_type: str | None = None, retryab
 def _until_told(request: Any, tail: Callable[[], Any]) -> Any:
     """Run the tail of an end: the stored result, the chord's count. It is idempotent.
 
-    While the broker is away it is tried again as long as the message is ours: Celery would take the error for one of
-    the task and acknowledge a message whose chord part was never counted. Without a lease the error is raised.
+    While the broker takes none of it, it is tried again as long as the message is ours: Celery would take the error for
+    one of the task and acknowledge a message whose chord part was never counted. Without a lease the error is raised.
     """
     tag = (getattr(request, "properties", None) or {}).get("delivery_tag")
+    if threading.current_thread() is threading.main_thread():
+        return tail()  # of a client, or of the consumer loop, which must not wait here
     while True:
         try:
             return tail()
         except (RedisError, OperationalError, OSError, RuntimeError) as error:
             table = installed()
             if table is None or not tag or not table.holds(tag):
+                raise
+            if isinstance(error, RedisError) and not passes(error):
+                table.forget(tag)  # it is not acknowledged, and comes again when its lease has run out
                 raise
             log.warning("end_not_told_yet", task=request.id, cause=str(error).strip())
             table.wait(TAIL_PAUSE_SECONDS)
@@ -138,7 +145,7 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
         state: str = "FAILURE",
     ) -> Any:
         """Commit the failure to the record first; a superseded attempt leaves without store, chord part or errback."""
-        if self._refused(task_id, request, TaskState.FAILED, exc):
+        if _until_told(request, lambda: self._refused(task_id, request, TaskState.FAILED, exc)):
             return None
         tail = super().mark_as_failure
         return _until_told(
@@ -163,9 +170,14 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
         state: str = "REVOKED",
     ) -> Any:
         """Commit the cancellation to the record first, as `mark_as_failure` does."""
-        if self._refused(task_id, request, TaskState.CANCELLED, RuntimeError(reason or "revoked")):
+        revoked = RuntimeError(reason or "revoked")
+        if _until_told(request, lambda: self._refused(task_id, request, TaskState.CANCELLED, revoked)):
             return None
-        return super().mark_as_revoked(task_id, reason=reason, request=request, store_result=store_result, state=state)
+        tail = super().mark_as_revoked
+        return _until_told(
+            request,
+            lambda: tail(task_id, reason=reason, request=request, store_result=store_result, state=state),
+        )
 
     def on_chord_part_return(self, request: Any, state: str, result: Any, propagate: Any = None, **kwargs: Any) -> None:
         """Count the part; if another has counted the last one and does not send the body, send it in its place.
@@ -192,6 +204,11 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
             entry.update(args=public_spec(entry.get("args")), kwargs=public_spec(entry.get("kwargs")))
         return entry
 
+    def encode(self, data: Any) -> Any:
+        """Return Celery's entry as text, so that the user's data in it comes out of `get()` as it went in."""
+        text = super().encode(data)
+        return super().encode(wrapped(data)) if isinstance(text, str) and needs_care(text) else text
+
     def meta(self, state: str, result: Any, request: Any) -> str:
         """Return Celery's result entry of a task that runs, as the ledger writes it."""
         entry = self._get_result_meta(result=result, state=state, traceback=None, request=request)
@@ -204,14 +221,17 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
         tail = super().mark_as_done
         answer = _until_told(request, lambda: tail(task_id, result, request, *args, **kwargs))
         if getattr(request, "task", None) in SUPERVISED_TASKS:
-            self._notify(task_id, TaskState.SUCCEEDED, request)
+            _until_told(request, lambda: self._notify(task_id, TaskState.SUCCEEDED, request))
         return answer
 
     def _notify(self, task_id: str, state: TaskState, request: Any) -> None:
         """Have the URLs called that the task names for this end; under fixed ids, for this may be a replay."""
-        args = getattr(request, "args", None) or ()
-        kwargs = getattr(request, "kwargs", None) or {}
-        spec = kwargs.get("spec") or (args[0] if args else None) or {}
+        args, kwargs = getattr(request, "args", None), getattr(request, "kwargs", None)
+        spec = kwargs.get("spec") if isinstance(kwargs, Mapping) else None
+        if spec is None and isinstance(args, list | tuple) and args:
+            spec = args[0]
+        if not isinstance(spec, Mapping):
+            return
         named = [entry for entry in spec.get("notify") or () if {str(state).lower(), "finished"} & set(entry["on"])]
         for number in range(len(named)):
             self.app.send_task(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import redis
+from redis.client import NEVER_DECODE
 
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.lease import Lease
@@ -24,12 +25,16 @@ MAX_LOSSES: Final = 10
 
 @dataclass(frozen=True, kw_only=True)
 class StartVerdict:
-    """Answer of START: what to do with the delivery, the record's state, the attempt, and failures so far."""
+    """Answer of START: what to do with the delivery, the record's state, the attempt, and failures so far.
+
+    `alone`: a warm session is to answer it by itself.
+    """
 
     verdict: Literal["begin", "final", "live", "lost", "avoid", "newer"]
     state: str
     attempt: int
     failures: int = 0
+    alone: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +49,15 @@ def ledger_script(name: str) -> Script:
     """Return a Lua step of the ledger, with the table of allowed moves and what the steps share before it."""
     shared = (lua_preamble(), script_text("gpuflow.broker", "common"), script_text("gpuflow.ledger", "common"))
     return load_script("gpuflow.ledger", name, "".join(shared))
+
+
+def _unreadable(entry: str) -> dict[str, Any]:
+    """Read one entry of the messages that were put aside; earlier versions kept the message as it was."""
+    try:
+        told = json.loads(entry)
+        return {name: told[name] for name in ("at", "list", "why", "message")}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return {"at": 0, "list": "", "why": "it is not JSON with a delivery tag", "message": entry}
 
 
 class Ledger:
@@ -106,7 +120,7 @@ class Ledger:
         """
         keys = self.keys
         pairs = [part for item in (new_fields or {}).items() for part in item]
-        verdict, state, attempt, failures = ledger_script("start")(
+        verdict, state, attempt, failures, alone = ledger_script("start")(
             self.client,
             [
                 keys.task(task_id),
@@ -132,7 +146,9 @@ class Ledger:
                 *pairs,
             ],
         )
-        return StartVerdict(verdict=verdict, state=state, attempt=int(attempt), failures=int(failures))
+        return StartVerdict(
+            verdict=verdict, state=state, attempt=int(attempt), failures=int(failures), alone=bool(alone)
+        )
 
     def report(
         self, task_id: str, holder: Holder, events: Iterable[str] = (), progress: str = "", celery_meta: str = ""
@@ -200,11 +216,13 @@ class Ledger:
         delay_seconds: float = 0,
         avoid: str = "",
         avoid_seconds: float = 0,
+        alone: bool = False,
     ) -> Literal["queued", "cancel", "refused"]:
         """End an attempt but not its task (YIELD): record and message wait again, in one step.
 
         `failed` counts for `max_attempts`, `preempted` does not. `avoid` names a worker that is not to take it for
-        `avoid_seconds`. Answers `cancel` when a user wants the task cancelled.
+        `avoid_seconds`; with `alone`, a warm session is to answer it by itself. Answers `cancel` when a user wants the
+        task cancelled.
         """
         keys = self.keys
         answer: Literal["queued", "cancel", "refused"] = ledger_script("yield")(
@@ -232,6 +250,7 @@ class Ledger:
                 avoid_seconds,
                 self.events_maxlen,
                 BELL_SECONDS,
+                int(alone),
             ],
         )
         return answer
@@ -287,6 +306,21 @@ class Ledger:
         ids = self.client.zrevrange(self.keys.dead, 0, limit - 1)
         return [record for record in self.find_many(ids) if record is not None and record.state is TaskState.DEAD]
 
+    def unreadable(self, limit: int = 1000) -> list[dict[str, Any]]:
+        """Return the messages that nobody could read or run, newest first: `at`, `list`, `why`, `message`.
+
+        What is no UTF-8 in them is shown as U+FFFD.
+        """
+        raw = self.client.execute_command("LRANGE", self.keys.unreadable, 0, limit - 1, **{NEVER_DECODE: True})
+        return [_unreadable(entry.decode("utf-8", "replace")) for entry in raw]
+
+    def forget_unreadable(self) -> int:
+        """Forget these messages; return how many there were."""
+        pipe = self.client.pipeline()
+        pipe.llen(self.keys.unreadable)
+        pipe.delete(self.keys.unreadable)
+        return int(pipe.execute()[0])
+
     def purge(self, task_id: str) -> bool:
         """Forget a dead task: record, events, attempts. False if it is not among the dead letters."""
         keys = self.keys
@@ -309,12 +343,19 @@ class Ledger:
                 self.keys.parked,
                 self.keys.unfinished,
                 self.keys.ready,
+                self.keys.leases,
+                self.keys.unacked,
+                self.keys.owners,
             ],
             [reason, self.events_maxlen, self.retention_seconds],
         )
         if verdict == "unknown":
             raise UnknownTask(f"no task {task_id!r}; `gpuflow status` lists those of this fleet")
         return verdict, state
+
+    def is_to_be_cancelled(self, task_id: str) -> bool:
+        """Whether a user wants a running task cancelled."""
+        return bool(self.client.hexists(self.keys.task(task_id), "cancel_requested"))
 
     def requeue(self, task_id: str) -> bool:
         """Queue an ended task again under its id. False if it has not ended or has succeeded. Raises UnknownTask."""

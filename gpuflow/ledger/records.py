@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from gpuflow.ledger.states import TaskState
+from gpuflow.protocol import whole_text
 
 #: Schema number of a record; readers accept this one and the one before.
 RECORD_SCHEMA: Final = 1
@@ -174,4 +175,4 @@ def new_record_fields(
         "pipeline": pipeline or "",
         "stage": stage or "",
     }
-    return {key: value for key, value in fields.items() if value != ""}
+    return {key: whole_text(value) for key, value in fields.items() if value != ""}

@@ -5,6 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from gpuflow.errors import ResultGone
+from gpuflow.ledger.records import TaskRecord
+
+
+def all_found(stage: str, tasks: Sequence[TaskRecord | None]) -> list[TaskRecord]:
+    """Return the records of a stage's tasks. Raises ResultGone where one is missing: its rows would be, too."""
+    found = [task for task in tasks if task is not None]
+    if len(found) < len(tasks):
+        raise ResultGone(
+            f"stage {stage!r}: the records of {len(tasks) - len(found)} of its {len(tasks)} tasks are gone from Redis, "
+            f"and their results with them; submit the pipeline again"
+        )
+    return found
+
 
 def stage_result(results: Sequence[Mapping[str, Any]], load: Callable[[Any], Any]) -> dict[str, Any]:
     """Return the result of a stage from those of its tasks, in the order of its shards or matrix.

@@ -21,7 +21,7 @@ from gpuflow.ledger.ledger import Ledger
 from gpuflow.ledger.records import TaskRecord
 from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
-from gpuflow.pipelines.collect import stage_result
+from gpuflow.pipelines.collect import all_found, stage_result
 from gpuflow.pipelines.plan import plan
 from gpuflow.pipelines.records import PipelineRecord, PipelineState, StageRecord, StageState
 from gpuflow.pipelines.resolve import task_specs
@@ -72,7 +72,7 @@ class Engine:
         log.error("pipeline_not_settled", pipeline=pipeline_id, cause=repr(error))
         names = [stage.name for stage in Template.from_dict(record.template).stages]
         cause = {"type": type(error).__name__, "message": f"gpuflow could not go on with it: {error}"}
-        self.store.end(pipeline_id, PipelineState.FAILED, names, cause)
+        self.store.end(pipeline_id, PipelineState.FAILED, names, cause, epoch=record.epoch)
 
     def _round(self, record: PipelineRecord) -> bool:
         """Do one round; True if something moved."""
@@ -91,7 +91,7 @@ class Engine:
             moved |= self.store.move_stage(record.id, stages[name], failed)
         if decisions.end is not None:
             names = [stage.name for stage in template.stages]
-            self.store.end(record.id, decisions.end, names, decisions.error)
+            self.store.end(record.id, decisions.end, names, decisions.error, epoch=record.epoch)
             log.info("pipeline_ended", pipeline=record.id, state=str(decisions.end))
             return True
         for spec_stage in template.stages:
@@ -175,7 +175,7 @@ class Engine:
         def result_of(name: str) -> Mapping[str, Any]:
             if name not in cache:
                 tasks = self.ledger.find_many(record.stage(name).tasks)
-                results = [task.result or {} for task in tasks if task is not None]
+                results = [task.result or {} for task in all_found(name, tasks)]
                 cache[name] = stage_result(results, references.load)
             return cache[name]
 

@@ -9,9 +9,14 @@ from typing import Any
 import redis
 
 from gpuflow.broker.keys import Keys
-from gpuflow.broker.scripts import load_script
+from gpuflow.broker.scripts import Script, load_script, script_text
 from gpuflow.errors import UnknownTask
 from gpuflow.pipelines.records import PipelineRecord, PipelineState, StageRecord
+
+
+def pipeline_script(name: str) -> Script:
+    """Return a Lua step on pipelines, with what the steps share before it."""
+    return load_script("gpuflow.pipelines", name, script_text("gpuflow.pipelines", "common"))
 
 
 class PipelineStore:
@@ -46,7 +51,7 @@ class PipelineStore:
     def move_stage(self, pipeline_id: str, seen: StageRecord, moved: StageRecord) -> bool:
         """Replace the record of a stage if it is still as `seen`; False if somebody else moved it."""
         return bool(
-            load_script("gpuflow.pipelines", "stage_move")(
+            pipeline_script("stage_move")(
                 self.client,
                 [
                     self.keys.stages(pipeline_id),
@@ -63,10 +68,11 @@ class PipelineStore:
         state: PipelineState,
         stage_names: Iterable[str],
         error: Mapping[str, Any] | None = None,
+        epoch: int | None = None,
     ) -> bool:
-        """End a running pipeline; False if it had ended before."""
+        """End a running pipeline; False if it had ended before, or is no more in the round `epoch` (None: any)."""
         return bool(
-            load_script("gpuflow.pipelines", "pipeline_end")(
+            pipeline_script("pipeline_end")(
                 self.client,
                 [
                     self.keys.pipeline(pipeline_id),
@@ -78,6 +84,7 @@ class PipelineStore:
                     json.dumps(error) if error else "",
                     self.events_maxlen,
                     self.retention_seconds,
+                    "" if epoch is None else epoch,
                     *stage_names,
                 ],
             )
@@ -85,7 +92,7 @@ class PipelineStore:
 
     def resume(self, pipeline_id: str) -> str:
         """Begin a new round: `resumed`, `running` or `succeeded`. Raises UnknownTask."""
-        verdict, _ = load_script("gpuflow.pipelines", "pipeline_resume")(
+        verdict, _ = pipeline_script("pipeline_resume")(
             self.client,
             [self.keys.pipeline(pipeline_id), self.keys.stages(pipeline_id), self.keys.events(pipeline_id)],
             [self.events_maxlen],

@@ -76,7 +76,8 @@ class GpuCapability:
 class Capability:
     """All that decides whether a task fits a worker; a label without a value has the value "".
 
-    `disk_free_mib` is what is free where it writes results; None: unknown, so that no ask for disk fits.
+    `disk_free_mib` is what is free where it writes results; None: unknown, so that no ask for disk fits. With less than
+    `disk_floor_mib` free, nothing fits.
     """
 
     gpus: tuple[GpuCapability, ...] = ()
@@ -84,6 +85,7 @@ class Capability:
     memory_mib: int = 0
     labels: tuple[tuple[str, str], ...] = ()
     disk_free_mib: int | None = None
+    disk_floor_mib: int = 0
 
     @classmethod
     def of(
@@ -92,6 +94,7 @@ class Capability:
         labels: Mapping[str, str] | None = None,
         tags: Sequence[str] = (),
         disk_free_mib: int | None = None,
+        disk_floor_mib: int = 0,
     ) -> Self:
         """Build it from a probe, the labels (`--label k=v`), the tags (WORKER_TAGS), without values, and the disk."""
         gpus = []
@@ -114,7 +117,13 @@ class Capability:
             memory_mib=hardware.memory_total_mib,
             labels=tuple(sorted({**dict.fromkeys(tags, ""), **(labels or {})}.items())),
             disk_free_mib=disk_free_mib,
+            disk_floor_mib=disk_floor_mib,
         )
+
+    @property
+    def lacks_disk(self) -> bool:
+        """Whether so little disk is free that nothing may be begun."""
+        return self.disk_free_mib is not None and self.disk_free_mib < self.disk_floor_mib
 
     def only(self, uuids: Collection[str]) -> Self:
         """Return the same worker with these of its GPUs alone, such as those that are free."""
@@ -132,6 +141,8 @@ class Capability:
             del gpu["room_mib"]
         if self.disk_free_mib is None:
             del data["disk_free_mib"]
+        if not self.disk_floor_mib:
+            del data["disk_floor_mib"]
         return data
 
     @classmethod

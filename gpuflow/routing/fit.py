@@ -79,7 +79,11 @@ def _host(ask: Requirement, capability: Capability) -> Iterator[Reason]:
         has = show_mib(capability.memory_mib)
         missing = gap(ask.memory_mib, capability.memory_mib)
         yield reason("memory", f"{show_mib(ask.memory_mib)} of memory", has, f"the worker has {has}", missing)
-    if ask.disk_gib is not None:
+    if capability.lacks_disk:
+        floor, free = capability.disk_floor_mib, capability.disk_free_mib or 0
+        asked = f"{show_mib(floor)} of free disk, which a worker keeps"
+        yield reason("disk", asked, show_mib(free), f"the worker has {show_mib(free)} free", gap(floor, free))
+    elif ask.disk_gib is not None:
         yield from _disk(ask.disk_gib * 1024, capability.disk_free_mib)
 
 

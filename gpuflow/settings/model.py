@@ -120,9 +120,15 @@ class Settings(BaseModel):
     model_cache_max_bytes: Annotated[ByteSize, Field(gt=0)] | None = _setting(
         "GPUFLOW_MODEL_CACHE_MAX_BYTES", None, "a size such as 200GB, or bytes"
     )
+    disk_floor_bytes: Annotated[ByteSize, Field(ge=0)] = _setting(
+        "GPUFLOW_DISK_FLOOR_BYTES", "1GiB", "a size such as 1GiB, or bytes; 0 for none"
+    )
     state_dir: Path = _setting("GPUFLOW_STATE_DIR", "~/.local/state/gpuflow", "a folder")
     env_dir: Path = _setting("GPUFLOW_ENV_DIR", "~/.local/share/gpuflow/environments", "a folder on a local disk")
     grace_seconds: Seconds = _setting("GPUFLOW_GRACE_SEC", 10, "seconds from SIGTERM to SIGKILL, such as 10")
+    prepare_seconds: Seconds = _setting(
+        "GPUFLOW_PREPARE_SEC", 3600, "seconds that an attempt may take to fetch what it reads, such as 3600"
+    )
     notice_seconds: Seconds = _setting("GPUFLOW_NOTICE_SEC", 30, "seconds a preempted task has to save its state")
     submit_timeout_seconds: Seconds = _setting(
         "GPUFLOW_SUBMIT_TIMEOUT_SEC", 30, "seconds that a submit goes on trying while the broker is away"

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
+from redis.client import NEVER_DECODE
+
+from gpuflow.broker.answers import passes
 from gpuflow.broker.priorities import list_keys
 from gpuflow.celery_app import GPUFlow
+from gpuflow.errors import GPUFlowError
 from gpuflow.fleet.registry import Fleet
 from gpuflow.logs import get_logger
 from gpuflow.pipelines.records import PipelineState
@@ -39,21 +43,36 @@ class Reconciler:
         self.fleet = Fleet(app.redis, app.keys)
 
     def run(self) -> dict[str, int]:
-        """Make one round; return how many repairs of each kind it made. Raises redis errors."""
-        made = {
-            "message_restored": self.restore_messages(),
-            "pipeline_settled": self.settle_pipelines(),
-            "worker_offline": len(self.fleet.note_silent()),
-            "worker_forgotten": len(self.fleet.forget_gone(FORGET_EPHEMERAL_SECONDS, self._retention_seconds)),
-            "queue_forgotten": self.forget_queues(),
-            "class_forgotten": len(self.fleet.forget_classes()),
-            "index_trimmed": self.trim_indexes(),
+        """Make one round; return how many repairs of each kind it made.
+
+        A repair that stumbles over what it reads keeps none of the others from being made. Raises redis errors of a
+        server that takes nothing now.
+        """
+        repairs: dict[str, Callable[[], int]] = {
+            "message_restored": self.restore_messages,
+            "pipeline_settled": self.settle_pipelines,
+            "worker_offline": lambda: len(self.fleet.note_silent()),
+            "worker_forgotten": lambda: len(self.fleet.forget_gone(FORGET_EPHEMERAL_SECONDS, self._retention_seconds)),
+            "queue_forgotten": self.forget_queues,
+            "class_forgotten": lambda: len(self.fleet.forget_classes()),
+            "record_let_go": self.let_records_expire,
+            "index_trimmed": self.trim_indexes,
         }
+        made = {kind: self._made(kind, repair) for kind, repair in repairs.items()}
         for kind, count in made.items():
             if count:
                 self.client.hincrby(self.keys.repairs, kind, count)
                 log.info("repaired", kind=kind, count=count)
         return made
+
+    def _made(self, kind: str, repair: Callable[..., int], *about: str) -> int:
+        try:
+            return repair(*about)
+        except Exception as error:
+            if not isinstance(error, GPUFlowError | ValueError | KeyError | TypeError) and passes(error):
+                raise
+            log.exception("repair_failed", kind=kind, about=about)
+            return 0
 
     @property
     def _retention_seconds(self) -> float:
@@ -76,23 +95,44 @@ class Reconciler:
 
     def settle_pipelines(self) -> int:
         """Settle every running pipeline: mends one whose join never fired. Returns how many moved by that."""
-        moved = 0
-        for pipeline_id in self._running_pipelines():
-            before = self.app.pipelines.find(pipeline_id)
-            if before is None:
-                continue
-            self.app.engine.settle(pipeline_id)
-            after = self.app.pipelines.find(pipeline_id)
-            if after is not None and (after.state, after.stages) != (before.state, before.stages):
-                log.warning("pipeline_settled", pipeline=pipeline_id, state=str(after.state))
-                moved += 1
-        return moved
+        return sum(self._made("pipeline_settled", self._settle, one) for one in self._running_pipelines())
+
+    def _settle(self, pipeline_id: str) -> int:
+        before = self.app.pipelines.find(pipeline_id)
+        if before is None:
+            return 0
+        self.app.engine.settle(pipeline_id)
+        after = self.app.pipelines.find(pipeline_id)
+        if after is None or (after.state, after.stages) == (before.state, before.stages):
+            return 0
+        log.warning("pipeline_settled", pipeline=pipeline_id, state=str(after.state))
+        return 1
 
     def forget_queues(self) -> int:
         """Forget demand queues that are used no more and that no unfinished record names."""
         ids = self.app.ledger.unfinished()
         named = {record.queue for record in self.app.ledger.find_many(ids) if record is not None}
         return len(self.fleet.forget_queues(named, FORGET_QUEUE_SECONDS))
+
+    def let_records_expire(self) -> int:
+        """Give a time to the final records that were kept for a pipeline which names them no more (after a resume)."""
+        count = start = 0
+        oldest = time.time() - self._retention_seconds
+        while ids := self.client.zrangebyscore(self.keys.tasks, "-inf", oldest, start=start, num=_CHUNK):
+            start += len(ids)
+            pipe = self.client.pipeline(transaction=False)
+            for task_id in ids:
+                pipe.hmget(self.keys.task(task_id), "pipeline", "finished_at")
+                pipe.ttl(self.keys.task(task_id))
+            answers = pipe.execute()
+            for task_id, (pipeline, finished_at), seconds in zip(ids, answers[::2], answers[1::2], strict=True):
+                if not pipeline or not finished_at or seconds != -1:
+                    continue
+                if self.client.hget(self.keys.pipeline(pipeline), "state") != PipelineState.RUNNING:
+                    for key in (self.keys.task(task_id), self.keys.events(task_id), self.keys.attempts(task_id)):
+                        self.client.expire(key, int(self._retention_seconds))
+                    count += 1
+        return count
 
     def trim_indexes(self) -> int:
         """Take ids out of the indexes whose records have expired."""
@@ -123,21 +163,26 @@ class Reconciler:
         The delayed and leased ones are read last: a message moves from its list to them while we read.
         """
         ids = set(self._waiting_ids())
-        for raw in self.client.hvals(self.keys.parked):
-            ids.add(_task_id(raw.split("\n", 2)[-1]))
-        ids.update(_task_id(raw) for raw in self.client.hvals(self.keys.unacked))
+        for raw in self._raw("HVALS", self.keys.parked):
+            ids.add(_task_id(raw.split(b"\n", 2)[-1]))
+        ids.update(_task_id(raw) for raw in self._raw("HVALS", self.keys.unacked))
         return ids
 
     def _waiting_ids(self) -> Iterator[str]:
         queues = [*self.client.smembers(self.keys.queues), CONTROL_QUEUE, self.app.settings.task_topic]
         for key in list_keys(queues):
             start = 0
-            while chunk := self.client.lrange(f"{self.keys.prefix}{key}", start, start + _CHUNK - 1):
+            while chunk := self._raw("LRANGE", f"{self.keys.prefix}{key}", start, start + _CHUNK - 1):
                 yield from map(_task_id, chunk)
                 start += _CHUNK
 
+    def _raw(self, *command: Any) -> list[bytes]:
+        """Return an answer as it came: one message that is no text must not spoil the others."""
+        answer: list[bytes] = self.client.execute_command(*command, **{NEVER_DECODE: True})
+        return answer
 
-def _task_id(raw: str) -> str:
+
+def _task_id(raw: bytes) -> str:
     try:
         return str(json.loads(raw)["headers"]["id"])
     except (ValueError, KeyError, TypeError):

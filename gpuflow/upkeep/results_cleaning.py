@@ -87,13 +87,18 @@ class ResultsCleaner:
             chunk = ids[start : start + _CHUNK]
             pipe = self._client.pipeline(transaction=False)
             for task_id in chunk:
-                pipe.hmget(self._keys.task(task_id), "state", "attempt", "finished_at")
+                pipe.hmget(self._keys.task(task_id), "state", "attempt", "finished_at", "pipeline")
                 pipe.ttl(self._keys.task(task_id))
             answers = pipe.execute()
             for task_id, fields, seconds in zip(chunk, answers[::2], answers[1::2], strict=True):
                 if seconds != -2:  # Redis: no such key
-                    found[task_id] = _view(fields, seconds)
+                    found[task_id] = _view(fields, seconds, needed=seconds == -1 and self._runs(fields[3]))
         return found
+
+    def _runs(self, pipeline_id: str | None) -> bool:
+        """Whether there is such a pipeline, and it has not ended. Raises redis errors."""
+        state = self._client.hget(self._keys.pipeline(pipeline_id), "state") if pipeline_id else None
+        return bool(state == PipelineState.RUNNING)
 
     def _mentioned(self, uploads: Collection[str]) -> set[str]:
         """Return those of `uploads` that tasks and pipelines name which have not ended. Raises redis errors."""
@@ -124,8 +129,8 @@ class ResultsCleaner:
         return True
 
 
-def _view(fields: Sequence[str | None], seconds: int) -> RecordView:
-    state, attempt, finished_at = fields
+def _view(fields: Sequence[str | None], seconds: int, *, needed: bool) -> RecordView:
+    state, attempt, finished_at, _ = fields
     try:
         known = TaskState(str(state))
     except ValueError:  # of a newer version: not to be judged
@@ -135,6 +140,7 @@ def _view(fields: Sequence[str | None], seconds: int) -> RecordView:
         attempt=int(attempt or 0),
         finished_at=float(finished_at) if finished_at else None,
         expires=seconds >= 0,
+        needed=needed,
     )
 
 

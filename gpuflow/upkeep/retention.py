@@ -36,12 +36,16 @@ class Upload:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordView:
-    """What counts of a task's record; `expires` says that Redis will forget it by itself."""
+    """What counts of a task's record.
+
+    `expires` says that Redis will forget it by itself; `needed`, that a pipeline that runs may read its result.
+    """
 
     state: TaskState
     attempt: int = 0
     finished_at: float | None = None
     expires: bool = True
+    needed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +94,7 @@ def _of_task(folder: TaskFolder, record: RecordView | None, now: float, retentio
         return
     if not record.state.final or record.finished_at is None:
         return
-    if not record.expires and now - max(newest, record.finished_at) > retention_seconds:
+    if not record.expires and not record.needed and now - max(newest, record.finished_at) > retention_seconds:
         yield whole
         return
     if record.state is not TaskState.SUCCEEDED or now - record.finished_at <= SUPERSEDED_SECONDS:

@@ -68,7 +68,8 @@ class Attempt:
     """Runs one piece of work to its end: `begin` starts it (OSError: it cannot be started; HandedBack: not here).
 
     `grace_seconds` is the time from SIGTERM to SIGKILL, `notice_seconds` that from the notice of a preemption to
-    SIGTERM; `deadline_seconds` the time-out of the whole attempt (None: no limit), enforced for silent children too.
+    SIGTERM; `deadline_seconds` the time-out of the whole attempt (None: no limit), enforced for silent children too,
+    from `began_at` on (monotonic seconds; None: from the start of the child).
     `celery_meta` makes Celery's result entry from the last progress (None at the start), which the ledger writes if the
     attempt is current; `on_tick` is called all the time that this supervisor lives, `on_checkpoint` (set it before the
     run) when the child may have a new checkpoint. What the child says passes the `redactor` first: events, log, result
@@ -86,6 +87,7 @@ class Attempt:
         grace_seconds: float,
         notice_seconds: float,
         deadline_seconds: float | None = None,
+        began_at: float | None = None,
         celery_meta: Callable[[Mapping[str, Any] | None], str] | None = None,
         on_tick: Callable[[], None] | None = None,
         redactor: Redactor | None = None,
@@ -98,6 +100,7 @@ class Attempt:
         self._grace_seconds = grace_seconds
         self._notice_seconds = notice_seconds
         self._deadline_seconds = deadline_seconds
+        self._began_at = began_at
         self._celery_meta = celery_meta
         self._reported = False
         self._on_tick = on_tick
@@ -168,7 +171,7 @@ class Attempt:
             known.remove(self.redactor)
 
     def _run(self) -> Outcome:
-        started = time.monotonic()
+        started = time.monotonic() if self._began_at is None else self._began_at
         if self._stop is not None:
             return Outcome(completed=False, error=stopped(self._stop, 0, self._deadline_seconds), stop=self._stop)
         try:
@@ -216,7 +219,8 @@ class Attempt:
     def _enforce(self, child: Work, now: float, started: float) -> None:
         if self._on_tick is not None:
             self._on_tick()
-        if self._stop is None and self._deadline_seconds is not None and now - started > self._deadline_seconds:
+        taken = now - started - child.held_up_seconds
+        if self._stop is None and self._deadline_seconds is not None and taken > self._deadline_seconds:
             self.stop("timeout")
         with self._lock:
             if self._terminate_at is not None and now >= self._terminate_at:

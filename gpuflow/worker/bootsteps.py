@@ -27,6 +27,7 @@ from gpuflow.routing.capability import Capability
 from gpuflow.routing.families import CONTROL_QUEUE, TASK_OF_TYPE
 from gpuflow.spec.user_types import registered, usable
 from gpuflow.worker.admission import Admission
+from gpuflow.worker.consumer import fail_unreadable
 from gpuflow.worker.demands import Demands
 from gpuflow.worker.event_batches import EventBatches
 from gpuflow.worker.housekeeping import Housekeeping
@@ -118,7 +119,12 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
         for problem in hardware.problems:
             log.warning("hardware_problem", problem=problem)
         labels = parse_labels(label, app.settings.worker_tags)
-        capability = Capability.of(hardware, labels, disk_free_mib=free_mib(app.settings.results_dir))
+        capability = Capability.of(
+            hardware,
+            labels,
+            disk_free_mib=free_mib(app.settings.results_dir),
+            disk_floor_mib=app.settings.disk_floor_bytes >> 20,
+        )
         limits = Limits(
             threads=worker.concurrency,
             max_jobs=max_jobs,
@@ -153,6 +159,7 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
         table.reclaim = lambda free, new_run: app.ledger.reclaim(
             free, table.owner, table.lease_seconds, new_run=new_run
         )
+        table.on_unreadable = lambda task_id, why: fail_unreadable(app, task_id, why)
         installed.install(table)
         runtime = Runtime(
             app=app,

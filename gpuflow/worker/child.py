@@ -27,11 +27,15 @@ LineKind = Literal["event", "cut", "log", "tick"]
 
 @dataclass(frozen=True, kw_only=True)
 class ChildEnd:
-    """How a child ended: its exit code or the signal that ended it, and processes it had left behind."""
+    """How a child ended: its exit code or the signal that ended it, and processes it had left behind.
+
+    `beside` are the requests that were open on its session when that died: any of them may be the cause.
+    """
 
     exit_code: int | None
     signal: int | None
     stragglers: int = 0
+    beside: int = 0
 
 
 class Work(Protocol):
@@ -40,6 +44,10 @@ class Work(Protocol):
     @property
     def shim_pid(self) -> int | None:
         """The process that ends only when nothing of the work is left; None while there is none yet."""
+
+    @property
+    def held_up_seconds(self) -> float:
+        """How long it has waited for others before it could begin; that counts for no time limit."""
 
     def notice(self) -> None:
         """Tell it that it is to end soon and to go on elsewhere."""
@@ -156,6 +164,11 @@ class Child:
             if self._stdin >= 0:
                 os.close(self._stdin)
                 self._stdin = -1
+
+    @property
+    def held_up_seconds(self) -> float:
+        """None at all: it begins at once."""
+        return 0.0
 
     def notice(self) -> None:
         """Tell the child that it is to end soon and to go on elsewhere (SIGUSR1)."""

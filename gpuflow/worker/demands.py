@@ -70,6 +70,7 @@ class Demands:
         """Return the name of this worker's class: one digest of all that decides what it serves."""
         what = asdict(self.capability)
         what["disk_free_mib"] = (self.capability.disk_free_mib or 0).bit_length()
+        what["disk_floor_mib"] = self.capability.lacks_disk
         for gpu in what["gpus"]:
             for part in ("uuid", "index", "mig_parent_uuid"):
                 gpu[part] = gpu[part] is not None
@@ -85,7 +86,7 @@ class Demands:
         self.enlist()
 
     def has_free_disk(self, disk_free_mib: int | None) -> None:
-        """Note how much disk is free now; all is decided anew once it has about halved or doubled.
+        """Note how much disk is free now; all is decided anew once it has about halved or doubled, or passed the floor.
 
         An ask for disk is decided by what is free when its queue is looked at. Raises redis errors.
         """

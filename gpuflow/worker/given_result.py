@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import re
 import stat
@@ -17,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from gpuflow.errors import GPUFlowError
-from gpuflow.protocol import MAX_LINE_BYTES, MAX_RESULT_BYTES, RESULT_FILE
+from gpuflow.protocol import MAX_LINE_BYTES, MAX_RESULT_BYTES, RESULT_FILE, read_json
 from gpuflow.secrets import Redactor
 
 #: What is shown of a piece of a line that is too long, in characters.
@@ -80,7 +79,7 @@ class GivenResult:
     def _content(self, name: str, redactor: Redactor | None) -> Any:
         raw = _read_inside(self._folder, name)
         try:
-            value = json.loads(raw)
+            value = read_json(raw)
             return value if redactor is None else redactor.data(value, shapes=False)
         except (ValueError, RecursionError) as error:
             raise ResultLost(

@@ -51,11 +51,12 @@ def failed(finish: Mapping[str, Any], end: ChildEnd) -> dict[str, Any]:
     if status == "completed" and end.exit_code is not None:
         return _error("Contradiction", f"the child said completed, but ended with {ending(end)}", False)
     if isinstance(given, Mapping) and status != "completed":
-        return _error(
+        error = _error(
             str(given.get("type", "Failed")),
             str(given.get("message", "")),
             bool(given.get("retryable", False)),
         )
+        return {**error, "beside": end.beside} if end.beside else error
     if status in ("failed", "cancelled"):
         return _error("Failed", f"the child said {status} and gave no error", False)
     if end.signal is not None:

@@ -9,17 +9,21 @@ from __future__ import annotations
 import ctypes
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from billiard.einfo import ExceptionInfo
 from billiard.exceptions import SoftTimeLimitExceeded
+from celery.app.task import Context
 from celery.concurrency.base import apply_target
 from celery.concurrency.thread import ApplyResult, TaskPool
+from celery.exceptions import InvalidTaskError
 from celery.worker import state
 
+from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
-from gpuflow.routing.families import CONTROL_QUEUE
+from gpuflow.routing.families import CONTROL_QUEUE, SUPERVISED_TASKS
 from gpuflow.worker.runtime import find
 from gpuflow.worker.slots import CONTROL_SLOTS
 
@@ -39,6 +43,8 @@ class Job(ApplyResult):  # type: ignore[misc]
         self.thread_ident: int | None = None
         self.timers: list[threading.Timer] = []
         self.done = False
+        #: Whether Celery knows how the task ends: it was revoked, or its time is over.
+        self.told = False
 
     def bind(self, future: Future[Any]) -> None:
         """Attach the future once it is submitted."""
@@ -50,6 +56,7 @@ class Job(ApplyResult):  # type: ignore[misc]
         if runtime is not None and runtime.stop(self.task_id, "cancelled", at_once=signum == signal.SIGKILL):
             return
         if not self.done and self.thread_ident is not None:
+            self.told = True
             _raise_in_thread(self.thread_ident, SystemExit)
 
     def limit(self, seconds: float, action: Callable[[], None]) -> None:
@@ -64,6 +71,20 @@ class Job(ApplyResult):  # type: ignore[misc]
         self.done = True
         for timer in self.timers:
             timer.cancel()
+
+
+def _fail_unbegun(request: Mapping[str, Any], task_id: str) -> None:
+    """Make a supervised task fail that gave nothing back and has not come to its START, before its message is gone.
+
+    Celery stumbled over its arguments, and says so in the log alone.
+    """
+    runtime = find()
+    if runtime is None or request.get("task") not in SUPERVISED_TASKS:
+        return
+    record = runtime.app.ledger.find(task_id)
+    if record is not None and record.state is TaskState.QUEUED:
+        error = InvalidTaskError("Celery could not call the task as its message says; the worker's log has the cause")
+        runtime.app.backend.mark_as_failure(task_id, error, request=Context(request))
 
 
 class SupervisorPool(TaskPool):  # type: ignore[misc]
@@ -84,6 +105,7 @@ class SupervisorPool(TaskPool):  # type: ignore[misc]
         timeout: float | None = None,
         soft_timeout: float | None = None,
         timeout_callback: Callable[..., Any] | None = None,
+        error_callback: Callable[..., Any] | None = None,
         **_: Any,
     ) -> Job:
         """Run one task on a thread, within its limits."""
@@ -94,6 +116,22 @@ class SupervisorPool(TaskPool):  # type: ignore[misc]
         runtime = find()
         leases = runtime.leases if tag and runtime is not None else None
         delivery = leases.delivery(tag) if leases is not None else None
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return target(*args, **kwargs)
+            except Exception:  # noqa: BLE001  (of Celery's own steps around the task: it is the task's failure)
+                return ExceptionInfo()
+
+        def ended(returned: Any) -> None:
+            if not isinstance(returned, ExceptionInfo):
+                if returned[:2] == (0, None):
+                    _fail_unbegun(request, job.task_id)
+                if callback is not None:
+                    callback(returned)
+            elif error_callback is not None and not job.told:
+                # sys.exit() and the like: in a process of its own the worker would be lost, here it goes on.
+                error_callback(returned)
 
         def run() -> Any:
             # The message may have come here again since: then another job runs it.
@@ -106,7 +144,10 @@ class SupervisorPool(TaskPool):  # type: ignore[misc]
                     job.limit(soft_timeout, lambda: self._soft(job, soft_timeout, timeout_callback))
                 if timeout:
                     job.limit(timeout, lambda: self._hard(job, timeout, timeout_callback))
-                return apply_target(target, args, kwargs or {}, callback, accept_callback)
+                return apply_target(called, args, kwargs or {}, ended, accept_callback)
+            except Exception:
+                log.exception("end_not_told", task=job.task_id)
+                raise
             finally:
                 if leases is not None:
                     leases.over(tag)
@@ -134,6 +175,7 @@ class SupervisorPool(TaskPool):  # type: ignore[misc]
         runtime = find()
         if runtime is not None and runtime.stop(job.task_id, "timeout", at_once=True):
             return
+        job.told = True
         if timeout_callback is not None:
             timeout_callback(False, seconds)
         if job.thread_ident is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -51,6 +51,10 @@ class Prepared:
     checkpoint_dir: Path
 
 
+def _always() -> bool:
+    return True
+
+
 def prepare(
     spec: Mapping[str, Any],
     *,
@@ -62,10 +66,12 @@ def prepare(
     folder: ResultsFolder,
     settings: Settings,
     worker_id: str,
+    wanted: Callable[[], bool] = _always,
 ) -> Prepared:
     """Create the attempt's folder and bring to this machine what its child reads.
 
-    Raises OSError and GPUFlowError: MissingSecret, ArtifactError, CheckpointUnreachable.
+    `wanted` says whether somebody still waits for it. Raises OSError and GPUFlowError: MissingSecret, ArtifactError,
+    CheckpointUnreachable.
     """
     output_dir = folder.create_attempt(attempt)
     secrets = secrets_of(spec, settings, worker_id)
@@ -78,7 +84,7 @@ def prepare(
         spec = {**{name: value for name, value in spec.items() if name != MERGED}, "env": gathered.env}
     values = reference_values(spec, secrets, settings)
     store = destination_store(spec, settings, values)
-    chosen = _resume_from(folder, store, task_id, attempt)
+    chosen = _resume_from(folder, store, task_id, attempt, wanted)
     resume_from = str(chosen) if chosen else None
     inputs = localize(spec, settings=settings, environment=values)
     checkpoint_dir = folder.checkpoint_dir(attempt)
@@ -126,7 +132,9 @@ def prepare(
     )
 
 
-def _resume_from(folder: ResultsFolder, store: Store | None, task_id: str, attempt: int) -> Path | None:
+def _resume_from(
+    folder: ResultsFolder, store: Store | None, task_id: str, attempt: int, wanted: Callable[[], bool] = _always
+) -> Path | None:
     """Return the newest complete checkpoint of earlier attempts, of this machine or of the store; None for none.
 
     The latest attempt counts, then the step; between equals the one that is here. Raises OSError, and
@@ -140,7 +148,7 @@ def _resume_from(folder: ResultsFolder, store: Store | None, task_id: str, attem
             found = newest_stored(store, task_id, below=attempt)
             if found is None or (here is not None and attempt_and_step(here) >= (found.attempt, found.step)):
                 return here
-            return _fetched(folder, store, found)
+            return _fetched(folder, store, found, wanted)
         except CheckpointGone as error:
             log.info("checkpoint_gone", task=task_id, attempt=attempt, cause=str(error))
         except ArtifactError as error:
@@ -148,12 +156,13 @@ def _resume_from(folder: ResultsFolder, store: Store | None, task_id: str, attem
     raise CheckpointUnreachable(f"the store's checkpoints of {task_id} are removed faster than they can be fetched")
 
 
-def _fetched(folder: ResultsFolder, store: Store, found: StoredCheckpoint) -> Path:
+def _fetched(folder: ResultsFolder, store: Store, found: StoredCheckpoint, wanted: Callable[[], bool]) -> Path:
     target = folder.fetched_dir / f"{found.attempt}-{found.name}"
     folder.fetched_dir.mkdir(parents=True, exist_ok=True)
     path = fetch_checkpoint(store, found, target)
     log.info("checkpoint_fetched", task=found.task_id, of_attempt=found.attempt, name=found.name, step=found.step)
     for other in folder.fetched_dir.iterdir():
-        if other != path:
+        # An attempt that has ended meanwhile leaves alone what the next one fetches.
+        if other != path and wanted():
             shutil.rmtree(other, ignore_errors=True)
     return path

@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import psutil
@@ -31,9 +32,11 @@ log = get_logger("gpuflow.presence")
 RETRY_SECONDS: Final = 1.0
 #: What it runs is told at most once in so many seconds: a worker of short tasks would write its entry all the time.
 REST_SECONDS: Final = 1.0
-#: Between these states a worker goes with each task.
 #: So long an attempt waits for another write to end, before it begins without having said what is held, in seconds.
 NOTE_WAIT_SECONDS: Final = 5.0
+#: The free disk is looked at so often, in seconds: a full one must not draw tasks in.
+DISK_SECONDS: Final = 1.0
+#: Between these states a worker goes with each task.
 _PASSING: Final = (WorkerState.IDLE, WorkerState.BUSY)
 #: So many of the demand queues that a worker serves are named in its entry at most.
 MOST_QUEUES: Final = 200
@@ -61,7 +64,7 @@ class PresenceThread(threading.Thread):
     def run(self) -> None:
         """Beat until stopped; a broker that is away is tried again at the next turn."""
         settings = self.runtime.app.settings
-        next_beat = try_again = next_watch = 0.0
+        next_beat = try_again = next_watch = next_disk = 0.0
         next_look = time.monotonic() + settings.heartbeat_interval_seconds
         watch = GpuWatch(self.runtime)
         while not self._stop_event.wait(0.25):
@@ -72,6 +75,10 @@ class PresenceThread(threading.Thread):
             if now >= next_look:
                 self.runtime.offering.look()
                 next_look = time.monotonic() + settings.heartbeat_interval_seconds
+            if now >= next_disk:
+                next_disk = now + DISK_SECONDS
+                if self._disk_has_passed_the_floor():
+                    next_beat = 0.0
             if now < try_again or (now < next_beat and not self._is_due(now)):
                 continue
             try:
@@ -155,6 +162,14 @@ class PresenceThread(threading.Thread):
             return False
         passing = summary[0] in _PASSING and before[0] in _PASSING
         return not passing or now >= self._written_at + REST_SECONDS
+
+    def _disk_has_passed_the_floor(self) -> bool:
+        before = self.runtime.admission.capability
+        now = replace(before, disk_free_mib=free_mib(self.runtime.app.settings.results_dir))
+        if now.lacks_disk and not before.lacks_disk:
+            floor = self.runtime.app.settings.disk_floor_bytes
+            log.error("disk_below_the_floor", folder=str(self.runtime.app.settings.results_dir), floor_bytes=int(floor))
+        return now.lacks_disk is not before.lacks_disk
 
     def _renew_class(self) -> None:
         """Say again of which class this worker is: with the disk as it is now, and on a server that lost its memory."""

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from gpuflow.broker.leases import LeaseTable
 from gpuflow.celery_app import GPUFlow
@@ -17,7 +17,6 @@ from gpuflow.errors import GPUFlowError
 from gpuflow.fleet.hardware import Hardware
 from gpuflow.fleet.registry import Fleet
 from gpuflow.worker.admission import Admission
-from gpuflow.worker.attempt import Attempt
 from gpuflow.worker.judging import StopReason
 from gpuflow.worker.machine_gpus import MachineGpus
 from gpuflow.worker.offering import Offering
@@ -25,6 +24,13 @@ from gpuflow.worker.offering import Offering
 if TYPE_CHECKING:
     from gpuflow.worker.presence import PresenceThread
     from gpuflow.worker.stopping import Stopper
+
+
+class Stoppable(Protocol):
+    """An attempt, or its preparation."""
+
+    def stop(self, reason: StopReason, *, at_once: bool = False) -> None:
+        """Stop it; the first reason counts."""
 
 
 @dataclass(kw_only=True)
@@ -43,7 +49,7 @@ class Runtime:
     user_types: tuple[str, ...] = ()
     offering: Offering
     asked_queues: tuple[str, ...] | None = None
-    running: dict[str, Attempt] = field(default_factory=dict)
+    running: dict[str, Stoppable] = field(default_factory=dict)
     connected: bool = False
     presence: PresenceThread | None = None
     stopper: Stopper | None = None
@@ -55,7 +61,7 @@ class Runtime:
         """The registry of workers."""
         return Fleet(self.app.redis, self.app.keys)
 
-    def begin(self, task_id: str, attempt: Attempt) -> None:
+    def begin(self, task_id: str, attempt: Stoppable) -> None:
         """Note a running attempt, so that it can be stopped by its task id; stop it if all are stopped already."""
         with self.lock:
             self.running[task_id] = attempt

@@ -10,6 +10,7 @@ answer is the shim's process id. A fork costs about a millisecond, a new interpr
   on elsewhere), `t` = SIGTERM to the child's group, `k` = SIGKILL to the whole tree. End of file means that the
   worker is gone or lets go: the tree is killed.
 * The environment descriptor holds the child's environment as JSON.
+* Should it be killed itself, what it leaves behind becomes children of the process that forks shims, which ends them.
 * It exits only when no process of the tree is left, and so whatever it holds open (the lock files of the GPUs) is
   held until then. Before that it writes one JSON line to its status descriptor: `{"exit": n|null,
   "signal": n|null, "stragglers": n}` (stragglers: processes that were still there when the child itself had ended).
@@ -25,6 +26,7 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Collection
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -34,8 +36,8 @@ def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-def descendants(root: int) -> list[int]:
-    """Return the ids of all living processes below `root`, parents before children."""
+def descendants(root: int, without: Collection[int] = ()) -> list[int]:
+    """Return the ids of all living processes below `root`, parents before children; nothing of those in `without`."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if not name.isdigit():
@@ -51,8 +53,9 @@ def descendants(root: int) -> list[int]:
     waiting = [root]
     while waiting:
         for child in children.get(waiting.pop(), []):
-            found.append(child)
-            waiting.append(child)
+            if child not in without:
+                found.append(child)
+                waiting.append(child)
     return found
 
 
@@ -165,25 +168,62 @@ def run_shim(argv: list[str], cwd: str, descriptors: list[int]) -> None:
         os.write(status_fd, json.dumps(ended).encode() + b"\n")
 
 
+def reap(shims: set[int]) -> None:
+    """Forget the shims that have ended; kill what was left behind by one that was killed itself."""
+    left = False
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            break
+        left = left or pid not in shims or status != 0
+        shims.discard(pid)
+    for orphan in descendants(os.getpid(), without=shims) if left else ():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(orphan, signal.SIGKILL)
+
+
 def main() -> None:
     """Fork a shim for every message, until the worker closes the socket."""
     server = socket.socket(fileno=int(sys.argv[1]))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    wakeup, waker = os.pipe()
+    os.set_blocking(waker, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+    poller = select.poll()
+    poller.register(server, select.POLLIN)
+    poller.register(wakeup, select.POLLIN)
+    shims: set[int] = set()
     while True:
+        ready = {descriptor for descriptor, _ in poller.poll()}
+        if wakeup in ready:
+            os.read(wakeup, 4096)
+            reap(shims)
+        if server.fileno() not in ready:
+            continue
         message, descriptors, _, _ = socket.recv_fds(server, 65_536, 64)
         if not message:
             return
         wanted = json.loads(message)
         pid = os.fork()
         if pid == 0:
+            signal.set_wakeup_fd(-1)
+            for descriptor in (wakeup, waker):
+                os.close(descriptor)
             server.close()
             signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+            status = 1  # what it leaves behind is ended by its parent
             try:
                 run_shim(wanted["argv"], wanted["cwd"], descriptors)
+                status = 0
             finally:
-                os._exit(0)
+                os._exit(status)
+        shims.add(pid)
         for descriptor in descriptors:
             os.close(descriptor)
         server.send(str(pid).encode())

@@ -6,19 +6,19 @@ counts and links, and it does so only after the record says so.
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final, Literal, NoReturn, TypeVar
 
 from celery.exceptions import Ignore
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError
-from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.exceptions import RedisError
 
 from gpuflow.artifacts.destination import stored_name, upload_attempt
 from gpuflow.artifacts.manifest import SealedResults, seal_results
 from gpuflow.artifacts.store import Store
+from gpuflow.broker.answers import passes
 from gpuflow.errors import GPUFlowError
 from gpuflow.ledger.ledger import Holder, StartVerdict
 from gpuflow.ledger.records import RECORD_SCHEMA, SCHEMA_HEADER, new_record_fields
@@ -26,11 +26,13 @@ from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
 from gpuflow.routing.affinity import model_key
 from gpuflow.spec.units import duration_seconds
-from gpuflow.worker.attempt import Attempt, Outcome, handed_back
+from gpuflow.worker.attempt import ASK_SECONDS, Attempt, Outcome, handed_back
 from gpuflow.worker.checkpoint_uploads import CheckpointUploads, begin_uploads, forget_checkpoints, goes_on
 from gpuflow.worker.ends import cause_of, exception_of
 from gpuflow.worker.handed_back import HandedBack
+from gpuflow.worker.judging import stopped
 from gpuflow.worker.preparation import prepare
+from gpuflow.worker.preparing import Preparing, Stopped
 from gpuflow.worker.results import ResultsFolder
 from gpuflow.worker.retries import AVOID_SECONDS, Again, decide
 from gpuflow.worker.runtime import Runtime, current
@@ -72,7 +74,9 @@ class Delivery:
         self.folder = ResultsFolder(runtime.app.settings.results_dir, self.id)
         self.ledger = runtime.app.ledger
         self.failures = 0
+        self.alone = False
         self.start_call = uuid.uuid4().hex
+        self._asked_at = 0.0
         self.store: Store | None = None
         self.uploads: CheckpointUploads | None = None
 
@@ -91,7 +95,7 @@ class Delivery:
         if started.verdict == "final":
             return self._replay()
         holder = Holder(attempt=started.attempt, token=self.runtime.leases.owner)
-        self.failures = started.failures
+        self.failures, self.alone = started.failures, started.alone
         self.runtime.app.attempts.begin(self.id, holder)
         self.runtime.leases.begin(self.tag, self.id, started.attempt)
         log.info("task_started", task=self.id, attempt=started.attempt, worker=self.runtime.worker_id)
@@ -133,27 +137,45 @@ class Delivery:
         runtime, number, settings = self.runtime, holder.attempt, self.runtime.app.settings
         limit = duration_seconds(self.spec["timeout"]) if self.spec.get("timeout") else None
         allocation = runtime.admission.claim(self.tag, limit)
+        leases = runtime.leases
+        preparing = Preparing(
+            deadline_seconds=limit,
+            most_seconds=settings.prepare_seconds,
+            on_tick=lambda: self._while_preparing(preparing),
+        )
         try:
             hold = hold_of(runtime, self.tag, allocation)
             start = runtime.offering.start_of(self.spec, gpus=bool(hold.uuids))
-            prepared = prepare(
-                self.spec,
-                start=start,
-                task_id=self.id,
-                attempt=number,
-                gpus=hold.uuids,
-                share_mib=hold.share_mib,
-                folder=self.folder,
-                settings=settings,
-                worker_id=runtime.worker_id,
+            runtime.begin(self.id, preparing)
+            if not leases.start(self.tag, lambda: preparing.stop("lost")):
+                preparing.stop("lost")
+            prepared = preparing.run(
+                lambda: prepare(
+                    self.spec,
+                    start=start,
+                    task_id=self.id,
+                    attempt=number,
+                    gpus=hold.uuids,
+                    share_mib=hold.share_mib,
+                    folder=self.folder,
+                    settings=settings,
+                    worker_id=runtime.worker_id,
+                    wanted=lambda: preparing.is_waited_for,
+                ),
+                f"what task {self.id} reads",
             )
-            begin = begin_of(runtime, self.tag, allocation, start, prepared)
+            begin = begin_of(runtime, self.tag, allocation, start, prepared, alone=self.alone)
         except HandedBack as error:
-            return handed_back(error)
+            return self._not_begun(handed_back(error))
+        except Stopped as order:
+            told = stopped(order.reason, preparing.seconds, limit)
+            return self._not_begun(Outcome(completed=False, error=told, stop=order.reason))
         except (OSError, GPUFlowError) as error:
-            return Outcome(completed=False, error=cause_of(error))
+            return self._not_begun(Outcome(completed=False, error=cause_of(error)))
+        except BaseException:
+            self._not_begun(Outcome(completed=False))
+            raise
         self.store = prepared.store
-        leases = runtime.leases
         attempt = Attempt(
             prepared.request,
             self.ledger,
@@ -163,6 +185,7 @@ class Delivery:
             grace_seconds=settings.grace_seconds,
             notice_seconds=settings.notice_seconds,
             deadline_seconds=limit,
+            began_at=preparing.began_at,
             celery_meta=self._celery_meta(number),
             on_tick=lambda: leases.beat(self.tag),
             redactor=prepared.redactor,
@@ -173,6 +196,8 @@ class Delivery:
         leases.start(self.tag, lambda: attempt.stop("lost"))
         if not leases.holds(self.tag):
             attempt.stop("lost")
+        if preparing.reason is not None:
+            attempt.stop(preparing.reason)
         outcome = None
         try:
             outcome = attempt.run()
@@ -184,6 +209,25 @@ class Delivery:
                 self.uploads.finish(upload=outcome is not None and goes_on(outcome))
             runtime.end(self.id)
         return scrubbed(self._by_engine(outcome, start), prepared.output_dir, prepared.redactor)
+
+    def _while_preparing(self, preparing: Preparing) -> None:
+        """Say that this supervisor lives; ask whether a user wants the task cancelled: no word of it may have come."""
+        self.runtime.leases.beat(self.tag)
+        if time.monotonic() - self._asked_at >= ASK_SECONDS:
+            self._asked_at = time.monotonic()
+            try:
+                if self.ledger.is_to_be_cancelled(self.id):
+                    preparing.stop("cancelled")
+            except RedisError as error:
+                log.debug("not_asked", task=self.id, cause=str(error))
+
+    def _not_begun(self, outcome: Outcome) -> Outcome:
+        """Note that the attempt has ended before its child."""
+        self.runtime.leases.beat(self.tag, over=True)
+        self.runtime.admission.child_gone(self.tag)
+        self._wake()
+        self.runtime.end(self.id)
+        return outcome
 
     def _by_engine(self, outcome: Outcome, start: Start) -> Outcome:
         """Name the engine in the result, and the environment in the error of a child that it did not even begin."""
@@ -274,6 +318,9 @@ class Delivery:
             self._finish(holder, TaskState.CANCELLED, error, outcome)
         if outcome.stop in ("preempted", "shutdown"):
             self._give_back(holder, outcome, "preempted", error, 0)
+        if error.get("beside"):
+            # Its engine died with several requests: each of them is tried by itself, and only the culprit fails so.
+            self._give_back(holder, outcome, "preempted", error, 0, alone=True)
         decision = decide(error, self.failures, self.spec.get("retry"))
         if isinstance(decision, Again):
             self._give_back(holder, outcome, "failed", error, decision.delay_seconds)
@@ -288,8 +335,13 @@ class Delivery:
         reason: Literal["failed", "preempted"],
         error: Mapping[str, Any],
         delay_seconds: float,
+        *,
+        alone: bool = False,
     ) -> NoReturn:
-        """Put the task back to its queue; raises Ignore, or TaskCancelled if a user wanted that meanwhile."""
+        """Put the task back to its queue; raises Ignore, or TaskCancelled if a user wanted that meanwhile.
+
+        With `alone`, a warm session is to answer it by itself from now on.
+        """
         avoid = self.runtime.worker_id if reason == "failed" and self._others_serve() else ""
         self.runtime.leases.requeueing(self.tag)
         answer = self._until_told(
@@ -303,6 +355,7 @@ class Delivery:
                 delay_seconds=delay_seconds,
                 avoid=avoid,
                 avoid_seconds=delay_seconds + AVOID_SECONDS,
+                alone=alone,
             )
         )
         if answer == "cancel":
@@ -348,12 +401,19 @@ class Delivery:
         raise exception_of(record.state, dict(record.error or {}))
 
     def _until_told(self, step: Callable[[], T]) -> T:
-        """Take a step on the broker; while it is away, try again as long as the lease is ours. Raises Ignore then."""
+        """Take a step on the broker; while it takes none, try again as long as the lease is ours. Raises Ignore then.
+
+        A step that can never be taken ends the delivery without a word: its lease runs out, and the sweep returns it.
+        """
         pause = 0.1
         while True:
             try:
                 return step()
-            except (RedisConnectionError, RedisTimeoutError, ReadOnlyError, OutOfMemoryError) as error:
+            except RedisError as error:
+                if not passes(error):
+                    log.error("step_refused", task=self.id, cause=str(error))
+                    self.runtime.leases.forget(self.tag)
+                    raise Ignore from None
                 if not self.runtime.leases.holds(self.tag):
                     log.warning("attempt_superseded", task=self.id, why="lost")
                     raise Ignore from None

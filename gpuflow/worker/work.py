@@ -29,16 +29,19 @@ def hold_of(runtime: Runtime, tag: str, allocation: Allocation | None) -> Hold:
 
 
 def begin_of(
-    runtime: Runtime, tag: str, allocation: Allocation | None, start: Start, prepared: Prepared
+    runtime: Runtime, tag: str, allocation: Allocation | None, start: Start, prepared: Prepared, *, alone: bool = False
 ) -> Callable[[], Work]:
-    """Return what begins the work of one attempt. It raises OSError when that cannot be, and HandedBack."""
+    """Return what begins the work of one attempt. It raises OSError when that cannot be, and HandedBack.
+
+    With `alone`, a warm session answers it by itself.
+    """
     sessions = runtime.admission.sessions
     if sessions is None or allocation is None or not allocation.session:
         return lambda: _own_child(allocation, start, prepared)
     if start.engine not in WARM_ENGINES:
         raise HandedBack("its environment has changed since it was taken")
     opening = opening_of(start, prepared)
-    return lambda: sessions.ask(tag, prepared.request, opening)
+    return lambda: sessions.ask(tag, prepared.request, opening, alone=alone)
 
 
 def _own_child(allocation: Allocation | None, start: Start, prepared: Prepared) -> Child:

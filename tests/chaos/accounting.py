@@ -156,6 +156,7 @@ def leftovers(fleet: TestFleet) -> dict[str, Any]:
     client, keys = fleet.broker.client, fleet.app.keys
     left = {key: client.zrange(key, 0, -1) for key in (keys.leases, keys.delayed)}
     left |= {key: client.hkeys(key) for key in (keys.unacked, keys.owners, keys.parked)}
+    left[keys.returned] = client.zrange(keys.returned, 0, -1)
     left[keys.unreadable] = client.lrange(keys.unreadable, 0, -1)
     queues = [*client.smembers(keys.queues), CONTROL_QUEUE, fleet.settings.task_topic]
     for key in list_keys(queues):

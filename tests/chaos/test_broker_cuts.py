@@ -108,7 +108,7 @@ def test_what_was_popped_in_an_answer_that_never_came_is_given_back(
     waiting = submit(fleet.echo(output=1), app=fleet.app)
     keys, client = fleet.app.keys, fleet.broker.client
     owner = client.hget(keys.task(busy.id), "owner_token")
-    names = [keys.leases, keys.unacked, keys.owners, keys.ready, keys.unreadable, keys.sweep, keys.bell(owner), "cpu"]
+    names = [keys.leases, keys.unacked, keys.owners, keys.ready, keys.returned, keys.sweep, keys.bell(owner), "cpu"]
     assert broker_script("pop")(client, names, [owner, 3600, POP_ONE])[0] == "cpu"
     assert client.llen("cpu") == 0
 

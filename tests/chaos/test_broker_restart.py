@@ -149,8 +149,8 @@ def test_a_full_broker_refuses_clearly_and_work_goes_on_when_it_has_room(fleet: 
     tasks_before = fleet.broker.client.zcard(fleet.app.keys.tasks)
 
     fleet.broker.client.config_set("maxmemory", "1mb")
-    with pytest.raises(BrokerUnavailable, match="memory"):
-        submit(fleet.echo(output="refused"), app=fleet.app)
+    with fleet.hasty_client() as app, pytest.raises(BrokerUnavailable, match="memory"):
+        submit(fleet.echo(output="refused"), app=app)
     assert fleet.broker.client.zcard(fleet.app.keys.tasks) == tasks_before
     _gate(fleet).touch()
     eventually(lambda: not worker.supervised(), what="the end of the child while the server is full")

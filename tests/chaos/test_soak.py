@@ -6,6 +6,7 @@ the long one. The table of faults and outcomes is printed.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -24,8 +25,11 @@ from gpuflow.client import PipelineRun, submit, submit_pipeline
 from tests.chaos.accounting import check, check_orphans
 from tests.chaos.conftest import LEASE, LEASE_SECONDS
 from tests.chaos.proxy import Proxy
+from tests.fixtures.simulated_nvml import simulated_machine
+from tests.support.attempt_spans import spans_in
 from tests.support.fleet import TestFleet, WorkerProcess
-from tests.support.waiting import eventually, patient
+from tests.support.spans import double_bookings
+from tests.support.waiting import eventually, patient, promised
 
 #: Three workers that are killed and started again all the time: nothing else should load the machine.
 pytestmark = pytest.mark.alone
@@ -58,10 +62,25 @@ class Storm:
             (2, self.drain_worker),
             (2, self.cold_stop_worker),
             (1, self.kill_beat),
+            (2, self.kill_shim),
+            (2, self.refuse_commands),
+            (1, self.poison_a_queue),
         ]
+        self.refused_until: float | None = None
+        self.poisons = 0
+        #: Half of the tasks ask for one of the GPUs of a simulated machine, which the workers share.
+        self.env = {
+            **LEASE,
+            **simulated_machine(fleet.folder, "3xA100-40GB"),
+            "GPUFLOW_NOTICE_SEC": "1",
+            "ATTEMPT_SPANS": str(fleet.folder / "spans"),
+        }
 
     def tick(self) -> None:
         """Start workers that are gone, wake those that were frozen long enough."""
+        if self.refused_until is not None and time.monotonic() >= self.refused_until:
+            self.fleet.broker.client.config_set("min-replicas-to-write", 0)
+            self.refused_until = None
         for name, until in list(self.frozen.items()):
             if time.monotonic() >= until:
                 del self.frozen[name]
@@ -70,9 +89,8 @@ class Storm:
             name = f"w{number}"
             worker = self.workers.get(name)
             if worker is None or worker.process.poll() is not None:
-                self.workers[name] = WorkerProcess(
-                    self.proxy.url, self.fleet.folder, name, "--max-jobs", "2", env={**LEASE, "GPUFLOW_NOTICE_SEC": "1"}
-                )
+                options = ("--max-jobs", "2", "--include", "attempt_spans")
+                self.workers[name] = WorkerProcess(self.proxy.url, self.fleet.folder, name, *options, env=self.env)
                 self.fleet.workers.append(self.workers[name])
                 self.starts += 1
         if self.beat.poll() is not None:
@@ -89,6 +107,7 @@ class Storm:
     def calm(self) -> None:
         """No more faults; every worker is up."""
         self.frozen = dict.fromkeys(self.frozen, 0.0)
+        self.refused_until = self.refused_until and 0.0
         self.tick()
 
     def close(self) -> None:
@@ -125,6 +144,31 @@ class Storm:
         except psutil.NoSuchProcess:  # it has ended by itself
             return None
         return "child killed"
+
+    def kill_shim(self) -> str | None:
+        worker = self._awake()
+        children = [child for child in (worker.children() if worker else []) if _executor(child)]
+        try:
+            shim = self.choice.choice(children).parent() if children else None
+        except psutil.NoSuchProcess:
+            return None
+        if worker is None or shim is None or shim.pid == worker.pid or worker.pid not in map(_pid, shim.parents()):
+            return None
+        shim.kill()
+        return "shim killed"
+
+    def refuse_commands(self) -> str | None:
+        if self.refused_until is None:
+            self.fleet.broker.client.config_set("min-replicas-to-write", 1)
+            self.refused_until = time.monotonic() + LEASE_SECONDS * self.choice.uniform(0.3, 1.5)
+        return "commands refused"
+
+    def poison_a_queue(self) -> str | None:
+        self.poisons += 1
+        message = {"body": "", "headers": {"x": {"__type__": "x", "__value__": 1}}}
+        properties = {"delivery_tag": f"poison-{self.poisons}", "delivery_info": {}}
+        self.fleet.broker.client.lpush("cpu", json.dumps({**message, "properties": properties}))
+        return "message poisoned"
 
     def cut_connections(self) -> str | None:
         self.proxy.cut()
@@ -166,6 +210,10 @@ class Storm:
         )
 
 
+def _pid(process: psutil.Process) -> int:
+    return process.pid
+
+
 def _executor(process: psutil.Process) -> bool:
     try:
         return process.cmdline()[-2:] == ["-m", "executors"]
@@ -200,7 +248,8 @@ def test_a_storm_loses_nothing_and_runs_nothing_twice(fleet: TestFleet) -> None:
         try:
             for number in range(TASKS):
                 echo = fleet.echo(output=number, sleep_seconds=choice.choice([0, 0, 0.1, 0.5, 2.0]))
-                tasks.append(submit({**echo, "retry": RETRY}, app=fleet.app).id)
+                resources = {"resources": {"accelerators": "A100:1"}} if number % 2 else {}
+                tasks.append(submit({**echo, "retry": RETRY, **resources}, app=fleet.app).id)
                 if number % max(1, TASKS // PIPELINES) == 0:
                     runs.append(submit_pipeline(pipeline(number), app=fleet.app))
                 pauses.wait(SECONDS * 0.8 / TASKS)
@@ -230,6 +279,10 @@ def test_a_storm_loses_nothing_and_runs_nothing_twice(fleet: TestFleet) -> None:
             eventually(settled, within=180, what="the end of every pipeline")
             for run in runs:
                 assert run.record().state == "SUCCEEDED", run.status()
+            ledger = fleet.app.ledger
+            eventually(lambda: len(ledger.unreadable(10_000)) == storm.poisons, what="every poisoned message put aside")
+            assert all("Unsupported type" in one["why"] for one in ledger.unreadable(10_000))
+            ledger.forget_unreadable()
             of_stages = [task for run in runs for stage in run.record().stages.values() for task in stage.tasks]
             records = check(fleet, [*tasks, *of_stages], within=180)
         finally:
@@ -244,4 +297,10 @@ def test_a_storm_loses_nothing_and_runs_nothing_twice(fleet: TestFleet) -> None:
         print(f"  fault    {kind:<22}{count:>6}")
     for kind, count in sorted(outcomes.items()):
         print(f"  attempt  {kind:<22}{count:>6}")
-    print("  lost 0, committed twice 0, orphans 0")
+    spans = spans_in(fleet.folder / "spans")
+    promised(double_bookings(spans) == [], f"GPUs of two attempts at once: {double_bookings(spans)}")
+    asked = {task: number % 2 for number, task in enumerate(tasks)}
+    wrong = [one for one in spans if len(one.gpus) != asked.get(one.name.partition("/")[0], 0)]
+    promised(wrong == [], f"attempts with other GPUs than they asked for: {wrong}")
+    print(f"  {len(spans)} attempts seen to their end: without their GPUs 0, double-booked 0")
+    print("  lost 0, committed twice 0, orphans 0, pipelines without an end 0")

@@ -36,7 +36,7 @@ def begin(fleet: TestFleet, owner: str) -> tuple[Holder, str]:
     table = LeaseTable(keys, LEASE_SECONDS, owner=owner)
     table.connect(client, keep=False)
     table.sweeper.sweep(client)
-    names = [keys.leases, keys.unacked, keys.owners, keys.ready, keys.unreadable, keys.sweep, table.bell]
+    names = [keys.leases, keys.unacked, keys.owners, keys.ready, keys.returned, keys.sweep, table.bell]
     taken = broker_script("pop")(client, [*names, f"{keys.prefix}cpu"], [owner, LEASE_SECONDS, POP_ONE])
     message = json.loads(taken[1])
     tag = message["properties"]["delivery_tag"]

@@ -6,6 +6,7 @@ A process is a token; it "crashes" by doing nothing more, and comes back as a zo
 from __future__ import annotations
 
 import json
+import os
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -31,6 +32,8 @@ from tests.support.pops import POP_ONE
 pytestmark = pytest.mark.alone
 
 LEASE_SECONDS = 1000.0
+#: How many random sequences of steps are tried.
+SEQUENCES = int(os.environ.get("LEDGER_SEQUENCES", "150"))
 QUEUE = "cpu"
 SPEC = {"taskType": "echo", "echo": {"output": 1}}
 
@@ -45,6 +48,10 @@ class Life:
     commits: int = 0
     failures: int = 0
     lives: int = 1
+    cancel_wanted: bool = False
+
+    def end(self, state: str) -> None:
+        self.state, self.current, self.cancel_wanted = state, None, False
 
 
 @dataclass
@@ -111,7 +118,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(target=deliveries, owner=owners)
     def pop(self, owner: str) -> Any:
         keys, table = self.keys, self.tables[owner]
-        names = [keys.leases, keys.unacked, keys.owners, keys.ready, keys.unreadable, keys.sweep, table.bell]
+        names = [keys.leases, keys.unacked, keys.owners, keys.ready, keys.returned, keys.sweep, table.bell]
         taken = broker_script("pop")(self.client, [*names, self._list()], [owner, LEASE_SECONDS, POP_ONE])
         if not taken[0]:
             return None
@@ -138,15 +145,18 @@ class LedgerMachine(RuleBasedStateMachine):
             assert answer.verdict == "final"
         elif answer.verdict == "begin":
             assert answer.attempt > life.attempt
+            assert not life.cancel_wanted
             life.attempt = answer.attempt
             life.current = (delivery.owner, answer.attempt)
             life.state = "RUNNING"
             delivery.attempt = answer.attempt
             self.tables[delivery.owner].begin(delivery.tag, delivery.task, answer.attempt)
+        elif life.cancel_wanted:
+            assert (answer.verdict, answer.state) == ("final", "CANCELLED")
+            life.end("CANCELLED")
         else:
-            assert answer.verdict == "final"  # too many losses
-            assert answer.state == "DEAD"
-            life.state, life.current = "DEAD", None
+            assert (answer.verdict, answer.state) == ("final", "DEAD")  # too many losses
+            life.end("DEAD")
 
     @rule(delivery=deliveries)
     def report(self, delivery: Any) -> None:
@@ -164,12 +174,12 @@ class LedgerMachine(RuleBasedStateMachine):
         state = TaskState.SUCCEEDED if success else TaskState.FAILED
         current = self._is_current(delivery)
         again = life.state == str(state) and life.attempt == delivery.attempt
-        done = self.ledger.commit(
-            delivery.task, state, holder=Holder(attempt=delivery.attempt, token=delivery.owner), result={"by": 1}
-        )
+        holder = Holder(attempt=delivery.attempt, token=delivery.owner)
+        done = self.ledger.commit(delivery.task, state, holder=holder, result={"by": 1})
+        assert done == self.ledger.commit(delivery.task, state, holder=holder, result={"by": 1})
         assert done == (current or again)
         if current:
-            life.state, life.current = str(state), None
+            life.end(str(state))
             life.commits += 1
 
     @rule(delivery=deliveries, delay=st.sampled_from([0, 1000]), reason=st.sampled_from(["failed", "preempted"]))
@@ -178,13 +188,13 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         life = self.lives[delivery.task]
         may = self._is_current(delivery) and self._holds(delivery)
-        answer = self.ledger.give_back(
-            delivery.task,
-            Holder(attempt=delivery.attempt, token=delivery.owner),
-            delivery.tag,
-            reason=reason,
-            delay_seconds=delay,
-        )
+
+        def step() -> str:
+            holder = Holder(attempt=delivery.attempt, token=delivery.owner)
+            return self.ledger.give_back(delivery.task, holder, delivery.tag, reason=reason, delay_seconds=delay)
+
+        answer = step()
+        assert step() == ("refused" if answer == "queued" else answer)  # as if the answer had been lost
         if not may:
             assert answer == "refused"
         elif answer == "queued":
@@ -192,6 +202,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.tables[delivery.owner].forget(delivery.tag)
         else:
             assert answer == "cancel"
+            assert life.cancel_wanted
 
     @rule(delivery=consumes(deliveries))
     def ack(self, delivery: Any) -> None:
@@ -204,17 +215,25 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(task=tasks)
     def cancel(self, task: str) -> None:
         life = self.lives[task]
+        lease = self.client.zscore(self.keys.leases, self.client.hget(self.keys.task(task), "tag") or "")
+        runs = life.state == "RUNNING" and lease is not None and lease > self.client.time()[0]
         verdict, _ = self.ledger.cancel(task)
-        if life.state == "QUEUED":
+        again, _ = self.ledger.cancel(task)  # as if the answer had been lost
+        assert again == ("requested" if verdict == "requested" else "final")
+        if runs:
+            assert verdict == "requested"
+            life.cancel_wanted = True
+        elif life.state in ("QUEUED", "RUNNING"):  # nobody runs it, whatever its record says
             assert verdict == "cancelled"
-            life.state = "CANCELLED"
+            life.end("CANCELLED")
         else:
-            assert verdict == ("requested" if life.state == "RUNNING" else "final")
+            assert verdict == "final"
 
     @rule(task=tasks)
     def retry_by_hand(self, task: str) -> None:
         life = self.lives[task]
         queued = self.ledger.requeue(task)
+        assert not self.ledger.requeue(task)  # as if the answer had been lost
         assert queued == (life.state in ("FAILED", "CANCELLED", "DEAD"))
         if queued:
             life.state, life.commits, life.lives = "QUEUED", 0, life.lives + 1
@@ -311,7 +330,7 @@ class LedgerMachine(RuleBasedStateMachine):
 def test_the_ledger_holds_whatever_happens(tmp_path: Path) -> None:
     case = LedgerMachine.TestCase
     case.settings = settings(
-        max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=SEQUENCES, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
     )
     with WORLD.opened(tmp_path):
         case().runTest()

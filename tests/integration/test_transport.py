@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections.abc import Iterator
@@ -163,7 +164,7 @@ def test_a_message_that_nobody_can_read_is_set_aside_and_blocks_nothing(fleet: T
 
     assert later.get(timeout=patient(20))["output"] == 2
     assert plain.get(timeout=patient(20)) == 5
-    aside = fleet.broker.client.lrange(fleet.app.keys.unreadable, 0, -1)
+    aside = [json.loads(entry)["message"] for entry in fleet.broker.client.lrange(fleet.app.keys.unreadable, 0, -1)]
     assert sorted(aside) == sorted(broken * 2)
 
 

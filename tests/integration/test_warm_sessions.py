@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from gpuflow.client import Task, submit
-from gpuflow.errors import TaskFailed
+from gpuflow.errors import TaskDead, TaskFailed
 from tests.support.boxes import Box
 from tests.support.engines import SCRIPTED, build
 from tests.support.fleet import TestFleet, WorkerProcess
@@ -160,16 +160,37 @@ def test_a_session_that_is_killed_costs_its_requests_one_attempt_each_and_others
     hit = [running(submit(ask(f"wait {gate}"), app=fleet.app)) for _ in range(3)]
 
     os.kill(pid, signal.SIGKILL)
-    eventually(lambda: all(task.record().failures == 1 for task in hit), what="the first attempts to fail")
+    eventually(lambda: all(task.record().preemptions == 1 for task in hit), what="the first attempts to end")
     gate.touch()
 
     fresh = {task.get(timeout=patient(30))["pid"] for task in hit}
     assert len(fresh) == 1
     assert fresh != {pid}
-    assert [(task.record().state, task.record().attempt) for task in hit] == [("SUCCEEDED", 2)] * 3
+    assert [(task.record().state, task.record().attempt, task.record().failures) for task in hit] == [
+        ("SUCCEEDED", 2, 0)
+    ] * 3
     assert apart.get(timeout=patient(30))["items"]
     assert apart.record().attempt == 1
     assert [entry.error["type"] for entry in fleet.app.ledger.attempts(hit[0].id) if entry.error] == ["EngineDied"]
+
+
+def test_a_request_that_kills_its_engine_takes_no_other_with_it(
+    fleet: TestFleet, one: WorkerProcess, tmp_path: Path
+) -> None:
+    gate = tmp_path / "go"
+    retry = {"retry": {"max_attempts": 2, "backoff_seconds": 0}}
+    good = [running(submit(ask(f"wait {gate}") | retry, app=fleet.app)) for _ in range(2)]
+    culprit = submit(ask("die") | retry, app=fleet.app)
+    eventually(lambda: all(task.record().preemptions for task in [*good, culprit]), what="the first engine dead")
+    gate.touch()
+
+    with pytest.raises(TaskDead, match="has gone"):
+        culprit.get(timeout=patient(60))
+
+    assert [task.get(timeout=patient(60))["items"][0]["index"] for task in good] == [0, 0]
+    assert [(task.record().failures, task.record().preemptions) for task in good] == [(0, 1)] * 2
+    assert (culprit.record().failures, culprit.record().preemptions) == (1, 1)
+    assert [entry.outcome for entry in fleet.app.ledger.attempts(culprit.id)] == ["preempted", "failed", "dead"]
 
 
 def test_a_frozen_session_does_not_hold_a_cancel(fleet: TestFleet, one: WorkerProcess) -> None:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -240,6 +240,16 @@ class TestFleet:
 
     def echo(self, **fields: Any) -> dict[str, Any]:
         return {"taskType": "echo", "echo": fields}
+
+    @contextlib.contextmanager
+    def hasty_client(self) -> Iterator[GPUFlow]:
+        """An app whose submits give up after a second."""
+        app = GPUFlow("hasty", settings=self.settings.model_copy(update={"submit_timeout_seconds": 1.0}))
+        try:
+            yield app
+        finally:
+            app.close()
+            app.redis.close()
 
     def state(self, task_id: str) -> str:
         record = self.app.ledger.find(task_id)

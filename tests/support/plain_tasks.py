@@ -51,3 +51,26 @@ def wait_for(path: str) -> None:
     deadline = time.monotonic() + 60
     while not Path(path).exists() and time.monotonic() < deadline:
         time.sleep(0.01)
+
+
+@app.task
+def end(how: str) -> None:
+    """End as a script does that was never meant for a worker."""
+    import asyncio
+    import sys
+
+    if how == "exit":
+        sys.exit("nothing to do")
+    if how == "cancelled":
+        raise asyncio.CancelledError
+    raise KeyboardInterrupt
+
+
+@app.task(bind=True)
+def reject_first(self: Any) -> bool:
+    """Put the message back once; the next delivery says that there was one before."""
+    from celery.exceptions import Reject
+
+    if not self.request.delivery_info["redelivered"]:
+        raise Reject("once", requeue=True)
+    return True

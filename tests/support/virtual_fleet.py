@@ -174,7 +174,7 @@ class VirtualWorker:
         answer: Any = broker_script("pop")(
             self.client,
             [
-                *(keys.leases, keys.unacked, keys.owners, keys.ready, keys.unreadable, keys.sweep, self.leases.bell),
+                *(keys.leases, keys.unacked, keys.owners, keys.ready, keys.returned, keys.sweep, self.leases.bell),
                 *list_keys(look.queues),
             ],
             [

@@ -99,9 +99,25 @@ local function take_out(ready, list, raw)
   return found
 end
 
+-- Put a message aside that nobody can read or run, with the reason; the newest are kept.
+local function set_aside(ready, list, raw, why)
+  local key = prefix_of(ready) .. 'gpuflow.unreadable'
+  local now = redis.call('TIME')
+  redis.call('LPUSH', key, cjson.encode({at = tonumber(now[1]), list = list, why = why, message = raw}))
+  redis.call('LTRIM', key, 0, 9999)
+end
+
 -- End the lease of one message.
 local function end_lease(leases, unacked, owners, tag)
   redis.call('ZREM', leases, tag)
   redis.call('HDEL', unacked, tag)
   redis.call('HDEL', owners, tag)
 end
+
+-- Remember that a delivery of a message goes back undone: the next one says so (`redelivered`).
+local function note_return(ready, tag)
+  redis.call('ZADD', prefix_of(ready) .. 'gpuflow.returned', redis.call('TIME')[1], tag)
+end
+
+-- Forget that: the message has ended.
+local function forget_return(ready, tag) redis.call('ZREM', prefix_of(ready) .. 'gpuflow.returned', tag) end

@@ -1,7 +1,7 @@
 -- Look, then take: lease the most urgent message of some queues; of equally urgent ones, the one queued first.
 --
 -- KEYS[1] gpuflow.leases  KEYS[2] gpuflow.unacked  KEYS[3] gpuflow.owners  KEYS[4] gpuflow.ready
--- KEYS[5] gpuflow.unreadable  KEYS[6] gpuflow.sweep  KEYS[7] doorbell of this consumer
+-- KEYS[5] gpuflow.returned  KEYS[6] gpuflow.sweep  KEYS[7] doorbell of this consumer
 -- KEYS[8..] lists: those of priority 9, then those of 8, ..., in each the same queues in the same order
 -- ARGV[1] owner token  ARGV[2] lease in seconds  ARGV[3] JSON of how to look (broker/look.py):
 --   queues   how many there are
@@ -18,11 +18,11 @@
 --   full     sessions here without a place, beside which none is to be opened: their messages are left
 --   models   the models that this worker has   patience: seconds to leave a task to a worker that has its model
 --
--- Returns {list, message, names, cold}, `cold` being the queues that have a message for this worker but for their
--- warm_only. With '' for the first two when nothing was taken: then the doorbell is registered in the same step, so that
+-- Returns {list, message, names, cold, tag, returned}, `cold` being the queues that have a message for this worker but
+-- for their warm_only, `returned` 1 if an earlier delivery of it came to nothing. With '' for the first two when nothing was taken: then the doorbell is registered in the same step, so that
 -- no publish is missed, and another waiter is woken for the queue of pass_on.
 -- Nothing is taken while the fleet gathers after a new server run (arrive.lua).
--- A message that is not JSON with a delivery tag goes to the unreadable list as it is and is never lost.
+-- A message that is not JSON with a delivery tag is put aside.
 local ready = KEYS[4]
 local look = cjson.decode(ARGV[3])
 local time = redis.call('TIME')
@@ -59,6 +59,16 @@ local function hints_of(raw)
     limit = string.match(front, '"t": ([%d.]+)'), session = string.match(front, '"s": "([^"]*)"')}, tonumber(at)
 end
 
+-- Whether a task that has failed here is left to others (yield.lua).
+local avoided = prefix_of(ready) .. 'gpuflow.avoided'
+local any_avoided = redis.call('ZCARD', avoided) > 0
+local worker = string.match(ARGV[1], '^(.*):') or ARGV[1]
+local function is_avoided(raw)
+  local tag = string.match(raw, '"delivery_tag": "([^"]*)"')
+  local until_ = tag and redis.call('ZSCORE', avoided, tag .. '\n' .. worker)
+  return until_ and tonumber(until_) > now
+end
+
 local function may_take(hints, at, most_seconds, mine)
   if most_seconds >= 0 and not (hints.limit and tonumber(hints.limit) <= most_seconds) then return false end
   local limited = hints.type and (look.types or string.find(hints.type, '.', 1, true))
@@ -78,7 +88,7 @@ local function best_of(list, most_seconds, mine, warm_only, yields)
     if not raw then break end
     local hints, at = hints_of(raw)
     local warm = hints.session and sessions[hints.session]
-    local mine_now = may_take(hints, at, most_seconds, mine)
+    local mine_now = may_take(hints, at, most_seconds, mine) and not (any_avoided and is_avoided(raw))
     if mine_now and warm_only and not warm then
       local comes = hints.session and here[hints.session]
       if not comes then cold[queue_of(ready, list)] = true end
@@ -98,8 +108,9 @@ end
 
 local function tag_of(raw)
   local ok, message = pcall(cjson.decode, raw)
-  local tag = ok and type(message) == 'table' and type(message['properties']) == 'table'
-    and message['properties']['delivery_tag']
+  -- What is nested too deeply for this parser may still be told of by the consumer, which knows of which task it is.
+  if not ok then return string.match(raw, '"delivery_tag": "([^"]+)"') end
+  local tag = type(message) == 'table' and type(message['properties']) == 'table' and message['properties']['delivery_tag']
   return type(tag) == 'string' and tag
 end
 
@@ -138,16 +149,16 @@ local function take()
         redis.call('ZADD', KEYS[1], now + tonumber(ARGV[2]), tag)
         redis.call('HSET', KEYS[2], tag, raw)
         redis.call('HSET', KEYS[3], tag, ARGV[1] .. '\n' .. list)
-        return list, raw
+        return list, raw, tag
       end
-      redis.call('LPUSH', KEYS[5], raw)
+      set_aside(ready, list, raw, 'it is not JSON with a delivery tag')
       list, raw = best_from(first)
     end
   end
 end
 
-local list, raw
-if tonumber(redis.call('HGET', KEYS[6], 'hold') or '0') <= now then list, raw = take() end
+local list, raw, tag
+if tonumber(redis.call('HGET', KEYS[6], 'hold') or '0') <= now then list, raw, tag = take() end
 if not list then
   local hops, queue = string.match(look.pass_on, '^(%d+) (.*)$')
   if hops and tonumber(hops) > 0 and redis.call('ZSCORE', ready, queue) then
@@ -160,4 +171,4 @@ end
 local names = look.page > 0 and redis.call('ZRANGE', ready, 0, look.page - 1) or {}
 local queues = {}
 for queue in pairs(cold) do queues[#queues + 1] = queue end
-return {list or '', raw or '', names, queues}
+return {list or '', raw or '', names, queues, tag or '', tag and redis.call('ZSCORE', KEYS[5], tag) and 1 or 0}

@@ -20,5 +20,10 @@ if raw and delay > 0 then
 elseif raw then
   put(KEYS[4], list, ARGV[3], raw, ARGV[4])
 end
+if raw then
+  note_return(KEYS[4], ARGV[1])
+else
+  forget_return(KEYS[4], ARGV[1])
+end
 end_lease(KEYS[1], KEYS[2], KEYS[3], ARGV[1])
 return 1

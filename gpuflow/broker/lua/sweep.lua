@@ -40,6 +40,8 @@ local function fall_back(ready, task, seconds)
   put(ready, moved_to, 'front', message, seconds)
 end
 
+-- Of a message that is never acknowledged (a purge) it is forgotten after so long that it had been returned.
+local RETURNED_SECONDS = 90 * 86400
 local time = redis.call('TIME')
 local now = time[1] + time[2] / 1000000
 local at, run, hold, more = unpack(redis.call('HMGET', KEYS[5], 'at', 'run', 'hold', 'more'))
@@ -77,6 +79,7 @@ else
     local held = redis.call('HGET', KEYS[3], tag)
     if raw and held then
       put(KEYS[4], string.sub(held, string.find(held, '\n', 1, true) + 1), 'front', raw, ARGV[4])
+      note_return(KEYS[4], tag)
       restored = restored + 1
     end
     end_lease(KEYS[1], KEYS[2], KEYS[3], tag)
@@ -101,5 +104,7 @@ end
 for _, queue in ipairs(redis.call('SRANDMEMBER', KEYS[10], ARGV[6])) do
   refresh(KEYS[4], queue)
 end
+redis.call('ZREMRANGEBYSCORE', prefix_of(KEYS[4]) .. 'gpuflow.returned', '-inf', now - RETURNED_SECONDS)
+redis.call('ZREMRANGEBYSCORE', prefix_of(KEYS[4]) .. 'gpuflow.avoided', '-inf', now)
 if #ended == most or #due == most then redis.call('HSET', KEYS[5], 'more', '1') end
 return {restored, graced, run or '', gathering}

@@ -1,24 +1,33 @@
--- Cancel a task: at once while it waits, by request while it runs.
+-- Cancel a task: at once while it waits, by request while an attempt runs under a live lease. An attempt without one is
+-- lost: what it does can be committed no more.
 --
 -- KEYS[1] task record  KEYS[2] events  KEYS[3] attempts of the task  KEYS[4] gpuflow.dead
 -- KEYS[5] gpuflow.delayed  KEYS[6] gpuflow.parked  KEYS[7] gpuflow.unfinished  KEYS[8] gpuflow.ready
+-- KEYS[9] gpuflow.leases  KEYS[10] gpuflow.unacked  KEYS[11] gpuflow.owners
 -- ARGV[1] reason  ARGV[2] cap of the event stream  ARGV[3] seconds until a final record expires
 --
--- Returns {verdict, state}: 'cancelled' (it waited; its message is taken away in the same step), 'requested' (its
+-- Returns {verdict, state}: 'cancelled' (its message is taken away in the same step), 'requested' (its
 -- worker stops it), 'final' (it has ended already), 'unknown'.
 local state, list, message = unpack(redis.call('HMGET', KEYS[1], 'state', 'list', 'message'))
 if not state then return {'unknown', ''} end
 if is_final(state) then return {'final', state} end
 local seconds = clock()
 if runs(state) then
-  redis.call('HSET', KEYS[1], 'cancel_requested', seconds)
-  return {'requested', state}
+  local tag = redis.call('HGET', KEYS[1], 'tag')
+  local ends = tag and redis.call('ZSCORE', KEYS[9], tag)
+  if ends and tonumber(ends) > tonumber(seconds) then
+    redis.call('HSET', KEYS[1], 'cancel_requested', seconds)
+    return {'requested', state}
+  end
+  remember(KEYS[1], KEYS[3], seconds, 'lost', worker_lost(KEYS[1]), '')
+  if tag then end_lease(KEYS[9], KEYS[10], KEYS[11], tag) end
 end
 if list and message then
   take_out(KEYS[8], list, message)
   local tag = cjson.decode(message)['properties']['delivery_tag']
   redis.call('ZREM', KEYS[5], tag)
   redis.call('HDEL', KEYS[6], tag)
+  forget_return(KEYS[8], tag)
 end
 local error = cjson.encode({type = 'Cancelled', message = ARGV[1], retryable = false})
 finish(KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[7], ARGV[2], ARGV[3], seconds, 'CANCELLED', error)

@@ -32,18 +32,24 @@ local function outdated(record, attempt)
   return new_run and state and not is_final(state) and tonumber(current or '0') < attempt
 end
 
+-- Take a message out of wherever it waits; returns whether it did.
 local function take_from_waiting(tag, list, raw)
   redis.call('ZREM', KEYS[4], tag)
-  redis.call('HDEL', KEYS[5], tag)
-  return take_out(KEYS[6], list, raw)
+  local delayed = redis.call('HDEL', KEYS[5], tag) == 1
+  return take_out(KEYS[6], list, raw) or delayed
 end
+
+-- Whether a lease is this owner's again already: the message has come to it once more since it asked.
+local function is_ours(held) return held and string.sub(held, 1, #ARGV[1] + 1) == ARGV[1] .. '\n' end
 
 local kept = {}
 for i = 0, (#ARGV - 3) / 4 - 1 do
   local tag, list, attempt, raw = ARGV[4 + i * 4], ARGV[5 + i * 4], ARGV[6 + i * 4], ARGV[7 + i * 4]
   local record = KEYS[7 + i]
-  local held = redis.call('HEXISTS', KEYS[3], tag) == 1
-  if not held or (attempt ~= '' and outdated(record, tonumber(attempt))) then
+  local held = redis.call('HGET', KEYS[3], tag)
+  if is_ours(held) and (attempt == '' or goes_on(record, tonumber(attempt))) then
+    kept[#kept + 1] = tag
+  elseif not held or (attempt ~= '' and outdated(record, tonumber(attempt))) then
     local ours
     if attempt == '' then
       ours = take_from_waiting(tag, list, raw) or new_run

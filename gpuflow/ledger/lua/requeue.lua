@@ -15,7 +15,7 @@ local seconds = clock()
 if queued_at(message) then message = stamped('{' .. string.gsub(message, '^[^,]*,', ''), seconds, '') end
 redis.call('HSET', KEYS[1], 'state', 'QUEUED', 'message', message, 'updated_at', seconds)
 redis.call('HDEL', KEYS[1], 'finished_at', 'error', 'progress', 'result', 'tag', 'owner_token', 'cancel_requested',
-  'failures', 'losses', 'preemptions', 'not_before', 'avoid_worker', 'avoid_until')
+  'failures', 'losses', 'preemptions', 'alone', 'not_before', 'avoid_worker', 'avoid_until')
 for _, key in ipairs({KEYS[1], KEYS[2], KEYS[5]}) do redis.call('PERSIST', key) end
 redis.call('DEL', KEYS[4])
 redis.call('ZREM', KEYS[6], id)
@@ -23,5 +23,8 @@ redis.call('SADD', KEYS[7], id)
 tell(KEYS[2], ARGV[2], {event = 'state', state = 'QUEUED'})
 local pause = redis.call('HGET', KEYS[1], 'fallback_seconds')
 if pause then fall_back_in(KEYS[3], id, pause) end
+-- The queue may have been forgotten meanwhile, and with it what the name alone does not say.
+local queue, requirement = unpack(redis.call('HMGET', KEYS[1], 'queue', 'requirement'))
+if queue and requirement then register(KEYS[3], queue, requirement, seconds) end
 put(KEYS[3], list, 'back', message, ARGV[3])
 return 1

@@ -19,8 +19,7 @@ local tag = cjson.decode(message)['properties']['delivery_tag']
 if redis.call('HEXISTS', KEYS[4], tag) == 1 or redis.call('HEXISTS', KEYS[5], tag) == 1 then return 'present' end
 if redis.call('LPOS', list, message) then return 'present' end
 if runs(state) then
-  local lost = cjson.encode({type = 'WorkerLost', message = 'the lease of the attempt was lost', retryable = true})
-  remember(KEYS[1], KEYS[3], seconds, 'lost', lost, '')
+  remember(KEYS[1], KEYS[3], seconds, 'lost', worker_lost(KEYS[1], 'the lease of the attempt was lost'), '')
   redis.call('HINCRBY', KEYS[1], 'losses', 1)
 end
 redis.call('HSET', KEYS[1], 'state', 'QUEUED', 'updated_at', seconds)

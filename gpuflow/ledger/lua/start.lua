@@ -9,13 +9,15 @@
 -- ARGV[10] id of this call: a repeat, whose first answer was lost, begins nothing again
 -- ARGV[11..] field, value, ... of a record to create, for a message of a producer that wrote none
 --
--- Returns {verdict, state, attempt, failures}: 'begin'; 'final' (replay the tail and ack); 'live' (another attempt
+-- A task that a user wants cancelled, and whose attempt was lost, ends here.
+--
+-- Returns {verdict, state, attempt, failures, alone}: 'begin'; 'final' (replay the tail and ack); 'live' (another attempt
 -- runs: ack and drop); 'lost' (our lease of this delivery has passed on: change nothing); 'avoid' (another worker
 -- is to take it, give it back); 'newer' (written by a newer version, give it back).
 local seconds = clock()
 local held = redis.call('HGET', KEYS[3], ARGV[4])
 if not held or string.sub(held, 1, string.find(held, '\n', 1, true) - 1) ~= ARGV[3] then
-  return {'lost', '', 0, 0}
+  return {'lost', '', 0, 0, 0}
 end
 local state = redis.call('HGET', KEYS[1], 'state')
 if not state then
@@ -26,30 +28,35 @@ if not state then
   redis.call('SADD', KEYS[8], ARGV[1])
   state = 'QUEUED'
 end
-local schema, attempt, tag, worker, until_, failures, call = unpack(redis.call('HMGET', KEYS[1],
-  'schema', 'attempt', 'tag', 'avoid_worker', 'avoid_until', 'failures', 'start_call'))
+local schema, attempt, tag, worker, until_, failures, call, alone = unpack(redis.call('HMGET', KEYS[1],
+  'schema', 'attempt', 'tag', 'avoid_worker', 'avoid_until', 'failures', 'start_call', 'alone'))
+alone = alone and 1 or 0
 attempt, failures = tonumber(attempt or '0'), tonumber(failures or '0')
-if tonumber(schema or '1') > tonumber(ARGV[7]) then return {'newer', state, attempt, failures} end
-if is_final(state) then return {'final', state, attempt, failures} end
-if runs(state) and tag == ARGV[4] and call == ARGV[10] then return {'begin', state, attempt, failures} end
+if tonumber(schema or '1') > tonumber(ARGV[7]) then return {'newer', state, attempt, failures, alone} end
+if is_final(state) then return {'final', state, attempt, failures, alone} end
+if runs(state) and tag == ARGV[4] and call == ARGV[10] then return {'begin', state, attempt, failures, alone} end
 if runs(state) and tag and tag ~= ARGV[4] then
   local ends = redis.call('ZSCORE', KEYS[2], tag)
-  if ends and tonumber(ends) > tonumber(seconds) then return {'live', state, attempt, failures} end
+  if ends and tonumber(ends) > tonumber(seconds) then return {'live', state, attempt, failures, alone} end
+end
+if redis.call('HEXISTS', KEYS[1], 'cancel_requested') == 1 then
+  if runs(state) then remember(KEYS[1], KEYS[6], seconds, 'lost', worker_lost(KEYS[1]), '') end
+  local error = cjson.encode({type = 'Cancelled', retryable = false, message = 'cancelled by a user'})
+  finish(KEYS[1], KEYS[4], KEYS[6], KEYS[7], KEYS[8], ARGV[6], ARGV[9], seconds, 'CANCELLED', error)
+  return {'final', 'CANCELLED', attempt, failures, alone}
 end
 if worker == ARGV[2] and tonumber(until_ or '0') > tonumber(seconds) then
-  return {'avoid', state, attempt, failures}
+  return {'avoid', state, attempt, failures, alone}
 end
-if not may_move(state, 'STARTING') then return {'final', state, attempt, failures} end
+if not may_move(state, 'STARTING') then return {'final', state, attempt, failures, alone} end
 if runs(state) then
-  local lost = cjson.encode({type = 'WorkerLost', retryable = true,
-    message = 'worker ' .. (redis.call('HGET', KEYS[1], 'worker') or '?') .. ' was lost while the attempt ran'})
-  remember(KEYS[1], KEYS[6], seconds, 'lost', lost, '')
+  remember(KEYS[1], KEYS[6], seconds, 'lost', worker_lost(KEYS[1]), '')
   local losses = redis.call('HINCRBY', KEYS[1], 'losses', 1)
   if losses >= tonumber(ARGV[8]) then
     local error = cjson.encode({type = 'WorkerLost', retryable = false,
       message = losses .. ' workers were lost while they ran this task; look for what it does to its machine'})
     finish(KEYS[1], KEYS[4], KEYS[6], KEYS[7], KEYS[8], ARGV[6], ARGV[9], seconds, 'DEAD', error)
-    return {'final', 'DEAD', attempt, failures}
+    return {'final', 'DEAD', attempt, failures, alone}
   end
 end
 attempt = math.max(attempt + 1, tonumber(ARGV[5]))
@@ -57,4 +64,4 @@ redis.call('HSET', KEYS[1], 'state', 'STARTING', 'attempt', attempt, 'worker', A
   'tag', ARGV[4], 'start_call', ARGV[10], 'started_at', seconds, 'updated_at', seconds)
 redis.call('HDEL', KEYS[1], 'finished_at', 'error', 'progress', 'not_before', 'avoid_worker', 'avoid_until')
 tell(KEYS[4], ARGV[6], {event = 'state', state = 'STARTING', attempt = attempt, worker = ARGV[2]})
-return {'begin', 'STARTING', attempt, failures}
+return {'begin', 'STARTING', attempt, failures, alone}

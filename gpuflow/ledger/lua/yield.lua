@@ -8,6 +8,7 @@
 -- ARGV[5] error JSON or ''  ARGV[6] tail of the attempt's log or ''  ARGV[7] seconds until it may be taken again
 -- ARGV[8] worker that is not to take it, or ''  ARGV[9] for how many seconds
 -- ARGV[10] cap of the event stream  ARGV[11] doorbell token seconds
+-- ARGV[12] 1: a warm session is to answer it by itself from now on
 --
 -- Returns 'queued'; 'cancel' (a user has asked for it: commit CANCELLED instead); 'refused': nothing was changed.
 local state, attempt, token = unpack(redis.call('HMGET', KEYS[1], 'state', 'attempt', 'owner_token'))
@@ -25,8 +26,11 @@ redis.call('HINCRBY', KEYS[1], ARGV[4] == 'failed' and 'failures' or 'preemption
 redis.call('HSET', KEYS[1], 'state', 'QUEUED', 'updated_at', seconds)
 redis.call('HDEL', KEYS[1], 'tag', 'owner_token', 'worker', 'progress', 'not_before', 'avoid_worker', 'avoid_until')
 if ARGV[5] ~= '' then redis.call('HSET', KEYS[1], 'error', ARGV[5]) end
+if ARGV[12] == '1' then redis.call('HSET', KEYS[1], 'alone', '1') end
 if ARGV[8] ~= '' then
-  redis.call('HSET', KEYS[1], 'avoid_worker', ARGV[8], 'avoid_until', string.format('%.6f', seconds + ARGV[9]))
+  local until_ = string.format('%.6f', seconds + ARGV[9])
+  redis.call('HSET', KEYS[1], 'avoid_worker', ARGV[8], 'avoid_until', until_)
+  redis.call('ZADD', prefix_of(KEYS[7]) .. 'gpuflow.avoided', until_, ARGV[3] .. '\n' .. ARGV[8])
 end
 local id, pause = unpack(redis.call('HMGET', KEYS[1], 'id', 'fallback_seconds'))
 if pause then fall_back_in(KEYS[7], id, pause) end

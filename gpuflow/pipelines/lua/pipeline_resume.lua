@@ -17,5 +17,6 @@ local stages = redis.call('HGETALL', KEYS[2])
 for i = 1, #stages, 2 do
   if cjson.decode(stages[i + 1])['state'] ~= 'SUCCEEDED' then redis.call('HDEL', KEYS[2], stages[i]) end
 end
+each_task(KEYS[2], KEYS[3], function(_, key) redis.call('PERSIST', key) end)
 redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[1], '*', 'event', cjson.encode({event = 'state', state = 'RUNNING', epoch = epoch}))
 return {'resumed', epoch}

@@ -149,9 +149,10 @@ class Sessions:
 
     # -- requests: the supervisor -------------------------------------------------------------------------------
 
-    def ask(self, tag: str, request: Request, opening: Opening) -> SessionRequest:
+    def ask(self, tag: str, request: Request, opening: Opening, *, alone: bool = False) -> SessionRequest:
         """Send the request of a message that has a place; the first one begins the session.
 
+        With `alone`, it waits until the session has answered the others, and the next ones wait for it.
         A session whose variables (a secret among them) have other values by now answers this one no more, and is closed
         when those that it has are answered. Raises HandedBack where the message is to be answered by another one, and
         OSError where the session cannot be begun.
@@ -166,7 +167,7 @@ class Sessions:
             with self._lock:
                 warm.leaving = True
             raise HandedBack("the model is loaded with other variables or secrets; a session with these comes next")
-        asked = SessionRequest(f"{request.task_id}#{next(self._numbers)}")
+        asked = SessionRequest(f"{request.task_id}#{next(self._numbers)}", alone=alone)
         if not session.send(asked, request):
             raise HandedBack("the warm session that was to answer it has ended")
         return asked

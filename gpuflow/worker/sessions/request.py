@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -14,8 +15,10 @@ from gpuflow.worker.child import ChildEnd, LineKind
 class SessionRequest:
     """An open request. The session's thread feeds it (`put`, `end`), the attempt's thread reads it."""
 
-    def __init__(self, id: str) -> None:
+    def __init__(self, id: str, *, alone: bool = False) -> None:
         self.id = id
+        #: It may be what killed its last engine: nothing else is answered beside it.
+        self.alone = alone
         self._shim_pid: int | None = None
         self._abort: Callable[[str], None] | None = None
         self._lines: queue.SimpleQueue[tuple[LineKind, bytes] | None] = queue.SimpleQueue()
@@ -24,6 +27,13 @@ class SessionRequest:
         self._killed = False
         self._end = ChildEnd(exit_code=0, signal=None)
         self._unwanted = False
+        self._asked_at = time.monotonic()
+        self._due_at: float | None = None
+
+    @property
+    def held_up_seconds(self) -> float:
+        """How long it has waited until its engine had no other request, or has answered one that was to be alone."""
+        return (self._due_at or time.monotonic()) - self._asked_at
 
     @property
     def shim_pid(self) -> int | None:
@@ -31,6 +41,10 @@ class SessionRequest:
         return self._shim_pid
 
     # -- the session's side -------------------------------------------------------------------------------------
+
+    def due(self) -> None:
+        """Note that it goes to the engine now."""
+        self._due_at = time.monotonic()
 
     def sent(self, shim_pid: int, abort: Callable[[str], None]) -> None:
         """Note where it is answered, and by what it is ended there."""
@@ -44,20 +58,21 @@ class SessionRequest:
         """Pass on one line."""
         self._lines.put((kind, line))
 
-    def end(self, finish: Mapping[str, Any]) -> None:
-        """End it with its finish event. A second end says nothing."""
+    def end(self, finish: Mapping[str, Any], *, beside: int = 0) -> None:
+        """End it with its finish event. A second end says nothing. `beside`: see ChildEnd."""
         with self._lock:
             if self._finished:
                 return
             self._finished = True
+            self._end = ChildEnd(exit_code=0, signal=None, beside=beside)
         self._lines.put(("event", json.dumps(finish).encode()))
         self._lines.put(None)
 
-    def died(self, why: str) -> None:
-        """End it because the session has gone; another attempt gets another one."""
+    def died(self, why: str, *, beside: int = 0) -> None:
+        """End it because the session has gone; another attempt gets another one. `beside`: see ChildEnd."""
         message = f"the warm session that answered it has gone: {why}"
         error = {"type": "EngineDied", "message": message, "retryable": True}
-        self.end({"event": "finish", "status": "failed", "error": error})
+        self.end({"event": "finish", "status": "failed", "error": error}, beside=beside)
 
     def never_began(self, end: ChildEnd) -> None:
         """End it because the process of its session has ended without a word."""

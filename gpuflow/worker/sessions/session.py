@@ -10,6 +10,7 @@ import json
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +83,10 @@ class Session:
         self._on_end = on_end
         self._lock = threading.Lock()
         self._open: dict[str, SessionRequest] = {}
+        #: Of the open ones, those that wait for others before they are sent, the first first.
+        self._unsent: deque[tuple[SessionRequest, bytes]] = deque()
+        #: How many requests the engine had when it first said that it is gone.
+        self._died_with: int | None = None
         self._aborted: dict[str, float] = {}
         self._killed = False
         self._began = False
@@ -111,7 +116,8 @@ class Session:
             if self.state in ("closing", "ended"):
                 return False
             self._open[asked.id] = asked
-            self._outbox.put(line)
+            self._unsent.append((asked, line))
+            self._send_due()
         asked.sent(self.shim_pid, self._abort)
         return True
 
@@ -149,6 +155,22 @@ class Session:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
+    def _in_engine(self) -> list[SessionRequest]:
+        waiting = {asked.id for asked, _ in self._unsent}
+        return [asked for id, asked in self._open.items() if id not in waiting]
+
+    def _send_due(self) -> None:
+        """Send what may be sent now, in order: one that is to be alone has the engine for itself. Under the lock."""
+        in_engine = self._in_engine()
+        while self._unsent and self._died_with is None:
+            asked, line = self._unsent[0]
+            if in_engine and (asked.alone or in_engine[-1].alone):
+                return
+            self._unsent.popleft()
+            asked.due()
+            in_engine.append(asked)
+            self._outbox.put(line)
+
     def _tell(self, operation: Mapping[str, Any]) -> None:
         self._outbox.put(json.dumps(operation).encode())
 
@@ -156,8 +178,17 @@ class Session:
         with self._lock:
             if id not in self._open or id in self._aborted:
                 return
-            self._aborted[id] = time.monotonic()
-        self._tell({"op": "abort", "id": id})
+            waiting = next((one for one in self._unsent if one[0].id == id), None)
+            if waiting is not None:
+                self._unsent.remove(waiting)
+                del self._open[id]
+                self._send_due()
+            else:
+                self._aborted[id] = time.monotonic()
+        if waiting is not None:
+            waiting[0].end({"event": "finish", "status": "cancelled"})
+        else:
+            self._tell({"op": "abort", "id": id})
 
     def _write(self) -> None:
         while (line := self._outbox.get()) is not None:
@@ -176,12 +207,16 @@ class Session:
         end = self._child.wait()
         with self._lock:
             self.state = "ended"
+            sent = self._in_engine()
             left, self._open = list(self._open.values()), {}
+            self._unsent.clear()
         self._outbox.put(None)
         why = self._why or f"it ended with {ending(end)}"
         for request in left:
             if self._began or self._killed:
-                request.died(f"{why}; its log is {self._log_path}")
+                # A model that cannot be loaded is nobody's fault and everybody's failure.
+                beside = 0 if not self.ready_at else len(sent) - 1 if request in sent else max(1, len(sent))
+                request.died(f"{why}; its log is {self._log_path}", beside=beside)
             else:
                 request.never_began(end)
         log.info("session_ended", model=self.told.model, exit=end.exit_code, signal=end.signal, failed=len(left))
@@ -215,9 +250,11 @@ class Session:
             return
         with self._lock:
             request = self._open.get(id)
-            wanted = True
+            wanted, beside = True, 0
             if request is not None and name == "finish":
+                beside = self._beside(event)
                 del self._open[id]
+                self._send_due()
                 wanted = self._aborted.pop(id, None) is None
                 self.used_at = time.monotonic()
         if request is None:
@@ -225,9 +262,18 @@ class Session:
         if name == "finish" and event.get("status") == "cancelled" and wanted:
             request.died(f"it was told to end; its log is {self._log_path}")  # by a signal of somebody else
         elif name == "finish":
-            request.end(event)
+            request.end(event, beside=beside)
         else:
             request.put("event", json.dumps(event).encode())
+
+    def _beside(self, finish: Mapping[str, Any]) -> int:
+        """Return how many others the engine had when it died, by its word; 0 for any other end. Under the lock."""
+        error = finish.get("error")
+        if not isinstance(error, Mapping) or error.get("type") != "EngineDied":
+            return 0
+        if self._died_with is None:
+            self._died_with = len(self._in_engine())
+        return self._died_with - 1 if self.ready_at else 0
 
     def _note(self, name: str, event: Mapping[str, Any], line: bytes) -> None:
         if name == "ready":

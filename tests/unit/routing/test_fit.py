@@ -1,7 +1,7 @@
 """Does a task fit a worker, and if not, is the reason told with both numbers?"""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
@@ -289,3 +289,16 @@ def test_a_newer_field_of_the_same_schema_is_passed_over():
     data = {**machine("t4").to_dict(), "cost": 3}
     data["gpus"][0]["nvlink"] = True
     assert Capability.from_dict(data) == machine("t4")
+
+
+@pytest.mark.parametrize("hardware", [{}, {"hardware": {"disk": "100Gi"}}])
+def test_nothing_fits_below_the_floor_of_free_disk(hardware):
+    (asked, *_) = requirement_from_resources(hardware, gpu_available=False)
+    full = replace(machine(disk_free_mib=300), disk_floor_mib=1024)
+    (one,) = match(asked, full).reasons
+    assert (one.kind, one.has) == ("disk", "300 MiB")
+    assert "1 GiB of free disk, which a worker keeps" in one.asked
+    assert Capability.from_dict(full.to_dict()) == full
+    roomy = replace(full, disk_free_mib=200 * 1024)
+    assert match(asked, roomy).fits
+    assert match(asked, replace(full, disk_free_mib=None)).fits == (not hardware)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,13 @@ def test_what_goes_of_a_task(seen: TaskFolder, known: RecordView | None, gone: l
     listing = Listing(folders=[seen], records={} if known is None else {"t": known})
 
     assert [one.path for one in decide(listing, now=NOW, retention_seconds=RETENTION)] == gone
+
+
+def test_nothing_goes_of_what_a_running_pipeline_may_read() -> None:
+    known = replace(record("SUCCEEDED", finished_days_ago=400, expires=False), needed=True)
+    listing = Listing(folders=[folder(400)], records={"t": known})
+
+    assert decide(listing, now=NOW, retention_seconds=RETENTION) == []
 
 
 def test_uploads_go_by_age_unless_something_that_runs_names_them() -> None:

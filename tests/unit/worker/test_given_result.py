@@ -161,6 +161,7 @@ class Lines:
     """A child that has said these lines, and ended well."""
 
     shim_pid = None
+    held_up_seconds = 0.0
 
     def __init__(self, *lines: tuple[LineKind, bytes]) -> None:
         self.lines = lines

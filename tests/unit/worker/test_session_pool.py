@@ -38,10 +38,10 @@ class Pool:
             idle_seconds=3600, log_dir=folder / "logs", release=self.released.append, on_change=lambda: None
         )
 
-    def ask(self, tag: str, prompt: str, opening: Opening | None = None) -> SessionRequest:
+    def ask(self, tag: str, prompt: str, opening: Opening | None = None, *, alone: bool = False) -> SessionRequest:
         spec = {"data": {"items": [prompt]}}
         request = Request(task_id=tag, task_type="inference", spec=spec, output_dir=str(self.folder))
-        return self.sessions.ask(tag, request, opening or scripted())
+        return self.sessions.ask(tag, request, opening or scripted(), alone=alone)
 
     def only(self) -> Warm:
         (warm,) = self.sessions._look()
@@ -169,6 +169,64 @@ def test_a_session_that_dies_says_how_and_where_its_log_is(pool: Pool) -> None:
     (log,) = (pool.folder / "logs").glob("*.log")
     assert str(log) in error["message"]
     eventually(lambda: pool.released == [hold], what="it gives its GPU back")
+
+
+def test_requests_that_die_with_others_are_told_apart_from_one_that_dies_alone(pool: Pool) -> None:
+    gate = pool.folder / "go"
+    pool.sessions.expect("s", "a", None, None)
+    for tag in "bc":
+        pool.sessions.join("s", tag)
+    asked = [pool.ask("a", f"wait {gate}"), pool.ask("b", f"wait {gate}")]
+    ready(pool)
+    asked.append(pool.ask("c", "die"))
+    assert [finish(one)["error"]["type"] for one in asked] == ["EngineDied"] * 3
+    assert [one.wait().beside for one in asked] == [2, 2, 2]
+
+    eventually(lambda: not pool.sessions._look(), what="it ends")
+    pool.sessions.expect("s", "d", None, None)
+    alone = pool.ask("d", "die", alone=True)
+    assert alone.alone
+    assert finish(alone)["error"]["type"] == "EngineDied"
+    assert alone.wait().beside == 0
+
+
+def test_one_that_is_to_be_alone_waits_for_the_others_and_they_for_it(pool: Pool) -> None:
+    first, second = pool.folder / "first", pool.folder / "second"
+    pool.sessions.expect("s", "a", None, None)
+    for tag in "bcd":
+        pool.sessions.join("s", tag)
+    open_one = pool.ask("a", f"wait {first}")
+    session = ready(pool).session
+    assert session is not None
+    alone = pool.ask("b", f"wait {second}", alone=True)
+    later, last = pool.ask("c", "echo c"), pool.ask("d", "echo d")
+    assert [asked.id for asked in session._in_engine()] == [open_one.id]
+
+    eventually(lambda: alone.held_up_seconds > open_one.held_up_seconds, what="the time that it waits")
+    last.terminate()
+    assert finish(last)["status"] == "cancelled"
+    first.touch()
+    assert finish(open_one)["status"] == "completed"
+    eventually(lambda: [asked.id for asked in session._in_engine()] == [alone.id], what="it has the engine for itself")
+
+    second.touch()
+    assert finish(alone)["status"] == "completed"
+    assert finish(later)["value"]
+    assert session.running == 0
+
+
+def test_what_has_not_been_sent_is_no_culprit(pool: Pool) -> None:
+    gate = pool.folder / "go"
+    pool.sessions.expect("s", "a", None, None)
+    for tag in "bc":
+        pool.sessions.join("s", tag)
+    culprit, waiting = pool.ask("a", f"wait {gate}", alone=True), pool.ask("b", "echo b")
+    session = ready(pool).session
+    assert session is not None
+    session.kill("a test")
+
+    assert finish(culprit)["error"]["type"] == finish(waiting)["error"]["type"] == "EngineDied"
+    assert (culprit.wait().beside, waiting.wait().beside) == (0, 1)
 
 
 def test_requests_that_somebody_elses_signal_ends_are_tried_again(pool: Pool) -> None:

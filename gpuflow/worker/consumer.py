@@ -1,0 +1,75 @@
+"""Celery's consumer, which no message ends: one that cannot be read or run is put aside, with the reason.
+
+Celery acknowledges such a message and forgets it, or lets the error through, which ends the worker, and then the next
+one that takes it. Here its task fails, and `gpuflow dead messages` shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from celery.worker.consumer import Consumer as CeleryConsumer
+
+from gpuflow.errors import UnreadableMessage
+from gpuflow.ledger.backend import error_record
+from gpuflow.ledger.states import TaskState
+from gpuflow.logs import get_logger
+from gpuflow.pipelines.engine import SETTLE_TASK
+from gpuflow.routing.families import CONTROL_QUEUE
+from gpuflow.worker.runtime import current
+
+log = get_logger("gpuflow.consumer")
+
+#: What the fields of a message raise that are not what Celery takes for granted.
+_BAD_MESSAGE: Final = (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError)
+
+
+class Consumer(CeleryConsumer):  # type: ignore[misc]
+    """The consumer of a gpuflow worker."""
+
+    def create_task_handler(self, *args: Any, **kwargs: Any) -> Callable[[Any], Any]:
+        """Return what takes each message; an error of the message is told apart from one of the line."""
+        handler = super().create_task_handler(*args, **kwargs)
+
+        def on_task_received(message: Any) -> Any:
+            try:
+                return handler(message)
+            except _BAD_MESSAGE as error:
+                return _set_aside(message, error)
+
+        return on_task_received
+
+    def on_decode_error(self, message: Any, exc: BaseException) -> None:
+        """Put a message aside whose body cannot be decoded."""
+        _set_aside(message, exc)
+
+    def on_invalid_task(self, body: Any, message: Any, exc: BaseException) -> None:
+        """Put a message aside whose arguments are none."""
+        _set_aside(message, exc)
+
+    def on_unknown_message(self, body: Any, message: Any) -> None:
+        """Put a message aside that names no task."""
+        _set_aside(message, ValueError("it names no task"))
+
+
+def _set_aside(message: Any, error: BaseException) -> None:
+    headers = message.headers if isinstance(message.headers, dict) else {}
+    task_id = headers.get("id")
+    why = f"{type(error).__name__}: {error}"[:1000]
+    log.warning("message_not_run", task=task_id, exc_info=error)
+    current().leases.set_aside(message.delivery_tag, task_id if isinstance(task_id, str) else "", why)
+    message.ack()  # there is no lease any more: it is only that kombu forgets the message
+
+
+def fail_unreadable(app: Any, task_id: str, why: str) -> None:
+    """Make the task of a message that cannot be run fail, for gpuflow and for Celery. Raises redis errors."""
+    error = UnreadableMessage(f"the message of task {task_id} cannot be run: {why}; submit the task again")
+    record = app.ledger.find(task_id)
+    if record is not None and not app.ledger.commit(
+        task_id, TaskState.FAILED, holder=None, error=error_record(error, retryable=False)
+    ):
+        return  # it has ended, or it runs by another delivery
+    app.backend.store_result(task_id, error, "FAILURE")
+    if record is not None and record.pipeline:
+        app.send_task(SETTLE_TASK, args=(record.pipeline,), queue=CONTROL_QUEUE, ignore_result=True)

@@ -1,0 +1,80 @@
+"""Workers and shims that are gone: what they ran can be cancelled, and nothing of it stays behind."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from gpuflow.client import submit
+from gpuflow.ledger.states import TaskState
+from tests.chaos.accounting import check, check_orphans
+from tests.chaos.conftest import LEASE
+from tests.support.fleet import TestFleet
+from tests.support.waiting import eventually
+
+
+def test_a_task_whose_worker_is_gone_is_cancelled_at_once_without_another_worker(fleet: TestFleet) -> None:
+    worker = fleet.start_worker("w1", env=LEASE)
+    task = submit(fleet.echo(until_exists="/nowhere"), app=fleet.app)
+    eventually(lambda: task.state == "RUNNING", what="the task running")
+    worker.send(signal.SIGKILL)
+    client, keys = fleet.broker.client, fleet.app.keys
+    tag = client.hget(keys.task(task.id), "tag")
+    seconds = client.time
+    eventually(lambda: float(client.zscore(keys.leases, tag) or 0) < seconds()[0], what="the end of the lease")
+
+    assert task.cancel() == "cancelled"
+
+    assert task.state == "CANCELLED"
+    assert [entry.outcome for entry in fleet.app.ledger.attempts(task.id)] == ["lost"]
+    assert fleet.app.backend.get_task_meta(task.id, cache=False)["status"] == "REVOKED"
+    # Nobody gets its message any more.
+    fleet.start_worker("w2", env=LEASE)
+    check(fleet, [submit(fleet.echo(output=1), app=fleet.app).id])
+    assert task.record().attempt == 1
+
+
+def test_a_cancel_that_a_worker_did_not_live_to_obey_is_obeyed_by_the_next(fleet: TestFleet) -> None:
+    worker = fleet.start_worker("w1", env=LEASE)
+    task = submit(fleet.echo(until_exists="/nowhere"), app=fleet.app)
+    eventually(lambda: task.state == "RUNNING", what="the task running")
+    worker.send(signal.SIGSTOP)
+    assert task.cancel() == "requested"
+    worker.send(signal.SIGKILL)
+
+    other = fleet.start_worker("w2", env=LEASE)
+
+    eventually(lambda: task.state == "CANCELLED", what="the cancel")
+    assert [entry.outcome for entry in fleet.app.ledger.attempts(task.id)] == ["lost"]
+    assert task.record().attempt == 1
+    assert not other.supervised()
+    check_orphans(fleet, [task.id])
+
+
+@pytest.mark.parametrize("end", ["cancel", "retry"])
+def test_a_shim_that_is_killed_takes_nothing_of_its_task_with_it_and_leaves_nothing(
+    fleet: TestFleet, tmp_path: Path, end: str
+) -> None:
+    worker = fleet.start_worker("w1", env=LEASE)
+    gate = tmp_path / "gate"
+    task = submit(fleet.echo(children=2, until_exists=str(gate)), app=fleet.app)
+    (child,) = eventually(worker.supervised, what="the child")
+    eventually(lambda: len(child.children()) == 2, what="its children")
+    shim = child.parent()
+    assert shim is not None and shim.pid != worker.pid
+    family = [child, *child.children()]
+
+    shim.send_signal(signal.SIGKILL)
+
+    eventually(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in family))
+    if end == "cancel":
+        task.cancel()
+        eventually(lambda: task.state == "CANCELLED", what="the cancel")
+        return
+    gate.touch()
+    (record,) = check(fleet, [task.id], state=TaskState.SUCCEEDED)
+    assert record.attempt == 2
+    assert [entry.error["type"] for entry in fleet.app.ledger.attempts(task.id) if entry.error] == ["ChildLost"]

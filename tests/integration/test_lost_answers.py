@@ -1,0 +1,138 @@
+"""Steps whose answer never came, and steps that come late: each does what once does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from gpuflow.broker.lease import Lease
+from gpuflow.broker.leases import LeaseTable
+from gpuflow.broker.scripts import broker_script
+from gpuflow.client import submit
+from gpuflow.errors import TaskFailed
+from gpuflow.fleet.registry import Fleet
+from tests.fixtures.fleets import OPTIONS
+from tests.support.fleet import TestFleet
+from tests.support.pops import POP_ONE
+from tests.support.waiting import eventually, patient
+
+LEASE_SECONDS = 60.0
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestFleet]:
+    """One broker for all tests of this file."""
+    made = TestFleet(tmp_path_factory.mktemp("fleet"), options=OPTIONS)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def table(fleet: TestFleet) -> Iterator[LeaseTable]:
+    """The leases of a process that a test plays."""
+    made = LeaseTable(fleet.app.keys, LEASE_SECONDS)
+    made.connect(fleet.broker.client, keep=False)
+    made.sweeper.sweep(fleet.broker.client)
+    yield made
+    fleet.broker.client.delete(*(key for key in fleet.broker.client.keys("gpuflow.*") if "queues" not in key), "cpu")
+
+
+def popped(fleet: TestFleet, table: LeaseTable) -> tuple[str, str, str]:
+    """Take the next message of `cpu`; return its tag, its list and its text."""
+    keys = fleet.app.keys
+    names = [keys.leases, keys.unacked, keys.owners, keys.ready, keys.returned, keys.sweep, table.bell, "cpu"]
+    answer: Any = broker_script("pop")(fleet.broker.client, names, [table.owner, LEASE_SECONDS, POP_ONE])
+    assert answer[0] == "cpu"
+    return answer[4], answer[0], answer[1]
+
+
+def test_a_cancel_whose_answer_was_lost_tells_celery_when_it_is_repeated(fleet: TestFleet) -> None:
+    task = submit(fleet.echo(output=1), app=fleet.app)
+    assert fleet.app.ledger.cancel(task.id) == ("cancelled", "CANCELLED")
+
+    assert task.cancel() == "cancelled"
+
+    assert fleet.app.backend.get_task_meta(task.id, cache=False)["status"] == "REVOKED"
+    assert task.cancel() == "final"
+
+
+def test_work_without_a_record_takes_its_delayed_message_back_and_loses_none(
+    fleet: TestFleet, table: LeaseTable
+) -> None:
+    # Given a message that went back for a moment later, while a renewal was under way that knows it as held
+    submit(fleet.echo(output=1), app=fleet.app)
+    tag, key, raw = popped(fleet, table)
+    table.take(tag, "cpu", key, raw)
+    lease = table.held()[tag]
+    assert isinstance(lease, Lease)
+    assert table.settle(tag, "front", delay_seconds=30)
+    keys, client = fleet.app.keys, fleet.broker.client
+    assert client.hexists(keys.parked, tag)
+
+    kept = fleet.app.ledger.reclaim({tag: lease}, table.owner, LEASE_SECONDS, new_run=False)
+
+    # Then it is held again, and not gone
+    assert kept == {tag}
+    assert client.hget(keys.unacked, tag) == raw
+    assert not client.hexists(keys.parked, tag)
+    assert client.zcard(keys.delayed) == 0
+
+
+def test_a_message_that_came_again_to_its_owner_is_not_lost_to_it(fleet: TestFleet, table: LeaseTable) -> None:
+    submit(fleet.echo(output=1), app=fleet.app)
+    tag, key, raw = popped(fleet, table)
+    table.take(tag, "cpu", key, raw)
+    lease = table.held()[tag]
+
+    assert fleet.app.ledger.reclaim({tag: lease}, table.owner, LEASE_SECONDS, new_run=False) == {tag}
+    assert fleet.app.ledger.reclaim({tag: lease}, "another", LEASE_SECONDS, new_run=False) == set()
+
+
+def test_a_retry_finds_a_queue_that_was_forgotten(fleet: TestFleet) -> None:
+    # Given a task in a queue whose name does not say all, and that nobody remembers
+    labels = {f"label-{number}-with-a-long-name": "value" for number in range(8)}
+    spec = fleet.echo(fail={"attempts": 1}) | {"resources": {"labels": labels}}
+    options = [part for name in labels for part in ("--label", f"{name}=value")]
+    worker = fleet.start_worker("w1", *options)
+    task = submit(spec, app=fleet.app)
+    with pytest.raises(TaskFailed):
+        task.get(timeout=patient(30))
+    worker.stop()
+    queue = task.record().queue
+    assert len(queue) <= 120
+    assert queue in Fleet(fleet.app.redis, fleet.app.keys).forget_queues((), 0)
+
+    task.retry()
+
+    again = fleet.start_worker("w2", *options)
+    assert task.get(timeout=patient(30))["attempt"] == 2
+    again.stop()
+
+
+def test_a_purge_takes_delayed_messages_too(fleet: TestFleet) -> None:
+    keys, client = fleet.app.keys, fleet.broker.client
+    for seconds in (0, 60, 60):
+        fleet.app.send_task("plain_tasks.add", args=(1, 2), countdown=seconds)
+    other = fleet.app.send_task("plain_tasks.add", args=(1, 2), countdown=60, queue="other")
+    assert eventually(lambda: client.zcard(keys.delayed) == 3)
+
+    assert fleet.app.control.purge() == 3
+
+    assert client.zcard(keys.delayed) == client.hlen(keys.parked) == 1
+    assert other.id in client.hvals(keys.parked)[0]
+
+
+def test_messages_put_aside_are_shown_whoever_did_it(fleet: TestFleet) -> None:
+    client, keys = fleet.broker.client, fleet.app.keys
+    client.delete(keys.unreadable)
+    client.lpush(keys.unreadable, b"{no json \xff", '{"properties": 3}')
+
+    shown = fleet.app.ledger.unreadable()
+
+    assert [one["message"] for one in shown] == ['{"properties": 3}', "{no json \ufffd"]
+    assert fleet.app.ledger.forget_unreadable() == 2
+    assert fleet.app.ledger.unreadable() == []
