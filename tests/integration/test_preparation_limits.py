@@ -47,11 +47,16 @@ def tarpit() -> Iterator[Tarpit]:
     made.close()
 
 
+def submitted(fleet: TestFleet, tarpit: Tarpit, **more: object) -> Task:
+    """Submit a task whose input never comes."""
+    spec = {"taskType": "echo", "echo": {"output": 1}, "checkpoint": {"load": {"url": tarpit.url}}, **more}
+    return submit(spec, app=fleet.app)
+
+
 def held_up(fleet: TestFleet, tarpit: Tarpit, **more: object) -> Task:
     """Submit a task whose input never comes, and wait until it is asked for."""
     before = len(tarpit.taken)
-    spec = {"taskType": "echo", "echo": {"output": 1}, "checkpoint": {"load": {"url": tarpit.url}}, **more}
-    task = submit(spec, app=fleet.app)
+    task = submitted(fleet, tarpit, **more)
     eventually(lambda: len(tarpit.taken) > before, what="the input asked for")
     return task
 
@@ -68,7 +73,7 @@ def test_a_cancel_ends_it(fleet: TestFleet, tarpit: Tarpit) -> None:
 
 def test_its_time_limit_ends_it(fleet: TestFleet, tarpit: Tarpit) -> None:
     fleet.start_worker("w1", "--max-jobs", "1", env=LEASE)
-    task = held_up(fleet, tarpit, timeout="1s")
+    task = submitted(fleet, tarpit, timeout="1s")
 
     with pytest.raises(TaskFailed, match="the limit is 1 s"):
         task.get(timeout=patient(30))
@@ -76,7 +81,7 @@ def test_its_time_limit_ends_it(fleet: TestFleet, tarpit: Tarpit) -> None:
 
 def test_a_limit_of_the_worker_ends_it_as_a_failure_that_may_pass(fleet: TestFleet, tarpit: Tarpit) -> None:
     fleet.start_worker("w1", "--max-jobs", "1", env=LEASE | {"GPUFLOW_PREPARE_SEC": "1"})
-    task = held_up(fleet, tarpit, retry={"max_attempts": 1})
+    task = submitted(fleet, tarpit, retry={"max_attempts": 1})
 
     with pytest.raises(TaskFailed, match="GPUFLOW_PREPARE_SEC"):
         task.get(timeout=patient(30))
