@@ -188,9 +188,11 @@ def test_a_request_that_kills_its_engine_takes_no_other_with_it(
         culprit.get(timeout=patient(60))
 
     assert [task.get(timeout=patient(60))["items"][0]["index"] for task in good] == [0, 0]
-    assert [(task.record().failures, task.record().preemptions) for task in good] == [(0, 1)] * 2
-    assert (culprit.record().failures, culprit.record().preemptions) == (1, 1)
-    assert [entry.outcome for entry in fleet.app.ledger.attempts(culprit.id)] == ["preempted", "failed", "dead"]
+    # One that waited for the culprit in the same session goes back once more, and that counts for nothing either.
+    assert [task.record().failures for task in good] == [0, 0]
+    outcomes = [entry.outcome for entry in fleet.app.ledger.attempts(culprit.id)]
+    assert outcomes[0] == "preempted"
+    assert [outcome for outcome in outcomes if outcome != "preempted"] == ["failed", "dead"]
 
 
 def test_a_frozen_session_does_not_hold_a_cancel(fleet: TestFleet, one: WorkerProcess) -> None:
