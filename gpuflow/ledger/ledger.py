@@ -131,6 +131,7 @@ class Ledger:
                 keys.attempts(task_id),
                 keys.dead,
                 keys.unfinished,
+                keys.ready,
             ],
             [
                 task_id,

@@ -78,3 +78,19 @@ def test_an_earlier_attempt_cannot_commit(brokered: TestFleet, by: str) -> None:
     record = task.record()
     assert (record.state, record.attempt, record.result) == ("SUCCEEDED", 2, {"by": 2})
     assert [entry.outcome for entry in ledger.attempts(task.id)] == ["lost", "succeeded"]
+
+
+def test_only_the_worker_that_failed_last_passes_a_task_over(brokered: TestFleet) -> None:
+    # Given a task that has failed on each of two workers, one after the other
+    ledger = brokered.app.ledger
+    task = submit(brokered.echo(output=1), app=brokered.app)
+    for worker in ("a", "b"):
+        holder, tag = begin(brokered, f"{worker}:1")
+        error = {"type": "Bad", "message": "bad", "retryable": True}
+        again = ledger.give_back(task.id, holder, tag, reason="failed", error=error, avoid=worker, avoid_seconds=600)
+        assert again == "queued"
+
+    # Then the first one takes it again at once: left out by both, it would run nowhere
+    third, _ = begin(brokered, "a:1")
+    assert ledger.commit(task.id, TaskState.SUCCEEDED, holder=third, result={})
+    assert third.attempt == 3

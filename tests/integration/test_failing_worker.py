@@ -40,7 +40,7 @@ def test_what_failed_on_a_worker_is_not_popped_there_while_others_may_take_it(fl
     assert task.get(timeout=patient(30))["attempt"] == 2
     assert [entry.worker for entry in fleet.app.ledger.attempts(task.id)] == ["w1", "w2"]
     assert "delivery_passed_on" not in second.log()
-    assert fleet.broker.client.zcard("gpuflow.avoided") == 1  # until its time is over: a sweep forgets it
+    assert fleet.broker.client.zcard("gpuflow.avoided") == 0
 
 
 def test_a_worker_with_a_full_disk_takes_nothing_and_says_so(fleet: TestFleet) -> None:

@@ -87,7 +87,8 @@ def test_merged_calls_share_one_load_and_a_bad_one_fails_alone(alone: Alone) -> 
 def test_a_cancel_in_the_middle_leaves_no_process(alone: Alone) -> None:
     long = {"temperature": 0, "max_tokens": 1000, "ignore_eos": True, "stream": True}
 
-    ended = alone.run({"data": {"type": "list", "items": ["Hello Ana"]}, "inference": long}, stop_at="text_delta")
+    items = ["Hello Ana"] * 200
+    ended = alone.run({"data": {"type": "list", "items": items}, "inference": long}, stop_at="text_delta")
 
     assert not ended.completed
     assert ended.error is not None and ended.error["type"] == "Cancelled"

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from gpuflow.client import Task, submit
+from gpuflow.client import submit
 from gpuflow.settings import Settings
 from tests.fixtures.fleets import OPTIONS
 from tests.fixtures.session_child import Caller, SessionChild, outputs
 from tests.support.fleet import TestFleet, WorkerProcess
-from tests.support.waiting import patient
+from tests.support.waiting import eventually, patient
 from tests.vllm.conftest import EXACT, VllmEnvironment
 
 pytestmark = pytest.mark.vllm
@@ -71,6 +70,7 @@ def test_smollm2_answers_as_transformers_does_token_by_token(
     vllm_fleet: TestFleet, worker: WorkerProcess, environment: VllmEnvironment, cache: Path, tmp_path: Path
 ) -> None:
     first = submit(ask(SMOLLM2, PROMPTS[0]), app=vllm_fleet.app).get(timeout=patient(START_SECONDS))
+    loads = opened(worker)
     tasks = [submit(ask(SMOLLM2, prompt), app=vllm_fleet.app) for prompt in PROMPTS]
     answers = [task.get(timeout=patient(120)) for task in tasks]
 
@@ -86,7 +86,7 @@ def test_smollm2_answers_as_transformers_does_token_by_token(
     assert counts == [item["usage"]["completion_tokens"] for item in expected["items"]]
     assert "Paris" in first["items"][0]["output"]
     assert {answer["engine"] for answer in answers} == {"vllm"}
-    assert opened(worker) == 1
+    assert opened(worker) == loads
 
 
 def newest_engine_core(worker: WorkerProcess) -> psutil.Process:
@@ -97,16 +97,18 @@ def newest_engine_core(worker: WorkerProcess) -> psutil.Process:
 
 
 def test_a_request_whose_engine_is_killed_is_answered_by_a_fresh_one(
-    vllm_fleet: TestFleet, worker: WorkerProcess, tiny: Path, wait_for_text: Callable[[Task], None]
+    vllm_fleet: TestFleet, worker: WorkerProcess, tiny: Path
 ) -> None:
+    submit(ask(SMOLLM2, PROMPTS[0]), app=vllm_fleet.app).get(timeout=patient(START_SECONDS))
     before = opened(worker)
     source = {"type": "local", "identifier": str(tiny / "model")}
     submit(ask(source, "Hello"), app=vllm_fleet.app).get(timeout=patient(START_SECONDS))
-    long = {"max_tokens": 200, "min_tokens": 200, "ignore_eos": True, "stream": True}
-    task = submit(ask(source, "Tell me", **long), app=vllm_fleet.app)
-    wait_for_text(task)
+    core = newest_engine_core(worker)
+    core.suspend()  # so that it is killed before its answer, however fast it is
+    task = submit(ask(source, "Tell me"), app=vllm_fleet.app)
+    eventually(lambda: task.state == "RUNNING", what="the request to be open")
 
-    newest_engine_core(worker).send_signal(signal.SIGKILL)
+    core.kill()
 
     result = task.get(timeout=patient(START_SECONDS))
     assert result["usage"]["completion_tokens"] > 0
@@ -117,15 +119,3 @@ def test_a_request_whose_engine_is_killed_is_answered_by_a_fresh_one(
     # the session of the other model went on
     assert submit(ask(SMOLLM2, PROMPTS[0]), app=vllm_fleet.app).get(timeout=patient(60))["items"]
     assert opened(worker) == before + 2
-
-
-@pytest.fixture
-def wait_for_text() -> Callable[[Task], None]:
-    """Wait until a task has told its first text."""
-
-    def wait(task: Task) -> None:
-        for event in task.events():
-            if event.name == "text_delta":
-                return
-
-    return wait

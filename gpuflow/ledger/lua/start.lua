@@ -1,7 +1,7 @@
 -- START: begin the next attempt, if no attempt holds a live lease. Compare-and-set.
 --
 -- KEYS[1] task record  KEYS[2] gpuflow.leases  KEYS[3] gpuflow.owners  KEYS[4] events  KEYS[5] tasks index
--- KEYS[6] attempts of the task  KEYS[7] gpuflow.dead  KEYS[8] gpuflow.unfinished
+-- KEYS[6] attempts of the task  KEYS[7] gpuflow.dead  KEYS[8] gpuflow.unfinished  KEYS[9] gpuflow.ready
 -- ARGV[1] task id  ARGV[2] worker  ARGV[3] owner token  ARGV[4] delivery tag  ARGV[5] lowest attempt number
 -- (one above the attempt folders that exist on disk)  ARGV[6] cap of the event stream
 -- ARGV[7] newest schema that this worker reads  ARGV[8] most lost attempts of one task
@@ -63,5 +63,7 @@ attempt = math.max(attempt + 1, tonumber(ARGV[5]))
 redis.call('HSET', KEYS[1], 'state', 'STARTING', 'attempt', attempt, 'worker', ARGV[2], 'owner_token', ARGV[3],
   'tag', ARGV[4], 'start_call', ARGV[10], 'started_at', seconds, 'updated_at', seconds)
 redis.call('HDEL', KEYS[1], 'finished_at', 'error', 'progress', 'not_before', 'avoid_worker', 'avoid_until')
+-- Only the worker that failed last is passed over: with two workers both would be, and the task would run nowhere.
+if worker then redis.call('ZREM', prefix_of(KEYS[9]) .. 'gpuflow.avoided', ARGV[4] .. '\n' .. worker) end
 tell(KEYS[4], ARGV[6], {event = 'state', state = 'STARTING', attempt = attempt, worker = ARGV[2]})
 return {'begin', 'STARTING', attempt, failures, alone}

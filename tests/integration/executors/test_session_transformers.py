@@ -102,7 +102,7 @@ def test_streams_of_two_requests_keep_apart(caller: Caller) -> None:
 def test_an_abort_ends_one_request_alone(caller: Caller) -> None:
     session = caller.session
     caller.run("stays", "Hello Ana", **LONG)
-    caller.run("goes", "Dear Bo", **LONG)
+    caller.run("goes", *["Dear Bo"] * 500, **LONG)
     session.until("text_delta", "goes")
     session.send("abort", id="goes")
 
@@ -230,7 +230,7 @@ def test_each_request_has_its_own_adapter(
 
 def test_close_ends_it_when_the_open_requests_have_ended(fresh: SessionChild, tmp_path: Path) -> None:
     caller = Caller(fresh, tmp_path)
-    caller.run("open", "Hello", **LONG)
+    caller.run("open", *["Hello"] * 50, **LONG)
     fresh.until("text_delta", "open")
     fresh.send("close")
     caller.run("late", "Hello")
