@@ -20,6 +20,15 @@ pytest_plugins = ["tests.gate.plugin"]
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(autouse=True)
+def signals_kept() -> Iterator[None]:
+    """A signal that a test leaves ignored would be ignored by every process that a later test starts."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    assert [signal.getsignal(number) for number in numbers] == before
+
+
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[TestFleet]:
     """A real broker and whatever workers the test starts."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,9 +16,8 @@ import pytest
 from executors.base import ExecutorError
 from executors.cache import Holds, hold, hold_inputs, lock_name, lock_path, obtain, unused
 from executors.cache_trim import Entry, entries, evictions, remove, trim
-from executors.models import main
 from gpuflow.protocol import Emitter, Request
-from tests.fixtures.executor_child import Child
+from tests.fixtures.executor_child import ROOT, Child
 
 NOW = 1_000_000.0
 
@@ -236,8 +237,9 @@ def test_a_cache_that_may_only_be_read_is_used_without_locks(tmp_path: Path) -> 
     assert not lock_path(tmp_path, "models-a").exists()
 
 
-def test_the_program_trims(cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["trim", "--max-bytes", "1500", "--cache-dir", str(cache)]) == 0
+def test_the_program_trims(cache: Path) -> None:
+    command = [sys.executable, "-m", "executors.models", "trim", "--max-bytes", "1500", "--cache-dir", str(cache)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
 
     assert names(cache) == ["new"]
-    assert "removed models/old" in capfd.readouterr().out
+    assert "removed models/old" in done.stdout
