@@ -70,8 +70,11 @@ class Gate(Protocol):
     def fitting(self, ready: Sequence[str], barren: Collection[str] = ()) -> list[str]:
         """Return those demand queues of `ready`, but for `barren`, whose next message would fit now, in order."""
 
-    def choose(self, ready: Sequence[str], barren: Collection[str] = ()) -> list[Choice]:
-        """Return a few of the fitting queues, and hold what any one message of them needs until `chosen_none`."""
+    def choose(self, ready: Sequence[str], barren: Collection[str] = (), full: Collection[str] = ()) -> list[Choice]:
+        """Return a few of the fitting queues, and hold what any one message of them needs until `chosen_none`.
+
+        What is `full` is not chosen for warm sessions alone.
+        """
 
     def chosen_none(self) -> None:
         """Nothing was taken after `choose`."""
@@ -108,7 +111,7 @@ class OpenGate:
         """Return none: such a consumer names the queues that it consumes."""
         return []
 
-    def choose(self, ready: Sequence[str], barren: Collection[str] = ()) -> list[Choice]:
+    def choose(self, ready: Sequence[str], barren: Collection[str] = (), full: Collection[str] = ()) -> list[Choice]:
         """Return none."""
         return []
 

@@ -28,8 +28,10 @@ class Look:
     `plain` and `chosen` are the queues of the last pop (`queues`: both), `page` the names of ready demand queues,
     `woken_for` what the doorbell told, (hops, queue). The next look is at `again_at` (monotonic seconds).
 
-    `barren` are queues that were chosen and had no message for this consumer: they wait, or are for others. Until
-    `fertile_at` they are passed over, so that they do not hide those behind them.
+    `barren` are queues that were chosen and whose messages are all for others, or have to wait. Until `fertile_at` they
+    are passed over, so that they do not hide those behind them. One that others have emptied is none: what comes into
+    it next is as old as any. `full` are those that were chosen for the warm sessions alone, and gave nothing for them:
+    they are passed over for those alone, since a place for other tasks may be free at any moment.
     """
 
     queues: list[str] = field(default_factory=list)
@@ -39,6 +41,7 @@ class Look:
     woken_for: tuple[int, str] | None = None
     known: list[str] = field(default_factory=list)
     barren: set[str] = field(default_factory=set)
+    full: set[str] = field(default_factory=set)
     fertile_at: float = 0.0
     again_at: float = 0.0
     far_at: float = 0.0
@@ -51,8 +54,8 @@ class Look:
     def begin(self, now: float) -> bool:
         """Begin a look, if it is time for one; say whether it is."""
         self.queues, self.chosen = [], []
-        if self.barren and now >= self.fertile_at:
-            self.barren.clear()
+        if now >= self.fertile_at:
+            self._forget()
         return now >= self.again_at
 
     def names_to_choose(self) -> list[str]:
@@ -65,11 +68,14 @@ class Look:
         return not self.chosen and set(fitting) <= set(self.known)
 
     def in_vain(self, now: float) -> None:
-        """Note that no message of the chosen queues was taken."""
+        """Note that no message of the chosen queues was taken: `page` are the queues that have some."""
         self.woken_for = None
-        if not self.barren:
+        if not self.barren and not self.full:
             self.fertile_at = now + RESCAN_SECONDS
-        self.barren.update(choice.queue for choice in self.chosen)
+        beyond = len(self.page) == PAGE_NAMES  # what else has some is not known
+        for choice in self.chosen:
+            if beyond or choice.queue in self.page:
+                (self.full if choice.warm_only else self.barren).add(choice.queue)
 
     def woken(self, reply: Any) -> None:
         """Read the answer of the doorbell: look again, perhaps for a queue that it names."""
@@ -79,8 +85,13 @@ class Look:
             if queue and hops.isdecimal():
                 self.woken_for = int(hops), queue
                 self.barren.discard(queue)
+                self.full.discard(queue)
             elif not queue:
-                self.barren.clear()  # something was given back here: what did not suit may suit now
+                self._forget()  # something was given back here: what did not suit may suit now
+
+    def _forget(self) -> None:
+        self.barren.clear()
+        self.full.clear()
 
     def found(self, queue: str) -> None:
         """Note that a message of `queue` was taken."""

@@ -184,7 +184,7 @@ class Channel(stock.Channel):  # type: ignore[misc]
         gate, look = self.leases.gate, self._look
         if look.begin(time.monotonic()):
             look.plain = gate.open_queues(self._queue_cycle.consume(len(self.active_queues)))
-            look.chosen = gate.choose(look.names_to_choose(), look.barren) if self._carrier() else []
+            look.chosen = gate.choose(look.names_to_choose(), look.barren, look.full) if self._carrier() else []
             look.queues = [*look.plain, *(choice.queue for choice in look.chosen)]
         connection = self.client.connection
         self._in_poll = connection

@@ -114,10 +114,11 @@ class Admission:
         with self._lock:
             return [queue for queue, _ in self._rooms_of(served, ready)]
 
-    def choose(self, ready: Sequence[str], barren: Collection[str] = ()) -> list[Choice]:
+    def choose(self, ready: Sequence[str], barren: Collection[str] = (), full: Collection[str] = ()) -> list[Choice]:
         """Take the GPUs for the first queue that fits; return it, and others that what is held now would serve.
 
-        What stands behind the last that is chosen is not looked at, unless a task there may need a reservation.
+        What stands behind the last that is chosen is not looked at, unless a task there may need a reservation. Those
+        that are `full` are not chosen for the warm sessions alone.
         """
         self.chosen_none()
         served = self._served(ready, barren)
@@ -135,7 +136,8 @@ class Admission:
                 if len(chosen) >= MOST_CHOSEN and (first[1] or not self.capability.gpus):
                     break
             chosen = chosen[:MOST_CHOSEN]
-            rest = [queue for queue in served if queue not in {choice.queue for choice in chosen}]
+            passed = {*full, *(choice.queue for choice in chosen)}
+            rest = [queue for queue in served if queue not in passed]
             warm = self._rooms.warm(rest, most=MOST_CHOSEN - len(chosen), beyond=self._neighbours is not None)
             self._warm_only = {choice.queue for choice in warm}
             return chosen + warm

@@ -144,7 +144,7 @@ class VirtualWorker:
         if not look.begin(self.clock()):
             return False
         look.plain = gate.open_queues([CONTROL_QUEUE])
-        look.chosen = gate.choose(look.names_to_choose(), look.barren)
+        look.chosen = gate.choose(look.names_to_choose(), look.barren, look.full)
         look.queues = [*look.plain, *(choice.queue for choice in look.chosen)]
         key, raw, names = self._pop()
         look.page = names

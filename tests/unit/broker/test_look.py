@@ -28,6 +28,29 @@ def test_queues_that_gave_nothing_are_passed_over_for_a_while() -> None:
     assert look.barren == set(), "the first of them counts"
 
 
+def test_a_queue_that_others_have_emptied_is_not_passed_over() -> None:
+    look = Look(page=["a", "b"])
+    look.begin(0.0)
+    chose(look, "a", "b")
+    look.page = ["b"]  # as the pop has seen it, which took nothing
+
+    look.in_vain(0.0)
+
+    assert look.barren == {"b"}
+
+
+def test_what_warm_sessions_have_no_place_for_is_passed_over_for_them_alone() -> None:
+    look = Look(page=["a", "b"])
+    look.begin(0.0)
+    look.chosen = [Choice(queue="a"), Choice(queue="b", warm_only=True)]
+
+    look.in_vain(0.0)
+
+    assert (look.barren, look.full) == ({"a"}, {"b"})
+    assert look.begin(RESCAN_SECONDS)
+    assert (look.barren, look.full) == (set(), set())
+
+
 def test_a_doorbell_for_one_of_them_is_heard() -> None:
     look = Look(page=["a"])
     look.begin(0.0)

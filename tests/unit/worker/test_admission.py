@@ -95,6 +95,12 @@ def test_no_more_queues_are_named_than_one_pop_takes(client: Client, make: Make)
     ]
 
 
+def test_what_warm_sessions_have_no_place_for_is_named_when_a_job_has_room(client: Client, make: Make) -> None:
+    (one,) = client.register(ONE)
+
+    assert [choice.queue for choice in make().choose([one], full=[one])] == [one]
+
+
 def test_unserved_unregistered_and_unreadable_queues_do_not_fit(client: Client, make: Make) -> None:
     one, h100, two = client.register(ONE, H100, TWO)
     client.hashes["queue:gpu-broken"] = '{"gpu_count": "many"}'
