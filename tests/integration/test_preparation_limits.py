@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import threading
@@ -25,7 +26,8 @@ class Tarpit:
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}/adapter.tar.gz"
         self.taken: list[socket.socket] = []
-        threading.Thread(target=self._take, daemon=True).start()
+        self._taker = threading.Thread(target=self._take, daemon=True)
+        self._taker.start()
 
     def _take(self) -> None:
         while True:
@@ -35,7 +37,10 @@ class Tarpit:
                 return
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # closing alone does not end an accept
         self._listener.close()
+        self._taker.join(timeout=patient(10))
         for one in self.taken:
             one.close()
 
