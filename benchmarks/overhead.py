@@ -15,6 +15,7 @@ Ours and the peer take turns, so that a machine whose speed drifts does both the
 from __future__ import annotations
 
 import os
+import random
 import statistics
 import tempfile
 import time
@@ -48,6 +49,14 @@ def latencies(noop: Any, count: int) -> list[float]:
         noop.delay().get(timeout=60, interval=0.001)
         found.append(time.perf_counter() - started)
     return found
+
+
+def lateness(began: Any, count: int) -> list[float]:
+    """Return how long after their countdown tasks began, in seconds; countdowns are between 0.05 and 2 seconds."""
+    choice = random.Random(count)
+    pauses = [choice.uniform(0.05, 2.0) for _ in range(count)]
+    sent = [(time.time() + pause, began.apply_async(countdown=pause)) for pause in pauses]
+    return [result.get(timeout=60) - due for due, result in sent]
 
 
 def supervised_ours(app: Any, count: int) -> float:
@@ -89,11 +98,14 @@ def measure(rounds: int, calls: int, single: int, children: int, folder: Path) -
         supervised_peer(overhead_peer.run_child, 4)
         rates: dict[str, list[float]] = {"ours": [], "peer": [], "ours_child": [], "peer_child": []}
         waits: dict[str, list[float]] = {"ours": [], "peer": []}
+        late: dict[str, list[float]] = {"ours": [], "peer": []}
         for _ in range(rounds):
             rates["ours"].append(throughput(overhead_ours.noop, calls))
             rates["peer"].append(throughput(overhead_peer.noop, calls))
             waits["ours"] += latencies(overhead_ours.noop, single)
             waits["peer"] += latencies(overhead_peer.noop, single)
+            late["ours"] += lateness(overhead_ours.began, single)
+            late["peer"] += lateness(overhead_peer.began, single)
             rates["ours_child"].append(supervised_ours(overhead_ours.app, children))
             rates["peer_child"].append(supervised_peer(overhead_peer.run_child, children))
     finally:
@@ -115,6 +127,17 @@ def measure(rounds: int, calls: int, single: int, children: int, folder: Path) -
                 f"latency_p{percent}",
                 harness.percentile(waits["ours"], percent),
                 harness.percentile(waits["peer"], percent),
+                "s",
+                more_is_better=False,
+                peer_name=PEER,
+            )
+            for percent in (50, 99)
+        ),
+        *(
+            harness.row(
+                f"countdown_late_p{percent}",
+                harness.percentile(late["ours"], percent),
+                harness.percentile(late["peer"], percent),
                 "s",
                 more_is_better=False,
                 peer_name=PEER,

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import time
+
 from gpuflow.celery_app import app
 
-__all__ = ["app", "noop"]
+__all__ = ["app", "began", "noop"]
 
 
 @app.task(name="bench.noop")
 def noop() -> None:
     """Do nothing."""
+
+
+@app.task(name="bench.began")
+def began() -> float:
+    """Return when it began, in Unix seconds."""
+    return time.time()

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from typing import Any
 
 from stock_celery import stock_app
@@ -23,6 +24,12 @@ _limit = threading.BoundedSemaphore(os.cpu_count() or 2)
 @app.task(name="bench.noop")
 def noop() -> None:
     """Do nothing."""
+
+
+@app.task(name="bench.began")
+def began() -> float:
+    """Return when it began, in Unix seconds."""
+    return time.time()
 
 
 @app.task(name="bench.run_child")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, Final
 
@@ -16,7 +17,10 @@ import redis
 from celery import Celery, signals
 from celery.app.task import Context
 from celery.bin.base import CeleryOption
+from celery.utils import uuid
 from celery.utils.imports import symbol_by_name
+from kombu.exceptions import OperationalError
+from redis.exceptions import RedisError
 
 from gpuflow.broker.connection import socket_url
 from gpuflow.broker.keys import Keys
@@ -25,6 +29,7 @@ from gpuflow.broker.transport import RECORD_HEADER
 from gpuflow.errors import BrokerUnavailable
 from gpuflow.ledger.backend import Attempts, LedgerBackend
 from gpuflow.ledger.eventlog import EventLog
+from gpuflow.ledger.joining import joining_here
 from gpuflow.ledger.ledger import Ledger
 from gpuflow.ledger.records import RECORD_SCHEMA, SCHEMA_HEADER
 from gpuflow.pipelines.engine import SETTLE_TASK, Engine
@@ -58,6 +63,8 @@ class GPUFlow(Celery):  # type: ignore[misc]
     def __init__(self, *args: Any, settings: Settings | None = None, **kwargs: Any) -> None:
         self._given_settings = settings
         self.attempts = Attempts()
+        #: Says of an error of a publish whether it is to be tried again now; a worker sets it (worker/pool.py).
+        self.publishes_again: Callable[[Exception], bool] = lambda error: False
         super().__init__(*args, **kwargs)
         self.add_defaults(self._defaults)
         self.user_options["worker"].update(worker_options())
@@ -201,7 +208,16 @@ class GPUFlow(Celery):  # type: ignore[misc]
                 options["headers"] = {**(options.get("headers") or {}), RECORD_HEADER: demand}
         if options["priority"] is None:
             options["priority"] = DEFAULT_PRIORITY
-        return super().send_task(name, args, kwargs, **options)
+        options["task_id"] = options.get("task_id") or uuid()  # the same at each try
+        while True:
+            try:
+                return super().send_task(name, args, kwargs, **options)
+            except (RedisError, OperationalError) as error:
+                join = joining_here()
+                if join is not None:
+                    join.refuse(error)
+                if join is not None or not self.publishes_again(error):
+                    raise
 
     def _get_backend(self) -> Any:
         return LedgerBackend(app=self, url=self.conf.result_backend)

@@ -51,10 +51,10 @@ def find_records(app: GPUFlow, record_id: str) -> list[TaskRecord]:
     """Return the tasks of a pipeline or task; empty when there is no such id."""
     pipeline = app.pipelines.find(record_id)
     if pipeline is None:
-        task = app.ledger.find(record_id)
-        return [] if task is None else [task]
-    ids = [task for stage in pipeline.stages.values() for task in stage.tasks]
-    return [record for record in app.ledger.find_many(ids) if record is not None]
+        ids = [record_id]
+    else:
+        ids = [task for stage in pipeline.stages.values() for task in stage.tasks]
+    return app.ledger.as_seen(app.ledger.find_many(ids))
 
 
 def explain_records(app: GPUFlow, records: Sequence[TaskRecord]) -> list[Explanation]:

@@ -70,7 +70,8 @@ class Task:
     def record(self) -> TaskRecord:
         """Return the task's record. Raises UnknownTask, BrokerUnavailable."""
         with reachable():
-            return self._app.ledger.get(self.id)
+            (record,) = self._app.ledger.as_seen([self._app.ledger.get(self.id)])
+        return record
 
     def status(self) -> dict[str, Any]:
         """Return state, queue, attempt, worker, times, progress and error as plain data."""
@@ -213,11 +214,10 @@ class PipelineRun:
         """Return state, times, error, and each stage with its tasks, as plain data."""
         record = self.record()
         stages = Template.from_dict(record.template).stages
+        ledger = self.app.ledger
         with reachable():
             tasks = {
-                stage.name: [
-                    task.public() for task in self.app.ledger.find_many(record.stage(stage.name).tasks) if task
-                ]
+                stage.name: [task.public() for task in ledger.as_seen(ledger.find_many(record.stage(stage.name).tasks))]
                 for stage in stages
             }
         return {
@@ -279,9 +279,10 @@ class PipelineRun:
     def cancel(self) -> bool:
         """Cancel all that has not ended; False if the pipeline had ended before."""
         with reachable():
-            record = self.app.pipelines.get(self.id)
-            names = [stage.name for stage in Template.from_dict(record.template).stages]
-            ended = self.app.pipelines.end(self.id, PipelineState.CANCELLED, names)
+            ended = False
+            while not ended and not (record := self.app.pipelines.get(self.id)).state.final:  # or resumed meanwhile
+                names = [stage.name for stage in Template.from_dict(record.template).stages]
+                ended = self.app.pipelines.end(self.id, PipelineState.CANCELLED, names, epoch=record.epoch)
             self.app.engine.settle(self.id)
         return ended
 

@@ -61,6 +61,10 @@ class Gate(Protocol):
     def taste(self) -> Taste:
         """Which messages it takes."""
 
+    @property
+    def counts_prefetch(self) -> bool:
+        """Whether Celery's prefetch count says how many messages are held; else the gate does."""
+
     def woken_for(self, queue: str) -> None:
         """A message was published to the demand queue: let the fleet know whether such messages can be taken here."""
 
@@ -99,6 +103,7 @@ class OpenGate:
     waits_as = ""
     machine = ""
     taste = Taste()
+    counts_prefetch = True
 
     def woken_for(self, queue: str) -> None:
         """Do nothing."""

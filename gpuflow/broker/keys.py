@@ -15,10 +15,11 @@
 | `gpuflow.bell:<owner>` | list | one doorbell; a push wakes its consumer |
 | `gpuflow.unreadable` | list | messages that nobody could read or run: JSON of `at`, `list`, `why`, `message` |
 | `gpuflow.avoided` | zset | delivery tag, newline, worker that failed with it -> until when others are to take it |
-| `gpuflow.returned` | zset | delivery tag of a message that went back undone -> when |
+| `gpuflow.returned` | zset | delivery tag of a message that went back undone -> when last |
+| `gpuflow.sent:<tag>` | string | a message without a record was published; expires after a minute |
 | `gpuflow.delayed` | zset | delivery tag -> when the message may be taken (Unix seconds on the server's clock) |
 | `gpuflow.parked` | hash | delivery tag -> `<front or back>\\n<list key>\\n<message>` of a delayed message |
-| `gpuflow.sweep` | hash | `at` of the last sweep, `more` was left; `run` of the server; `hold`: until when all gather |
+| `gpuflow.sweep` | hash | `at` of the last sweep, `more` was left, next `alarm`; `run` of the server; `hold` until |
 | `gpuflow.present` | set | workers that have said what they hold since the server was restarted |
 | `task:<id>` | hash | the task record (see `ledger.records`) |
 | `task:<id>:attempts` | hash | attempt number -> JSON of how it went (see `ledger.records`) |

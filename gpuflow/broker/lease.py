@@ -6,6 +6,10 @@ import math
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Final
+
+#: As the time of the last return of a message that never went back.
+NEVER: Final = "0"
 
 
 @dataclass(kw_only=True)
@@ -14,8 +18,9 @@ class Lease:
 
     `task` and `attempt` name the attempt that a supervisor has begun; `beat_at` is when that supervisor was last
     alive (monotonic seconds), None while nobody has to be. `delivery` tells the times apart that this process got the
-    message. `owed` is how it ends on a server that could not be told when the work was over ("" for not at all).
-    `over_at` is when the work ended (monotonic seconds), which is settled soon after.
+    message, `returned` (when it last went back, as the server has it) those that anybody did. `owed` is how it ends on
+    a server that could not be told when the work was over ("" for not at all). `over_at` is when the work ended
+    (monotonic seconds), which is settled soon after.
     `returning` is true from the moment at which a message that has not begun is put back, `requeueing` from the moment
     at which the supervisor of one that has begun asks the server to requeue it.
     """
@@ -24,6 +29,7 @@ class Lease:
     delivery: int = 0
     list_key: str = ""
     raw: str = ""
+    returned: str = NEVER
     started: bool = False
     returning: bool = False
     requeueing: bool = False

@@ -10,7 +10,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import redis
@@ -21,9 +21,9 @@ from redis.exceptions import NoScriptError, RedisError
 from gpuflow.broker.answers import nobody_writes, passes
 from gpuflow.broker.gate import Gate, OpenGate
 from gpuflow.broker.keys import Keys
-from gpuflow.broker.lease import Lease, Reclaim, new_token
+from gpuflow.broker.lease import NEVER, Lease, Reclaim, new_token
 from gpuflow.broker.scripts import broker_script
-from gpuflow.broker.sweeper import BELL_SECONDS, Sweeper, sweep_gap_seconds
+from gpuflow.broker.sweeper import BELL_SECONDS, MAX_SWEEP_GAP_SECONDS, Sweeper, sweep_gap_seconds
 from gpuflow.logs import get_logger
 from gpuflow.routing.affinity import session_of
 
@@ -34,8 +34,39 @@ log = get_logger("gpuflow.leases")
 GIVE_UP_SHARE: Final = 0.85
 #: A message that was requeued here and popped again before its earlier delivery is over waits so many seconds.
 EARLY_SECONDS: Final = 0.5
+#: The keeper's turns are at least so many seconds apart, however many messages are due one after the other.
+SHORTEST_PAUSE_SECONDS: Final = 0.01
+#: It comes so many seconds after a delayed message is due: just before that would be in vain.
+AFTER_DUE_SECONDS: Final = 0.001
+#: For so long the end of the keeper is waited for, in seconds: it may wait for an answer.
+MOST_CLOSE_SECONDS: Final = 5.0
 #: So many of the consumers that share GPUs are woken when some are given back.
 MOST_WOKEN: Final = 8
+
+#: A lease that nobody has swept, as nobody is there, is none any more so many seconds after its end.
+UNSWEPT_SECONDS: Final = MAX_SWEEP_GAP_SECONDS
+
+
+def live_leases(client: Any, keys: Keys, tags: Sequence[str]) -> set[str]:
+    """Return those of the delivery tags that somebody holds. Raises redis errors."""
+    if not tags:
+        return set()
+    pipe = client.pipeline(transaction=False)
+    pipe.time()
+    pipe.zmscore(keys.leases, list(tags))
+    (seconds, _), ends = pipe.execute()
+    return {tag for tag, end in zip(tags, ends, strict=True) if end is not None and end > seconds - UNSWEPT_SECONDS}
+
+
+def held_leases(client: Any, keys: Keys) -> list[tuple[str, bool]]:
+    """Return of each leased message the list it came from, and whether somebody holds it still. Raises redis errors."""
+    pipe = client.pipeline()
+    pipe.time()
+    pipe.hgetall(keys.owners)
+    pipe.zrange(keys.leases, 0, -1, withscores=True)
+    (seconds, _), owners, ends = pipe.execute()
+    live = {tag for tag, end in ends if end > seconds - UNSWEPT_SECONDS}
+    return [(owner.partition("\n")[2], tag in live) for tag, owner in owners.items()]
 
 
 class LeaseTable:
@@ -63,11 +94,16 @@ class LeaseTable:
         #: The tags of deliveries at work: from `start` until `over`, whatever becomes of their leases meanwhile.
         self._at_work: set[str] = set()
         self._deliveries = itertools.count(1)
+        self._here = threading.local()
+        #: Nothing is waited for any more: the process ends now, and what it has not told is told by the next delivery.
+        self.is_stopping = False
         self._lock = threading.Lock()
         self._turn = threading.Lock()
         self._client: redis.Redis | None = None
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
+        #: The keeper takes its next turn now.
+        self._now = threading.Event()
         self._ticked_at = time.monotonic()
         self._renewed_at = time.monotonic()
         self._unwritable_since: float | None = None
@@ -96,8 +132,8 @@ class LeaseTable:
         """Say that nothing more is taken, and that what runs here goes on without the consumer loop."""
         self._ticked_at = math.inf
 
-    def take(self, tag: str, queue: str, key: str = "", raw: str = "") -> bool | None:
-        """Note a message that the pop script has leased to us: its queue, the list it came from, and its text.
+    def take(self, tag: str, queue: str, key: str = "", raw: str = "", returned: str = NEVER) -> bool | None:
+        """Note a message that the pop script has leased to us: its queue, its list, its text, and its last return.
 
         False: there is no room for it any more; it is to be settled as `front`. None: an earlier delivery of it is
         still at work here, which holds by the same tag its slot, its GPUs and its lease. If that one had lost its lease
@@ -111,7 +147,10 @@ class LeaseTable:
             goes_on = goes_on and self._is_supervised(earlier, time.monotonic())
             owed = earlier.owed if earlier is not None else ""
             if not early:
-                self._leases[tag] = Lease(queue=queue, delivery=next(self._deliveries), list_key=key, raw=raw)
+                number = next(self._deliveries)
+                self._leases[tag] = Lease(queue=queue, delivery=number, list_key=key, raw=raw, returned=returned)
+            elif earlier is not None and goes_on:
+                earlier.returned = returned
         if not early:
             return self.gate.taken(queue, tag, *session_of(raw))
         if goes_on:
@@ -119,7 +158,7 @@ class LeaseTable:
             return None
         log.debug("message_came_early", tag=tag, queue=queue, owed=owed)
         try:
-            self._ask_to_settle(tag, owed or "front", 0 if owed == "ack" else EARLY_SECONDS)
+            self._ask_to_settle(tag, owed or "front", 0 if owed == "ack" else EARLY_SECONDS, returned)
         except RedisError as error:
             log.info("lease_left_to_the_sweep", tag=tag, cause=str(error))
         return None
@@ -163,6 +202,15 @@ class LeaseTable:
             if lease is not None:
                 lease.requeueing = True
 
+    @property
+    def here(self) -> str:
+        """The tag of the delivery that this thread works on, "" for none."""
+        return str(getattr(self._here, "tag", ""))
+
+    def work_on(self, tag: str) -> None:
+        """Note on which delivery this thread works; "" for none."""
+        self._here.tag = tag
+
     def holds(self, tag: str) -> bool:
         """Whether the message is still ours, as far as this process knows."""
         return tag in self._leases
@@ -187,6 +235,10 @@ class LeaseTable:
             pipe.expire(bell, BELL_SECONDS)
         pipe.execute()
 
+    def sweep_soon(self) -> None:
+        """Make the keeper sweep now, as a message may be due before it would."""
+        self._now.set()
+
     def held(self) -> dict[str, Lease]:
         """Return a copy of all leases."""
         with self._lock:
@@ -198,9 +250,10 @@ class LeaseTable:
         A lease that was lost or settled before is none any more, and the server is not asked. Raises redis errors
         when the server could not be told.
         """
-        if not self.holds(tag):
+        held = self._leases.get(tag)
+        if held is None:
             return False
-        done = self._ask_to_settle(tag, how, delay_seconds)
+        done = self._ask_to_settle(tag, how, delay_seconds, held.returned)
         lease = self._drop(tag)
         if lease is not None and self.gate.settled(tag):
             self.wake()
@@ -208,12 +261,12 @@ class LeaseTable:
             log.warning("lease_lost", tag=tag, at=how)
         return bool(done)
 
-    def _ask_to_settle(self, tag: str, how: str, delay_seconds: float) -> Any:
+    def _ask_to_settle(self, tag: str, how: str, delay_seconds: float, returned: str) -> Any:
         keys = self.keys
         return broker_script("settle")(
             self.client,
             [keys.leases, keys.unacked, keys.owners, keys.ready, keys.delayed, keys.parked],
-            [tag, self.owner, how, BELL_SECONDS, delay_seconds],
+            [tag, self.owner, how, BELL_SECONDS, delay_seconds, returned],
         )
 
     def settle_surely(self, tag: str, how: str) -> None:
@@ -229,14 +282,20 @@ class LeaseTable:
             log.warning("lease_to_be_settled", tag=tag, how=how, cause=str(error))
             self.gate.settled(tag)
 
-    def set_aside(self, tag: str, task_id: str, why: str) -> None:
-        """Put a message aside that nobody can read or run; its task is told first. Errors leave it to the sweep."""
+    def set_aside(self, tag: str, task_id: str, why: str, returned: str = NEVER) -> None:
+        """Put a message aside that nobody can read or run; its task is told first. Errors leave it to the sweep.
+
+        `returned` is of a delivery that was not taken.
+        """
         log.error("message_put_aside", tag=tag, task=task_id, why=why)
         keys = self.keys
+        lease = self._leases.get(tag)
         try:
             self._tell_unreadable(task_id, why)
             broker_script("set_aside")(
-                self.client, [keys.leases, keys.unacked, keys.owners, keys.ready], [tag, self.owner, why]
+                self.client,
+                [keys.leases, keys.unacked, keys.owners, keys.ready],
+                [tag, self.owner, why, lease.returned if lease is not None else returned],
             )
         except (RedisError, OperationalError, OSError) as error:
             log.warning("message_left_to_the_sweep", tag=tag, cause=str(error))
@@ -308,6 +367,9 @@ class LeaseTable:
     def close(self) -> None:
         """Stop renewing and drop the doorbell."""
         self._stop.set()
+        self._now.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=MOST_CLOSE_SECONDS)
         if self._client is not None:
             try:
                 self.settle_owed()
@@ -339,9 +401,9 @@ class LeaseTable:
     def _keep(self) -> None:
         usual = min(1.0, self.lease_seconds / 3)
         pause = 0.0  # The run of the server has to be known before a lease can outlive it.
-        next_renewal = 0.0
+        next_renewal = due_at = 0.0
         turn_ended = time.monotonic()
-        while not self._stop.wait(pause):
+        while not self._paused(pause):
             now = time.monotonic()
             if now - turn_ended > pause + self.lease_seconds / 3:
                 self._excuse_the_pause(now)
@@ -350,7 +412,11 @@ class LeaseTable:
                 if now + usual > next_renewal:  # the next turn would be too late
                     self._renew()
                     next_renewal = now + self.lease_seconds / 3
-                self.reaffirm()
+                again = self.reaffirm(next_seconds=usual)
+                if again is not None:
+                    due_at = time.monotonic() + again + AFTER_DUE_SECONDS
+                if due_at > now:  # also when this turn came between
+                    pause = min(usual, max(SHORTEST_PAUSE_SECONDS, due_at - time.monotonic()))
                 self.settle_owed()
                 self._unwritable_since = None
             except RedisError as error:
@@ -361,6 +427,12 @@ class LeaseTable:
             except Exception:
                 log.exception("lease_keeper_stumbled")
             turn_ended = time.monotonic()
+
+    def _paused(self, seconds: float) -> bool:
+        """Wait until the next turn; True at the end of this process's leases."""
+        self._now.wait(seconds)
+        self._now.clear()
+        return self._stop.is_set()
 
     def _cannot_renew(self, error: RedisError, now: float) -> None:
         """Give up what may pass to another worker by now. While nobody can write, nothing can."""
@@ -421,12 +493,16 @@ class LeaseTable:
                 if lease.started and not lease.owed:
                     self._lost(tag, "it could not be renewed in time")
 
-    def reaffirm(self) -> None:
-        """Find out now whether the server was restarted, and put our leases back if it was. Raises redis errors."""
+    def reaffirm(self, *, next_seconds: float = 0.0) -> float | None:
+        """Find out now whether the server was restarted, and put our leases back if it was. Raises redis errors.
+
+        `next_seconds` and what is returned: see Swept.again_seconds.
+        """
         with self._turn:
-            swept = self.sweeper.sweep(self.client)
+            swept = self.sweeper.sweep(self.client, next_seconds=next_seconds)
             if swept.run != self._run:
                 self._renew(new_run=self._run is not None)
                 if self.member:
                     self.client.sadd(self.keys.present, self.member)
                 self._run = swept.run
+        return swept.again_seconds

@@ -27,6 +27,7 @@ class Look:
 
     `plain` and `chosen` are the queues of the last pop (`queues`: both), `page` the names of ready demand queues,
     `woken_for` what the doorbell told, (hops, queue). The next look is at `again_at` (monotonic seconds).
+    `is_due` says that it told of a message whose delay ends before the next ordinary sweep.
 
     `barren` are queues that were chosen and whose messages are all for others, or have to wait. Until `fertile_at` they
     are passed over, so that they do not hide those behind them. One that others have emptied is none: what comes into
@@ -39,6 +40,7 @@ class Look:
     chosen: list[Choice] = field(default_factory=list)
     page: list[str] = field(default_factory=list)
     woken_for: tuple[int, str] | None = None
+    is_due: bool = False
     known: list[str] = field(default_factory=list)
     barren: set[str] = field(default_factory=set)
     full: set[str] = field(default_factory=set)
@@ -79,14 +81,15 @@ class Look:
 
     def woken(self, reply: Any) -> None:
         """Read the answer of the doorbell: look again, perhaps for a queue that it names."""
-        self.again_at = 0.0
+        self.again_at, self.is_due = 0.0, False
         if reply:
             hops, _, queue = bytes_to_str(reply[1]).partition(" ")
+            self.is_due = hops == "due"
             if queue and hops.isdecimal():
                 self.woken_for = int(hops), queue
                 self.barren.discard(queue)
                 self.full.discard(queue)
-            elif not queue:
+            elif not hops:
                 self._forget()  # something was given back here: what did not suit may suit now
 
     def _forget(self) -> None:

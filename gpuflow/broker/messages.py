@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from kombu.transport import virtual
+
+#: Header that carries the `eta` of a message whose delay is the broker's business.
+ETA_HEADER: Final = "gpuflow_eta"
 
 
 class LeaseMessage(virtual.Message):  # type: ignore[misc]
@@ -39,13 +42,14 @@ class LeaseMessage(virtual.Message):  # type: ignore[misc]
 
 
 class LeaseQoS(virtual.QoS):  # type: ignore[misc]
-    """Acknowledgement through the lease table; the number of messages held is the gate's matter."""
+    """Acknowledgement through the lease table; the number of messages that a worker holds is its gate's matter."""
 
     restore_at_shutdown = True
 
     def can_consume(self) -> bool:
-        """Always true: a full worker still serves the control queue."""
-        return True
+        """Always true for a gpuflow worker: a full one still serves the control queue. Else by the prefetch count."""
+        self.channel.leases.tick()  # the loop goes on, also while nothing is to be taken
+        return bool(not self.channel.leases.gate.counts_prefetch or super().can_consume())
 
     def append(self, message: Any, delivery_tag: str) -> None:
         """Note the message; Redis has its lease already, from the pop."""

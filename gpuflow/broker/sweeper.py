@@ -40,12 +40,16 @@ BELL_SECONDS: Final = 60
 
 @dataclass(frozen=True, kw_only=True)
 class Swept:
-    """What one step did: messages put back, leases graced, the server's run, and whether the fleet still gathers."""
+    """What one step did: messages put back, leases graced, the server's run, and whether the fleet still gathers.
+
+    `again_seconds`: this caller is to sweep again then, as a delayed message is due; None: as it does anyway.
+    """
 
     restored: int
     graced: int
     run: str
     gathering: bool
+    again_seconds: float | None = None
 
 
 def sweep_gap_seconds(lease_seconds: float) -> float:
@@ -61,8 +65,11 @@ class Sweeper:
         self.lease_seconds = lease_seconds
         self.rest_seconds = rest_seconds
 
-    def sweep(self, client: redis.Redis) -> Swept:
-        """Take the step. Raises redis errors."""
+    def sweep(self, client: redis.Redis, *, next_seconds: float = 0.0) -> Swept:
+        """Take the step. Raises redis errors.
+
+        `next_seconds`: the caller takes the next one after so long, or when the answer says so.
+        """
         keys = self.keys
         script = broker_script("sweep")
         names = [
@@ -85,13 +92,14 @@ class Sweeper:
             keys.worker(""),
             SWEEP_QUEUES,
             self.rest_seconds,
+            next_seconds,
         ]
         try:
             answer: Any = client.evalsha(script.sha, len(names), *names, *values)
         except NoScriptError:
             self.arrive(client)
             answer = script(client, names, values)
-        restored, graced, run, gathering = answer
+        restored, graced, run, gathering, again = answer
         if restored:
             log.warning("messages_restored", count=restored)
         if graced:
@@ -101,6 +109,7 @@ class Sweeper:
             graced=graced,
             run=run.decode() if isinstance(run, bytes) else run,
             gathering=bool(gathering),
+            again_seconds=float(again) if again else None,
         )
 
     def arrive(self, client: redis.Redis) -> None:

@@ -22,9 +22,10 @@ from redis.exceptions import NoScriptError, ResponseError
 
 from gpuflow.broker.installed import installed
 from gpuflow.broker.keys import Keys
+from gpuflow.broker.lease import NEVER
 from gpuflow.broker.leases import LeaseTable
 from gpuflow.broker.look import FAR_NAMES, FAR_SECONDS, PAGE_NAMES, RESCAN_SECONDS, Look
-from gpuflow.broker.messages import LeaseMessage, LeaseQoS
+from gpuflow.broker.messages import ETA_HEADER, LeaseMessage, LeaseQoS
 from gpuflow.broker.priorities import PRIORITY_STEPS, SEPARATOR, list_key, list_keys, queue_of
 from gpuflow.broker.scripts import broker_script
 from gpuflow.broker.sweeper import BELL_SECONDS
@@ -48,15 +49,16 @@ def keeper_timeout_seconds(lease_seconds: float) -> float:
 def delayed(message: Mapping[str, Any]) -> tuple[dict[str, Any], float | str]:
     """Return the message without its `eta`, and the seconds until then ('' for none: it may be taken at once).
 
-    A delayed message waits in Redis and not in a worker. The sender's clock is compared with itself alone.
+    A delayed message waits in Redis and not in a worker; the sender's clock is compared with itself alone. What was
+    asked for is kept in another header, and the task sees it (`self.request.eta`).
     """
     headers = message.get("headers") or {}
     eta = headers.get("eta")
     if not eta:
-        return dict(message), ""
+        return {**message, "headers": {k: v for k, v in headers.items() if k != ETA_HEADER}}, ""
     at = datetime.fromisoformat(eta)
     seconds = ((at if at.tzinfo else at.replace(tzinfo=UTC)) - datetime.now(UTC)).total_seconds()
-    return {**message, "headers": {**headers, "eta": None}}, max(0.0, seconds) or ""
+    return {**message, "headers": {**headers, "eta": None, ETA_HEADER: eta}}, max(0.0, seconds) or ""
 
 
 class Channel(stock.Channel):  # type: ignore[misc]
@@ -79,6 +81,7 @@ class Channel(stock.Channel):  # type: ignore[misc]
         self.keys = Keys(self.global_keyprefix)
         self._plain: redis.Redis | None = None
         self._own_leases: LeaseTable | None = None
+        self._keeper_pool: redis.ConnectionPool | None = None
         self._unacknowledged: set[str] = set()
         self._look = Look()
         self._refused = ""
@@ -112,6 +115,7 @@ class Channel(stock.Channel):  # type: ignore[misc]
             self._keeps_leases = not no_ack
             pool = self._get_pool()
             pool.connection_kwargs["socket_timeout"] = keeper_timeout_seconds(self.leases.lease_seconds)
+            self._keeper_pool = pool
             self.leases.connect(redis.Redis(connection_pool=pool), keep=not no_ack)
             self.leases.disown_unknown()
         return super().basic_consume(queue, no_ack, *args, **kwargs)
@@ -241,6 +245,8 @@ class Channel(stock.Channel):  # type: ignore[misc]
                 self._refused = ""
             if not popped:
                 look.woken(reply)
+                if look.is_due:
+                    self.leases.sweep_soon()
                 if look.woken_for is not None:
                     self.leases.gate.woken_for(look.woken_for[1])
                 raise Empty
@@ -261,7 +267,8 @@ class Channel(stock.Channel):  # type: ignore[misc]
         gate, look = self.leases.gate, self._look
         key, raw, names, cold, tag, returned = reply
         look.page = [bytes_to_str(name) for name in names]
-        delivered = bool(key) and self._deliver_leased(bytes_to_str(key), raw, bytes_to_str(tag), bool(returned))
+        key, tag, returned = (bytes_to_str(part) for part in (key, tag, returned))
+        delivered = bool(key) and self._deliver_leased(key, raw, tag, returned)
         if not delivered:
             gate.chosen_none()
             look.in_vain(time.monotonic())
@@ -291,18 +298,18 @@ class Channel(stock.Channel):  # type: ignore[misc]
             start += FAR_NAMES
         return []
 
-    def _deliver_leased(self, key: str, given: bytes, tag: str, returned: bool) -> bool:
+    def _deliver_leased(self, key: str, given: bytes, tag: str, returned: str) -> bool:
         """Hand a message over; False when it had to go back for lack of room."""
         queue = queue_of(key[len(self.global_keyprefix) :])
         self._look.found(queue)
         try:
             raw = given.decode()
-            message = self._read(raw, tag, returned=returned)
+            message = self._read(raw, tag, returned=returned != NEVER)
         except Exception as error:  # noqa: BLE001  (whatever a message holds, it ends nobody)
             self.leases.gate.chosen_none()
-            self.leases.set_aside(tag, _id_in(given), f"{type(error).__name__}: {error}"[:1000])
+            self.leases.set_aside(tag, _id_in(given), f"{type(error).__name__}: {error}"[:1000], returned)
             return True
-        taken = self.leases.take(tag, queue, key, raw)
+        taken = self.leases.take(tag, queue, key, raw, returned)
         if taken is None:
             self.leases.gate.chosen_none()
             return True
@@ -345,6 +352,8 @@ class Channel(stock.Channel):  # type: ignore[misc]
         super().close()
         if self._own_leases is not None:
             self._own_leases.close()
+            if self._keeper_pool is not None:
+                self._keeper_pool.disconnect()
 
 
 def _id_in(raw: bytes) -> str:

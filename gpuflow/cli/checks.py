@@ -181,6 +181,11 @@ def _workers(client: Any, settings: Settings) -> list[Check]:
     if alive:
         names = ", ".join(worker.id for worker in alive[:5])
         found = [Check(name="workers", status="ok", detail=f"{len(alive)}: {names}")]
+        silent = [f"{worker.id} ({worker.seen_seconds:.0f} s ago)" for worker in alive if not worker.is_there]
+        if silent:
+            detail = f"last heard of: {', '.join(silent[:5])}; what they run starts elsewhere when its lease ends"
+            mend = "look after their machines and their way to the broker"
+            found.append(Check(name="silent workers", status="warn", detail=detail, mend=mend))
         full = [worker.id for worker in alive if capability_of(worker).lacks_disk]
         if full:
             detail = f"{', '.join(full[:5])}: less free disk than GPUFLOW_DISK_FLOOR_BYTES, so no task is taken there"

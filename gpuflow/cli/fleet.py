@@ -38,7 +38,10 @@ def queues(as_json: bool) -> None:
 
 
 def queue_rows(app: GPUFlow) -> list[dict[str, Any]]:
-    """Return every queue with its requirement (None: a plain Celery queue), depth, running tasks and live workers."""
+    """Return every queue with its requirement (None: a plain Celery queue), depth, running tasks and the workers that
+    may be counted on.
+    """
+    from gpuflow.broker.leases import held_leases
     from gpuflow.broker.priorities import list_keys, queue_of
     from gpuflow.fleet.registry import Fleet
     from gpuflow.routing.families import CONTROL_QUEUE
@@ -46,10 +49,12 @@ def queue_rows(app: GPUFlow) -> list[dict[str, Any]]:
     fleet = Fleet(app.redis, app.keys)
     registered = fleet.queues()
     prefix = app.keys.prefix
-    workers = [worker for worker in fleet.workers() if str(worker.state) != _OFFLINE]
+    workers = [worker for worker in fleet.workers() if worker.is_there]
     serving = fleet.serving_classes(list(registered), workers)
-    leased: Any = app.redis.hvals(app.keys.owners)
-    running = Counter(queue_of(str(owner).partition("\n")[2].removeprefix(prefix)) for owner in leased)
+    running: Counter[str] = Counter()
+    lost: Counter[str] = Counter()  # they wait, but for a sweep
+    for list_key, is_live in held_leases(app.redis, app.keys):
+        (running if is_live else lost)[queue_of(list_key.removeprefix(prefix))] += 1
     rows = []
     for name in [*registered, CONTROL_QUEUE, app.settings.task_topic]:
         pipe = app.redis.pipeline(transaction=False)
@@ -59,7 +64,7 @@ def queue_rows(app: GPUFlow) -> list[dict[str, Any]]:
             {
                 "name": name,
                 "requirement": registered.get(name),
-                "waiting": sum(pipe.execute()),
+                "waiting": sum(pipe.execute()) + lost[name],
                 "running": running[name],
                 "workers": [
                     worker.id
@@ -178,7 +183,7 @@ def gpu_text(worker: WorkerEntry) -> str:
 def _row(worker: WorkerEntry) -> list[object]:
     from gpuflow.fleet.worker_views import capability_of
 
-    ago = max(0.0, time.time() - worker.heartbeat_at)
+    ago = worker.seen_seconds if worker.seen_seconds is not None else max(0.0, time.time() - worker.heartbeat_at)
     return [
         worker.id,
         f"{worker.state}, disk full" if capability_of(worker).lacks_disk else worker.state,

@@ -71,6 +71,7 @@ _STYLES = {
     "fail": "red",
     "CANCELLED": "yellow",
     "warn": "yellow",
+    "SILENT": "yellow",
     "OFFLINE": "dim",
 }
 

@@ -94,7 +94,8 @@ def _doing(task: dict[str, Any]) -> str:
     from gpuflow.cli import output
 
     if task["state"] == "QUEUED":
-        return f"waits in {task.get('queue', '')}"
+        lost = f"; {task.get('worker', 'its worker')} was lost" if task.get("lost") else ""
+        return f"waits in {task.get('queue', '')}{lost}"
     took = output.span(task.get("startedAt"), task.get("finishedAt"))
     progress = task.get("progress") or {}
     counted = f"{progress.get('current', 0):g}/{progress['total']:g}" if progress.get("total") else ""
@@ -121,7 +122,7 @@ def _recent(app: GPUFlow, limit: int, as_json: bool) -> None:
 
     with reachable():
         pipelines = app.pipelines.recent(limit)
-        tasks = [task for task in app.ledger.recent(limit) if not task.pipeline]
+        tasks = [task for task in app.ledger.as_seen(app.ledger.recent(limit)) if not task.pipeline]
     if as_json:
         output.emit_json(
             {

@@ -1,7 +1,8 @@
 """The registry of workers in Redis: who is there, what each can do, and how it is.
 
 A worker writes its own entry (`announce`, `beat`, `leave`); everyone reads. A worker whose heartbeat key has expired
-is OFFLINE, whatever its hash says.
+is OFFLINE, whatever its hash says, and one that has missed its last heartbeat is SILENT: nobody counts on it. How old
+a heartbeat is follows from what its key has left, so no machine's clock is asked.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from gpuflow.routing.capability import Capability
 
 #: Schema number of a worker entry and its heartbeat.
 WORKER_SCHEMA: Final = 1
+#: A worker is SILENT when its heartbeat is overdue by this share of its interval, and by so many seconds.
+OVERDUE_SHARE: Final = 0.5
+OVERDUE_SECONDS: Final = 5.0
 
 
 class WorkerState(StrEnum):
@@ -31,12 +35,17 @@ class WorkerState(StrEnum):
     IDLE = "IDLE"
     BUSY = "BUSY"
     DRAINING = "DRAINING"
+    SILENT = "SILENT"
     OFFLINE = "OFFLINE"
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerEntry:
-    """One worker as others see it. Times are Unix seconds on the worker's clock."""
+    """One worker as others see it. Times are Unix seconds on the worker's clock.
+
+    `interval_seconds` and `timeout_seconds` are those of its heartbeats, `seen_seconds` how long ago the last one was
+    by the server's clock; None: it is OFFLINE, or of a version that did not tell.
+    """
 
     id: str
     state: WorkerState
@@ -54,8 +63,16 @@ class WorkerEntry:
     bandwidth_bytes_per_second: int | None = None
     started_at: float = 0.0
     heartbeat_at: float = 0.0
+    interval_seconds: float = 0.0
+    timeout_seconds: float = 0.0
+    seen_seconds: float | None = None
     version: str = ""
     schema: int = WORKER_SCHEMA
+
+    @property
+    def is_there(self) -> bool:
+        """Whether somebody may count on it: it is neither gone nor SILENT."""
+        return self.state not in (WorkerState.OFFLINE, WorkerState.SILENT)
 
     def to_hash(self) -> dict[str, str]:
         """Return the entry as Redis hash fields; `newer_load` begins anew."""
@@ -77,17 +94,26 @@ class WorkerEntry:
             "bandwidth_bytes_per_second": str(self.bandwidth_bytes_per_second or ""),
             "started_at": str(self.started_at),
             "heartbeat_at": str(self.heartbeat_at),
+            "interval_seconds": str(self.interval_seconds),
+            "timeout_seconds": str(self.timeout_seconds),
             "version": self.version,
         }
 
     @classmethod
-    def from_hash(cls, raw: Mapping[str, str], *, alive: bool) -> WorkerEntry:
-        """Read an entry; without a live heartbeat its state is OFFLINE."""
+    def from_hash(cls, raw: Mapping[str, str], *, left_ms: int) -> WorkerEntry:
+        """Read an entry. `left_ms`: when its heartbeat expires, in milliseconds; below 0: it has."""
         newer = _newer_load(raw)
-        state = WorkerState(raw["state"]) if alive else WorkerState.OFFLINE
+        interval, timeout = (float(raw.get(f"{name}_seconds") or 0) for name in ("interval", "timeout"))
+        seen = max(0.0, timeout - left_ms / 1000) if timeout and left_ms >= 0 else None
+        state = WorkerState(raw["state"]) if left_ms >= 0 else WorkerState.OFFLINE
+        if state is WorkerState.IDLE and newer.get("jobs"):
+            state = WorkerState.BUSY
+        overdue = (seen or 0.0) - interval
+        if state is not WorkerState.OFFLINE and overdue > max(OVERDUE_SECONDS, OVERDUE_SHARE * interval):
+            state = WorkerState.SILENT
         return cls(
             id=raw["id"],
-            state=WorkerState.BUSY if state is WorkerState.IDLE and newer.get("jobs") else state,
+            state=state,
             hostname=raw.get("hostname", ""),
             node=raw.get("node", ""),
             pid=int(raw.get("pid", "0")),
@@ -101,6 +127,9 @@ class WorkerEntry:
             bandwidth_bytes_per_second=int(raw.get("bandwidth_bytes_per_second") or 0) or None,
             started_at=float(raw.get("started_at", "0")),
             heartbeat_at=float(raw.get("heartbeat_at", "0")),
+            interval_seconds=interval,
+            timeout_seconds=timeout,
+            seen_seconds=seen,
             version=raw.get("version", ""),
             schema=int(raw.get("schema", WORKER_SCHEMA)),
         )
@@ -122,6 +151,7 @@ class WorkerEntry:
             "bandwidthBytesPerSecond": self.bandwidth_bytes_per_second,
             "startedAt": self.started_at,
             "heartbeatAt": self.heartbeat_at,
+            "seenSecondsAgo": None if self.seen_seconds is None else round(self.seen_seconds, 1),
             "version": self.version,
         }
 
@@ -143,12 +173,12 @@ class Fleet:
         self.client: Any = client
         self.keys = keys
 
-    def announce(self, entry: WorkerEntry, timeout_seconds: float) -> None:
-        """Write a whole entry and its heartbeat, which lives for `timeout_seconds`."""
+    def announce(self, entry: WorkerEntry) -> None:
+        """Write a whole entry and its heartbeat, which lives for its `timeout_seconds`."""
         pipe = self.client.pipeline()
         pipe.hset(self.keys.worker(entry.id), mapping=entry.to_hash())
         pipe.sadd(self.keys.workers, entry.id)
-        pipe.set(self.keys.heartbeat(entry.id), WORKER_SCHEMA, px=int(timeout_seconds * 1000))
+        pipe.set(self.keys.heartbeat(entry.id), WORKER_SCHEMA, px=int(entry.timeout_seconds * 1000))
         pipe.execute()
 
     def note_load(self, worker_id: str, started_at: float, load: Mapping[str, Any]) -> None:
@@ -226,7 +256,7 @@ class Fleet:
         raw = self.client.hgetall(self.keys.worker(worker_id))
         if not raw.get("state"):
             return None
-        return WorkerEntry.from_hash(raw, alive=bool(self.client.exists(self.keys.heartbeat(worker_id))))
+        return WorkerEntry.from_hash(raw, left_ms=self.client.pttl(self.keys.heartbeat(worker_id)))
 
     def workers(self) -> list[WorkerEntry]:
         """Return all known workers, by id."""
@@ -234,17 +264,15 @@ class Fleet:
         pipe = self.client.pipeline(transaction=False)
         for worker_id in ids:
             pipe.hgetall(self.keys.worker(worker_id))
-            pipe.exists(self.keys.heartbeat(worker_id))
+            pipe.pttl(self.keys.heartbeat(worker_id))
         answers = pipe.execute()
         pairs = zip(answers[::2], answers[1::2], strict=True)
-        return [WorkerEntry.from_hash(raw, alive=bool(alive)) for raw, alive in pairs if raw.get("state")]
+        return [WorkerEntry.from_hash(raw, left_ms=left) for raw, left in pairs if raw.get("state")]
 
     def capabilities(self) -> list[Capability]:
-        """Return what each live worker can do."""
+        """Return what each worker can do that may be counted on."""
         return [
-            Capability.from_dict(entry.capability)
-            for entry in self.workers()
-            if entry.state is not WorkerState.OFFLINE and entry.capability
+            Capability.from_dict(entry.capability) for entry in self.workers() if entry.is_there and entry.capability
         ]
 
     def serves_beside(self, worker_id: str, queue: str) -> bool:

@@ -95,7 +95,7 @@ def view_of(entry: WorkerEntry, records: Mapping[str, TaskRecord], now: float) -
         capability=capability_of(entry),
         state=str(entry.state),
         enabled=entry.enabled,
-        silent_seconds=max(0.0, now - entry.heartbeat_at) if entry.heartbeat_at else None,
+        silent_seconds=_silent_seconds(entry, now),
         families=_families(entry),
         executors=_texts(load.get("executors")),
         user_types=_texts(load.get("userTypes")),
@@ -115,6 +115,12 @@ def capability_of(entry: WorkerEntry) -> Capability:
     capability = Capability.from_dict({**entry.capability, "schema": CAPABILITY_SCHEMA})
     free = entry.load.get("diskFreeMib")
     return replace(capability, disk_free_mib=int(free)) if isinstance(free, int | float) else capability
+
+
+def _silent_seconds(entry: WorkerEntry, now: float) -> float | None:
+    if entry.seen_seconds is not None:
+        return entry.seen_seconds
+    return max(0.0, now - entry.heartbeat_at) if entry.heartbeat_at else None
 
 
 def _families(entry: WorkerEntry) -> tuple[str, ...] | None:

@@ -12,15 +12,18 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, Final
 
-from celery.backends.redis import RedisBackend
+from celery import states
+from celery.backends.redis import CHORD_CLEANUP_LUA, RedisBackend
 from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
 from gpuflow.broker.answers import passes
 from gpuflow.broker.installed import installed
 from gpuflow.broker.wire import needs_care, wrapped
+from gpuflow.ledger.joining import joining, joining_here
 from gpuflow.ledger.ledger import Holder, Ledger
 from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
@@ -29,8 +32,10 @@ from gpuflow.secrets import known, public_spec
 
 log = get_logger("gpuflow.backend")
 
-#: How often the claim of another worker on a complete chord is looked at, in seconds.
+#: How often the claim on a complete chord is looked at, in seconds.
 CLAIM_POLL_SECONDS: Final = 0.2
+#: For how long it is known that the body of a chord was sent, as Celery has it, in seconds.
+SENT_SECONDS: Final = 300
 
 #: A broker that is away is told of the end of a task again after this many seconds.
 TAIL_PAUSE_SECONDS: Final = 1.0
@@ -75,18 +80,19 @@ def _until_told(request: Any, tail: Callable[[], Any]) -> Any:
 
     While the broker takes none of it, it is tried again as long as the message is ours: Celery would take the error for
     one of the task and acknowledge a message whose chord part was never counted. Without a lease the error is raised.
+    The message is that on which this thread works: an end is told for others, too (the rest of a chain).
     """
-    tag = (getattr(request, "properties", None) or {}).get("delivery_tag")
+    table = installed()
     if threading.current_thread() is threading.main_thread():
         return tail()  # of a client, or of the consumer loop, which must not wait here
     while True:
         try:
             return tail()
         except (RedisError, OperationalError, OSError, RuntimeError) as error:
-            table = installed()
+            tag = table and (table.here or (getattr(request, "properties", None) or {}).get("delivery_tag"))
             if table is None or not tag or not table.holds(tag):
                 raise
-            if isinstance(error, RedisError) and not passes(error):
+            if table.is_stopping or (isinstance(error, RedisError) and not passes(error)):
                 table.forget(tag)  # it is not acknowledged, and comes again when its lease has run out
                 raise
             log.warning("end_not_told_yet", task=request.id, cause=str(error).strip())
@@ -100,6 +106,30 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self.attempts: Attempts = self.app.attempts
         self._quiet = threading.local()
+        self._recount = threading.local()
+
+    @property
+    def client(self) -> Any:
+        """The client of Celery's results; while a chord is joined, one whose commands are steps of that."""
+        join = joining_here()
+        return self._plain_client if join is None else join.client(self._plain_client)
+
+    @cached_property
+    def _plain_client(self) -> Any:
+        return self._create_client(**self.connparams)
+
+    @cached_property
+    def _chord_cleanup_script(self) -> Callable[..., Any]:
+        """Celery's last step of a join, which it takes when the body is sent."""
+        script = self._plain_client.register_script(CHORD_CLEANUP_LUA)
+
+        def clean(**options: Any) -> Any:
+            join = joining_here()
+            if join is not None and join.cause is None:
+                join.is_sent = True
+            return script(**options)
+
+        return clean
 
     @property
     def ledger(self) -> Ledger:
@@ -180,20 +210,60 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
         )
 
     def on_chord_part_return(self, request: Any, state: str, result: Any, propagate: Any = None, **kwargs: Any) -> None:
-        """Count the part; if another has counted the last one and does not send the body, send it in its place.
+        """Count the part; as long as all parts are counted and the body is not sent, see that it is.
 
         Who counts the last part claims the chord for some seconds. It may die before the body is sent, and then the
         redelivery of its task finds the chord complete and claimed: it must not be acknowledged before the claim has
-        ended, one way or the other.
+        ended, one way or the other. While the broker takes nothing, all of it is tried again (`joining`).
         """
-        super().on_chord_part_return(request, state, result, propagate=propagate, **kwargs)
-        while request.group and self._claimed_by_another(request.group):
-            time.sleep(CLAIM_POLL_SECONDS)
-            super().on_chord_part_return(request, state, result, propagate=propagate, **kwargs)
+        count = super().on_chord_part_return
+        is_sent = False
 
-    def _claimed_by_another(self, group_id: str) -> bool:
-        claim, size = self.client.mget([self.get_key_for_group(group_id, ".c"), self.get_key_for_group(group_id, ".s")])
-        return size is not None and claim not in (None, b"done", "done")
+        def once() -> None:
+            nonlocal is_sent
+            if is_sent:
+                return self._close_chord(request.group)
+            with joining() as join:
+                try:
+                    count(request, state, result, propagate=propagate, **kwargs)
+                    while request.group and self._is_unsent(request.group):
+                        time.sleep(CLAIM_POLL_SECONDS)
+                        count(request, state, result, propagate=propagate, **kwargs)
+                finally:
+                    is_sent = join.is_sent
+
+        _until_told(request, once)
+
+    def _is_unsent(self, group_id: str) -> bool:
+        """Whether all parts of a chord are counted, and nobody has sent its body."""
+        parts, claim, size, more = (self.get_key_for_group(group_id, suffix) for suffix in (".j", ".c", ".s", ".t"))
+        with self.client.pipeline(transaction=False) as pipe:
+            pipe.mget([claim, size, more])
+            (pipe.zcard if self._chord_zset else pipe.llen)(parts)
+            (claim, size, more), counted = pipe.execute()
+        return size is not None and claim not in (b"done", "done") and counted == int(size) + int(more or 0)
+
+    def _close_chord(self, group_id: str) -> None:
+        """Note that the body of a chord is sent, where the broker did not take that from Celery."""
+        with self._plain_client.pipeline() as pipe:
+            pipe.set(self.get_key_for_group(group_id, ".c"), "done", ex=SENT_SECONDS)
+            pipe.delete(*(self.get_key_for_group(group_id, suffix) for suffix in (".j", ".t", ".s", ".d")))
+            pipe.execute()
+
+    def _fail_chain(self, *args: Any, **kwargs: Any) -> None:
+        """Let what follows in a chain fail. It may be told for the second time, as an earlier one was cut short.
+
+        Celery takes a part that has failed for one that is counted; its count may be what was cut.
+        """
+        self._recount.on = True
+        try:
+            super()._fail_chain(*args, **kwargs)
+        finally:
+            self._recount.on = False
+
+    def get_state(self, task_id: str) -> str:
+        """Return Celery's state of a task; to `_fail_chain`, that each is still to be counted."""
+        return states.PENDING if getattr(self._recount, "on", False) else str(super().get_state(task_id))
 
     def _get_result_meta(
         self, result: Any, state: str, traceback: Any, request: Any, format_date: bool = True, encode: bool = False

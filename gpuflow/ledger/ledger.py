@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 import redis
@@ -13,6 +13,7 @@ from redis.client import NEVER_DECODE
 
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.lease import Lease
+from gpuflow.broker.leases import live_leases
 from gpuflow.broker.scripts import Script, load_script, script_text
 from gpuflow.broker.sweeper import BELL_SECONDS
 from gpuflow.errors import UnknownTask
@@ -98,6 +99,28 @@ class Ledger:
             pipe.hgetall(self.keys.task(task_id))
         return [TaskRecord.from_hash(raw) if raw.get("state") else None for raw in pipe.execute()]
 
+    def as_seen(self, records: Sequence[TaskRecord | None]) -> list[TaskRecord]:
+        """Return those that there are as people are to see them: without a live lease no attempt runs, its task waits.
+
+        The record itself says so when the next attempt begins, or at once when the task is cancelled.
+        """
+        seen = {record.id: record for record in records if record is not None}
+        if doubtful := self._without_lease(seen.values()):
+            # What has ended, or begun anew, since it was read has another record by now.
+            newest = {record.id: record for record in self.find_many(doubtful) if record is not None}
+            seen |= newest
+            for id in self._without_lease(newest.values()):
+                seen[id] = replace(seen[id], state=TaskState.QUEUED, lost=True)
+        return list(seen.values())
+
+    def _without_lease(self, records: Iterable[TaskRecord]) -> list[str]:
+        """Return the ids of those that run by their records, and whose delivery nobody holds."""
+        running = [r for r in records if r.tag and r.state in (TaskState.STARTING, TaskState.RUNNING)]
+        if not running:
+            return []
+        live = live_leases(self.client, self.keys, [str(record.tag) for record in running])
+        return [record.id for record in running if record.tag not in live]
+
     def recent(self, limit: int = 50) -> list[TaskRecord]:
         """Return the newest records, newest first."""
         ids = self.client.zrevrange(self.keys.tasks, 0, limit - 1)
@@ -170,6 +193,7 @@ class Ledger:
                 self.events_maxlen,
                 celery_meta,
                 self.retention_seconds,
+                uuid.uuid4().hex,
                 *events,
             ],
         )
@@ -201,6 +225,7 @@ class Ledger:
                 log_tail,
                 self.events_maxlen,
                 self.retention_seconds,
+                uuid.uuid4().hex,
             ],
         )
         return bool(done)
@@ -348,7 +373,7 @@ class Ledger:
                 self.keys.unacked,
                 self.keys.owners,
             ],
-            [reason, self.events_maxlen, self.retention_seconds],
+            [reason, self.events_maxlen, self.retention_seconds, uuid.uuid4().hex],
         )
         if verdict == "unknown":
             raise UnknownTask(f"no task {task_id!r}; `gpuflow status` lists those of this fleet")

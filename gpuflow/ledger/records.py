@@ -18,7 +18,10 @@ SCHEMA_HEADER: Final = "gpuflow_schema"
 
 @dataclass(frozen=True, kw_only=True)
 class TaskRecord:
-    """One task. Times are Unix seconds on the server's clock; `spec` is the task spec as submitted."""
+    """One task. Times are Unix seconds on the server's clock; `spec` is the task spec as submitted.
+
+    `lost`: its worker has gone, and it waits for another one (`Ledger.as_seen`).
+    """
 
     id: str
     state: TaskState
@@ -45,6 +48,8 @@ class TaskRecord:
     losses: int = 0
     preemptions: int = 0
     not_before: float | None = None
+    tag: str | None = None
+    lost: bool = False
     schema: int = RECORD_SCHEMA
 
     @classmethod
@@ -83,6 +88,7 @@ class TaskRecord:
             losses=int(raw.get("losses", "0")),
             preemptions=int(raw.get("preemptions", "0")),
             not_before=seconds("not_before"),
+            tag=raw.get("tag") or None,
             schema=int(raw.get("schema", RECORD_SCHEMA)),
         )
 
@@ -108,6 +114,7 @@ class TaskRecord:
             "losses": self.losses or None,
             "preemptions": self.preemptions or None,
             "notBefore": self.not_before,
+            "lost": self.lost or None,
         }
         return {key: value for key, value in shown.items() if value not in (None, "")}
 

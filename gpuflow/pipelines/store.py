@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -16,7 +17,8 @@ from gpuflow.pipelines.records import PipelineRecord, PipelineState, StageRecord
 
 def pipeline_script(name: str) -> Script:
     """Return a Lua step on pipelines, with what the steps share before it."""
-    return load_script("gpuflow.pipelines", name, script_text("gpuflow.pipelines", "common"))
+    shared = (script_text("gpuflow.broker", "common"), script_text("gpuflow.pipelines", "common"))
+    return load_script("gpuflow.pipelines", name, "".join(shared))
 
 
 class PipelineStore:
@@ -85,6 +87,7 @@ class PipelineStore:
                     self.events_maxlen,
                     self.retention_seconds,
                     "" if epoch is None else epoch,
+                    uuid.uuid4().hex,
                     *stage_names,
                 ],
             )
@@ -92,10 +95,11 @@ class PipelineStore:
 
     def resume(self, pipeline_id: str) -> str:
         """Begin a new round: `resumed`, `running` or `succeeded`. Raises UnknownTask."""
+        seen = self.get(pipeline_id)
         verdict, _ = pipeline_script("pipeline_resume")(
             self.client,
             [self.keys.pipeline(pipeline_id), self.keys.stages(pipeline_id), self.keys.events(pipeline_id)],
-            [self.events_maxlen],
+            [self.events_maxlen, seen.epoch],
         )
         if verdict == "unknown":
             raise UnknownTask(f"no pipeline {pipeline_id!r}; `gpuflow status` lists those of this fleet")

@@ -36,6 +36,7 @@ _IN_WORDS: Final = {
     "no_executor": "without the executor",
     "draining": "draining",
     "disabled": "disabled",
+    "silent": "silent",
     "offline": "gone",
 }
 
@@ -176,6 +177,7 @@ def _kept(queue: QueueView, task: TaskView, capable: Sequence[Situation]) -> str
             else f"start one without --executors, or with {task_type} among them"
         ),
         "draining": "start another one",
+        "silent": "look after it, or start another one",
         "offline": "start it again",
     }
     kinds = {one.kind for one in capable}

@@ -23,7 +23,7 @@ from gpuflow.routing.views import RunningTask, TaskView, WorkerView
 #: In the order in which they are told. Those after `foreign` do not pass by waiting.
 Kind = Literal[
     "free", "busy", "reserved", "avoided", "connecting", "foreign",
-    "restricted", "no_executor", "draining", "disabled", "offline", "unfit",
+    "restricted", "no_executor", "draining", "disabled", "silent", "offline", "unfit",
 ]  # fmt: skip
 ORDER: Final[tuple[Kind, ...]] = Kind.__args__  # type: ignore[attr-defined]
 #: What ends by itself.
@@ -105,6 +105,8 @@ def _kept_away(queue: str, task: TaskView, worker: WorkerView) -> tuple[Kind, st
     if worker.state == "OFFLINE":
         heard = "" if worker.silent_seconds is None else f": it was last heard of {ago(worker.silent_seconds)} ago"
         return "offline", f"is gone{heard}"
+    if worker.state == "SILENT":
+        return "silent", f"is silent: it was last heard of {ago(worker.silent_seconds or 0)} ago"
     if worker.state == "DRAINING":
         return "draining", "is draining: it ends what it runs and takes nothing new"
     if not worker.enabled:

@@ -74,6 +74,9 @@ class Admission:
 
     # -- the gate: called on the consumer's thread --------------------------------------------------------------
 
+    #: Room is counted here, and for each queue by itself.
+    counts_prefetch = False
+
     @property
     def waits_as(self) -> str:
         """The class of this worker while it could take a job, or a request to a warm session; "" otherwise."""

@@ -14,9 +14,9 @@ from celery import bootsteps
 from celery.exceptions import WorkerShutdown
 from celery.signals import task_postrun
 from celery.worker.consumer.mingle import Mingle
-from celery.worker.control import control_command, inspect_command
-from kombu import Exchange, Queue
+from celery.worker.control import control_command
 
+import gpuflow.worker.inspecting  # noqa: F401  (registers its commands)
 from gpuflow.broker import installed, leases
 from gpuflow.broker.lease import new_token
 from gpuflow.errors import GPUFlowError, InvalidSettings
@@ -34,6 +34,7 @@ from gpuflow.worker.housekeeping import Housekeeping
 from gpuflow.worker.machine_gpus import MachineGpus
 from gpuflow.worker.main import CannotStart
 from gpuflow.worker.offering import Offering
+from gpuflow.worker.pool import publishes_again
 from gpuflow.worker.preflight import require_durable, require_own_id
 from gpuflow.worker.presence import PresenceThread
 from gpuflow.worker.reserving import Reserving
@@ -177,6 +178,7 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
         )
         runtime.stopper = Stopper(runtime, float(app.conf.worker_soft_shutdown_timeout or 0))
         install(runtime)
+        app.publishes_again = publishes_again
         task_postrun.connect(_forget_attempt, weak=False)
 
     def start(self, worker: Any) -> None:
@@ -210,16 +212,6 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
                 "sessions": runtime.admission.sessions.to_dict() if runtime.admission.sessions else [],
             }
         }
-
-
-@inspect_command(name="active_queues", alias="active_queues")  # type: ignore[untyped-decorator]
-def gpuflow_queues(state: Any) -> list[dict[str, Any]]:
-    """List the queues that this worker takes from: those consumed by name, and the demand queues that it has seen."""
-    consumer, runtime = state.consumer.task_consumer, find()
-    queues = {queue.name: queue for queue in (consumer.queues if consumer else ())}
-    for name in runtime.admission.demands.names() if runtime is not None else ():
-        queues.setdefault(name, Queue(name, Exchange(name), routing_key=name))
-    return [dict(queue.as_dict(recurse=True)) for queue in queues.values()]
 
 
 class Upkeep(bootsteps.StartStopStep):  # type: ignore[misc]

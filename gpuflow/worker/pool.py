@@ -11,7 +11,7 @@ import signal
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Final
 
 from billiard.einfo import ExceptionInfo
 from billiard.exceptions import SoftTimeLimitExceeded
@@ -21,6 +21,8 @@ from celery.concurrency.thread import ApplyResult, TaskPool
 from celery.exceptions import InvalidTaskError
 from celery.worker import state
 
+from gpuflow.broker.answers import passes
+from gpuflow.broker.messages import ETA_HEADER
 from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
 from gpuflow.routing.families import CONTROL_QUEUE, SUPERVISED_TASKS
@@ -28,6 +30,32 @@ from gpuflow.worker.runtime import find
 from gpuflow.worker.slots import CONTROL_SLOTS
 
 log = get_logger("gpuflow.pool")
+
+#: What follows a task and could not be published is tried again after so many seconds.
+FOLLOW_UP_SECONDS: Final = 0.5
+#: Of a thread: whether the task that it runs is a supervised one.
+_running = threading.local()
+
+
+def publishes_again(error: Exception) -> bool:
+    """Say whether a publish that failed is to be tried again; wait a moment before that.
+
+    What follows a supervised task (the next of its chain, its errback) is published when the task has been committed:
+    it would be lost, and the message acknowledged. So it is tried as long as the delivery is ours; if it is in vain for
+    good, or the process ends, the message is not acknowledged, and its next delivery tries again.
+    """
+    runtime = find()
+    if runtime is None or not getattr(_running, "is_supervised", False):
+        return False
+    leases, tag = runtime.leases, runtime.leases.here
+    if not leases.holds(tag):
+        return False
+    log.warning("follow_up_not_published", cause=str(error))
+    if leases.is_stopping or not passes(error):
+        leases.forget(tag)
+        return False
+    leases.wait(FOLLOW_UP_SECONDS)
+    return leases.holds(tag)
 
 
 def _raise_in_thread(ident: int, error: type[BaseException]) -> None:
@@ -111,6 +139,7 @@ class SupervisorPool(TaskPool):  # type: ignore[misc]
         """Run one task on a thread, within its limits."""
         args = args or ()
         request = args[2] if len(args) > 2 and isinstance(args[2], dict) else {}
+        request["eta"] = request.get(ETA_HEADER) or request.get("eta")
         tag = str((request.get("properties") or {}).get("delivery_tag") or "")
         job = Job(str(args[1]) if len(args) > 1 else "")
         runtime = find()
@@ -140,6 +169,9 @@ class SupervisorPool(TaskPool):  # type: ignore[misc]
                 return None
             try:
                 job.thread_ident = threading.get_ident()
+                _running.is_supervised = request.get("task") in SUPERVISED_TASKS
+                if leases is not None:
+                    leases.work_on(tag)
                 if soft_timeout:
                     job.limit(soft_timeout, lambda: self._soft(job, soft_timeout, timeout_callback))
                 if timeout:
@@ -149,7 +181,9 @@ class SupervisorPool(TaskPool):  # type: ignore[misc]
                 log.exception("end_not_told", task=job.task_id)
                 raise
             finally:
+                _running.is_supervised = False
                 if leases is not None:
+                    leases.work_on("")
                     leases.over(tag)
                 job.close()
                 self._jobs.pop(job.task_id, None)
@@ -190,6 +224,7 @@ class SupervisorPool(TaskPool):  # type: ignore[misc]
         if runtime is not None:
             runtime.leases.consumer_has_ended()
         if runtime is not None and state.should_terminate is not None and state.should_terminate is not False:
+            runtime.leases.is_stopping = True
             runtime.stop_all("shutdown")
         self.executor.shutdown(cancel_futures=True)
         self._control.shutdown(cancel_futures=True)

@@ -100,7 +100,7 @@ class PresenceThread(threading.Thread):
             self.runtime.machine_gpus.looked_at()
             summary, entry = self._summary(), self._entry(loads)
             self._outdated = self._summary() != summary
-            self.fleet.announce(entry, self.runtime.app.settings.heartbeat_timeout_seconds)
+            self.fleet.announce(entry)
             self._written, self._written_at = summary, time.monotonic()
             self._held, self._change = {}, change
 
@@ -150,6 +150,8 @@ class PresenceThread(threading.Thread):
             bandwidth_bytes_per_second=runtime.app.settings.worker_network_bandwidth_bytes_per_second,
             started_at=self._started_at,
             heartbeat_at=time.time(),
+            interval_seconds=runtime.app.settings.heartbeat_interval_seconds,
+            timeout_seconds=runtime.app.settings.heartbeat_timeout_seconds,
             version=__version__,
         )
 

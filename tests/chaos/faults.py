@@ -1,8 +1,8 @@
 """Kills the worker that it is loaded into (`--include faults`) at a named point, when a test has armed that point.
 
-The test and the workers share one file, named by CHAOS_FILE: a test writes a point's name into it (`Fault.arm`), the
-first worker that passes the point takes the file away, leaves its process id beside it, and sends itself SIGKILL. The
-worker's own code knows nothing of this: its functions are wrapped from outside.
+The test and the workers share one file, named by CHAOS_FILE: a test writes a point's name and a signal into it
+(`Fault.arm`), the first worker that passes the point takes the file away, leaves its process id beside it, and sends
+itself the signal, SIGKILL as a rule. The worker's own code knows nothing of this: its functions are wrapped.
 
 Points, in the order in which a delivery of a supervised task passes them:
 
@@ -76,12 +76,12 @@ class Fault:
         support = str(Path(__file__).parents[1] / "support")
         return {"CHAOS_FILE": str(self.path), "PYTHONPATH": os.pathsep.join([ours, support])}
 
-    def arm(self, point: str) -> None:
-        """Let the next worker that passes the point die there."""
+    def arm(self, point: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """Let the next worker that passes the point die there, or be stopped (SIGSTOP)."""
         assert point in POINTS
         self._struck.unlink(missing_ok=True)
         fresh = self.path.with_suffix(".new")
-        fresh.write_text(point)
+        fresh.write_text(f"{point} {number:d}")
         fresh.replace(self.path)
 
     def struck(self) -> int | None:
@@ -94,10 +94,11 @@ class Fault:
 
 
 def reach(point: str) -> None:
-    """Die here, if this point is armed and nobody else has taken it."""
+    """Die or stop here, if this point is armed and nobody else has taken it."""
     path = Path(os.environ["CHAOS_FILE"])
     try:
-        if path.read_text() != point:
+        armed, _, number = path.read_text().partition(" ")
+        if armed != point:
             return
         path.unlink()
     except FileNotFoundError:
@@ -105,7 +106,7 @@ def reach(point: str) -> None:
     fresh = path.with_suffix(".dead")
     fresh.write_text(str(os.getpid()))
     fresh.replace(path.with_suffix(".struck"))
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), int(number))
 
 
 def _around(

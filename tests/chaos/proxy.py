@@ -2,7 +2,7 @@
 
 It passes bytes and knows nothing of them. `cut()` ends every connection at once, both ways, and new ones are welcome;
 `refuse()` ends them and turns new ones away until `allow()`; `stall()` keeps them and passes nothing until then, as a
-line does that drops all packets.
+line does that drops all packets; `lose_answers()` passes on what is asked and drops what is answered, until `cut()`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -32,6 +33,7 @@ class Proxy:
         self._open = True
         self._flows = threading.Event()
         self._flows.set()
+        self._loses = False
         self._pairs: set[tuple[socket.socket, socket.socket]] = set()
         self._half_ended: set[tuple[socket.socket, socket.socket]] = set()
         self._lock = threading.Lock()
@@ -42,6 +44,7 @@ class Proxy:
         with self._lock:
             pairs, self._pairs = self._pairs, set()
             self._half_ended.clear()
+            self._loses = False
         for pair in pairs:
             for end in pair:
                 _reset(end)
@@ -57,10 +60,18 @@ class Proxy:
         """Pass nothing on, and say nothing."""
         self._flows.clear()
 
+    def lose_answers(self) -> None:
+        """Drop what the broker answers."""
+        self._loses = True
+
     def allow(self) -> None:
         """Let everything through again."""
         self._open = True
         self._flows.set()
+
+    def changes(self) -> Callable[[bytes], bytes]:
+        """Return what changes the bytes of one connection on their way to the broker; here nothing does."""
+        return bytes
 
     def close(self) -> None:
         self._open = False
@@ -100,10 +111,12 @@ class Proxy:
                 threading.Thread(target=self._pass, args=(pair, source, sink), name="proxy", daemon=True).start()
 
     def _pass(self, pair: tuple[socket.socket, socket.socket], source: socket.socket, sink: socket.socket) -> None:
+        changed = self.changes() if source is pair[0] else bytes
         try:
             while chunk := source.recv(_CHUNK_BYTES):
                 self._flows.wait()
-                sink.sendall(chunk)
+                if not (self._loses and source is pair[1]):
+                    sink.sendall(changed(chunk))
             # The end of one way is passed on as what it is: a reset would take what the other side has not read yet.
             self._flows.wait()
             sink.shutdown(socket.SHUT_WR)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -14,6 +19,13 @@ from tests.chaos.accounting import check, check_orphans
 from tests.chaos.conftest import LEASE
 from tests.support.fleet import TestFleet
 from tests.support.waiting import eventually
+
+
+def shown(fleet: TestFleet, *command: str) -> Any:
+    """Return what a command prints as JSON."""
+    environment = {**os.environ, "REDIS_URL": fleet.broker.url, "HOME": str(fleet.folder)}
+    program = [str(Path(sys.executable).with_name("gpuflow")), *command, "--json"]
+    return json.loads(subprocess.run(program, env=environment, stdout=subprocess.PIPE, text=True, check=False).stdout)
 
 
 def test_a_task_whose_worker_is_gone_is_cancelled_at_once_without_another_worker(fleet: TestFleet) -> None:
@@ -78,3 +90,23 @@ def test_a_shim_that_is_killed_takes_nothing_of_its_task_with_it_and_leaves_noth
     (record,) = check(fleet, [task.id], state=TaskState.SUCCEEDED)
     assert record.attempt == 2
     assert [entry.error["type"] for entry in fleet.app.ledger.attempts(task.id) if entry.error] == ["ChildLost"]
+
+
+def test_every_view_says_the_same_of_a_worker_that_is_gone(fleet: TestFleet) -> None:
+    # Given a worker that runs a task and is killed
+    worker = fleet.start_worker("w1", env={**LEASE, "HEARTBEAT_INTERVAL_SEC": "1"})
+    task = submit(fleet.echo(until_exists="/nowhere"), app=fleet.app)
+    eventually(lambda: task.state == "RUNNING", what="the task running")
+    worker.send(signal.SIGKILL)
+
+    # When its lease has ended, and its next heartbeat is overdue
+    eventually(lambda: shown(fleet, "status", task.id)["state"] == "QUEUED", within=60, what="the loss")
+    eventually(lambda: shown(fleet, "workers")[0]["state"] == "SILENT", within=60, what="the silence")
+
+    # Then nothing tells that it runs the task, or could run another
+    assert shown(fleet, "status", task.id)["lost"] is True
+    (queue,) = (row for row in shown(fleet, "queues") if row["name"] == task.record().queue)
+    assert (queue["waiting"], queue["running"], queue["workers"]) == (1, 0, [])
+    (told,) = shown(fleet, "explain", task.id)
+    assert (told["outcome"], told["workers"][0]["situation"]) == ("cannot", "silent")
+    assert "w1 (" in next(one for one in shown(fleet, "doctor")["checks"] if one["name"] == "silent workers")["detail"]

@@ -4,6 +4,7 @@ that holds it. No worker ends by that, and what was done meanwhile is told when 
 from __future__ import annotations
 
 import shutil
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -11,14 +12,16 @@ from pathlib import Path
 
 import pytest
 import redis
+from celery import chain
 
 from gpuflow.client import submit
 from gpuflow.errors import BrokerUnavailable
 from gpuflow.ledger.states import TaskState
 from tests.chaos.accounting import check, check_ran_once
-from tests.chaos.conftest import LEASE
+from tests.chaos.conftest import LEASE, MORTAL
+from tests.chaos.faults import Fault
 from tests.support.fleet import Broker, TestFleet, WorkerProcess
-from tests.support.waiting import eventually, promised
+from tests.support.waiting import eventually, patient, promised
 
 PLAIN = ("--include", "plain_tasks")
 #: Terms that are longer than a refusal in these tests.
@@ -143,6 +146,23 @@ def test_a_server_that_takes_no_writes_of_anybody_ends_no_work_however_long(flee
     (record,) = check(fleet, [task.id])
     check_ran_once([record])
     promised(record.result["pid"] == child.pid, "another child has done the work")
+
+
+def test_what_follows_a_task_is_published_when_the_server_takes_it_again(fleet: TestFleet, fault: Fault) -> None:
+    # Given a chain, whose first task is committed when the server begins to refuse
+    worker = fleet.start_worker("w1", *MORTAL, env=LONG_LEASE | fault.env)
+    fault.arm("committing_after", signal.SIGSTOP)
+    steps = [fleet.app.signature("gpuflow.echo", kwargs={"spec": fleet.echo(output=n)}, immutable=True) for n in (1, 2)]
+    last = chain(*steps, app=fleet.app).apply_async()
+    eventually(fault.struck, what="the first task committed")
+
+    with no_replicas(fleet.broker):
+        worker.send(signal.SIGCONT)
+        eventually(says(worker, "follow_up_not_published"), what="the next task refused")
+
+    # Then nothing of the chain is lost, and the first task is not run again
+    assert last.get(timeout=patient(30))["output"] == 2
+    assert fleet.app.ledger.get(last.parent.id).attempt == 1
 
 
 def test_a_submit_says_what_the_server_refuses(fleet: TestFleet) -> None:

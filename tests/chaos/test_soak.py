@@ -6,6 +6,7 @@ the long one. The table of faults and outcomes is printed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -20,13 +21,16 @@ from typing import Any
 
 import psutil
 import pytest
+from redis.exceptions import RedisError
 
 from gpuflow.client import PipelineRun, submit, submit_pipeline
-from tests.chaos.accounting import check, check_orphans
+from gpuflow.ledger.states import TaskState
+from tests.chaos.accounting import check, check_orphans, leftovers
 from tests.chaos.conftest import LEASE, LEASE_SECONDS
-from tests.chaos.proxy import Proxy
+from tests.chaos.refusals import RefusingProxy
 from tests.fixtures.simulated_nvml import simulated_machine
 from tests.support.attempt_spans import spans_in
+from tests.support.engines import SCRIPTED, build
 from tests.support.fleet import TestFleet, WorkerProcess
 from tests.support.spans import double_bookings
 from tests.support.waiting import eventually, patient, promised
@@ -41,12 +45,15 @@ SEED = int(os.environ.get("SOAK_SEED", "7"))
 WORKERS = 3
 #: A fault every so many seconds, on average.
 FAULT_SECONDS = 3.0
+#: Records are kept for so long after the end of their task, or of their pipeline: some of these take longer.
+RETENTION_SECONDS = 12.0
+FULL_DISK = "MISCONF the server is configured to save snapshots, but it is unable to persist to disk."
 
 
 class Storm:
     """Keeps a fleet of workers up and brings faults over it."""
 
-    def __init__(self, fleet: TestFleet, proxy: Proxy, choice: random.Random) -> None:
+    def __init__(self, fleet: TestFleet, proxy: RefusingProxy, choice: random.Random) -> None:
         self.fleet, self.proxy, self.choice = fleet, proxy, choice
         self.faults: Counter[str] = Counter()
         self.workers: dict[str, WorkerProcess] = {}
@@ -64,13 +71,23 @@ class Storm:
             (1, self.kill_beat),
             (2, self.kill_shim),
             (2, self.refuse_commands),
+            (2, self.fill_the_disk),
+            (3, self.lose_answers),
             (1, self.poison_a_queue),
         ]
         self.refused_until: float | None = None
+        self.full_until: float | None = None
+        self.lost_until: float | None = None
         self.poisons = 0
-        #: Half of the tasks ask for one of the GPUs of a simulated machine, which the workers share.
+        for variant in ("cpu", "cuda"):
+            build(fleet.folder / "envs", SCRIPTED, variant=variant)
+        #: Half of the tasks ask for one of the GPUs of a simulated machine, which the workers share. Others are calls
+        #: of warm sessions without a model.
         self.env = {
             **LEASE,
+            "GPUFLOW_ENV_DIR": str(fleet.folder / "envs"),
+            "GPUFLOW_STATE_DIR": str(fleet.folder / "state"),
+            "GPUFLOW_RETENTION_DAYS": str(RETENTION_SECONDS / 86_400),
             **simulated_machine(fleet.folder, "3xA100-40GB"),
             "GPUFLOW_NOTICE_SEC": "1",
             "ATTEMPT_SPANS": str(fleet.folder / "spans"),
@@ -81,6 +98,12 @@ class Storm:
         if self.refused_until is not None and time.monotonic() >= self.refused_until:
             self.fleet.broker.client.config_set("min-replicas-to-write", 0)
             self.refused_until = None
+        if self.full_until is not None and time.monotonic() >= self.full_until:
+            self.proxy.end()
+            self.full_until = None
+        if self.lost_until is not None and time.monotonic() >= self.lost_until:
+            self.proxy.cut()
+            self.lost_until = None
         for name, until in list(self.frozen.items()):
             if time.monotonic() >= until:
                 del self.frozen[name]
@@ -108,6 +131,7 @@ class Storm:
         """No more faults; every worker is up."""
         self.frozen = dict.fromkeys(self.frozen, 0.0)
         self.refused_until = self.refused_until and 0.0
+        self.full_until, self.lost_until = self.full_until and 0.0, self.lost_until and 0.0
         self.tick()
 
     def close(self) -> None:
@@ -162,6 +186,17 @@ class Storm:
             self.fleet.broker.client.config_set("min-replicas-to-write", 1)
             self.refused_until = time.monotonic() + LEASE_SECONDS * self.choice.uniform(0.3, 1.5)
         return "commands refused"
+
+    def fill_the_disk(self) -> str | None:
+        if self.full_until is None:
+            self.proxy.begin(FULL_DISK, sys.maxsize)
+            self.full_until = time.monotonic() + LEASE_SECONDS * self.choice.uniform(0.3, 1.5)
+        return "broker's disk full"
+
+    def lose_answers(self) -> str | None:
+        self.proxy.lose_answers()
+        self.lost_until = time.monotonic() + self.choice.uniform(0.05, 0.5)
+        return "answers lost"
 
     def poison_a_queue(self) -> str | None:
         self.poisons += 1
@@ -222,10 +257,11 @@ def _executor(process: psutil.Process) -> bool:
 
 
 def pipeline(number: int) -> dict[str, Any]:
+    longer = 1.5 * RETENTION_SECONDS if number % 3 == 0 else 0.5
     stages = [
         {"name": "a", "spec": {"echo": {"output": number, "sleep_seconds": 0.2}}},
         {"name": "b", "dependsOn": ["a"], "spec": {"echo": {"output": "${a.result.output}"}}},
-        {"name": "c", "dependsOn": ["a"], "spec": {"echo": {"output": 1, "sleep_seconds": 0.5}}},
+        {"name": "c", "dependsOn": ["a"], "spec": {"echo": {"output": 1, "sleep_seconds": longer}}},
         {"name": "d", "dependsOn": ["b", "c"], "spec": {"echo": {"output": "${b.result.output}"}}},
     ]
     spec = {"taskType": "echo", "retry": RETRY, "graph": {"nodes": stages}}
@@ -236,71 +272,133 @@ def pipeline(number: int) -> dict[str, Any]:
 RETRY = {"max_attempts": 20, "backoff_seconds": 0.2}
 
 
-@pytest.mark.timeout(SECONDS * 2 + patient(400))
-def test_a_storm_loses_nothing_and_runs_nothing_twice(fleet: TestFleet) -> None:
-    choice = random.Random(SEED)
-    tasks: list[str] = []
-    runs: list[PipelineRun] = []
-    failed: list[BaseException] = []
+def call(prompt: str, **fields: Any) -> dict[str, Any]:
+    """Return a call of the model that all calls share."""
+    return {
+        "taskType": "inference",
+        "model": {"source": {"type": "local", "identifier": "/models/one"}},
+        "data": {"type": "list", "items": [prompt]},
+        "resources": {"hardware": {"gpu": {"count": 0}}},
+        "retry": RETRY,
+        **fields,
+    }
 
-    def submit_all() -> None:
+
+class Submitted:
+    """What was submitted, and the keeping of its records: they go so soon that the test could not read them."""
+
+    def __init__(self, fleet: TestFleet, choice: random.Random) -> None:
+        self.fleet, self.choice = fleet, choice
+        self.echoes: list[str] = []
+        self.calls: dict[str, int] = {}
+        self.culprits: list[str] = []
+        self.runs: list[PipelineRun] = []
+        self.failed: list[BaseException] = []
+
+    def submit_all(self) -> None:
         pauses = threading.Event()
         try:
             for number in range(TASKS):
-                echo = fleet.echo(output=number, sleep_seconds=choice.choice([0, 0, 0.1, 0.5, 2.0]))
-                resources = {"resources": {"accelerators": "A100:1"}} if number % 2 else {}
-                tasks.append(submit({**echo, "retry": RETRY, **resources}, app=fleet.app).id)
+                self._submit(number)
                 if number % max(1, TASKS // PIPELINES) == 0:
-                    runs.append(submit_pipeline(pipeline(number), app=fleet.app))
+                    self.runs.append(submit_pipeline(pipeline(number), app=self.fleet.app))
                 pauses.wait(SECONDS * 0.8 / TASKS)
         except BaseException as error:
-            failed.append(error)
+            self.failed.append(error)
 
-    with Proxy(fleet.broker.url) as proxy:
+    def _submit(self, number: int) -> None:
+        app = self.fleet.app
+        if number % 8 == 3:
+            self.calls[submit(call(f"echo {number}"), app=app).id] = number
+        if number % 40 == 11:
+            retry = {"max_attempts": 3, "backoff_seconds": 0.2}
+            self.culprits.append(submit(call("die", retry=retry), app=app).id)
+        echo = self.fleet.echo(output=number, sleep_seconds=self.choice.choice([0, 0, 0.1, 0.5, 2.0]))
+        resources = {"resources": {"accelerators": "A100:1"}} if number % 2 else {}
+        self.echoes.append(submit({**echo, "retry": RETRY, **resources}, app=app).id)
+
+    def of_stages(self) -> list[str]:
+        return [task for run in self.runs for stage in run.record().stages.values() for task in stage.tasks]
+
+    def keep(self) -> None:
+        """Let what has ended be kept, though the time for that is so short."""
+        keys = self.fleet.app.keys
+        pipe = self.fleet.broker.client.pipeline(transaction=False)
+        for run in list(self.runs):
+            for key in (keys.pipeline(run.id), keys.stages(run.id), keys.events(run.id)):
+                pipe.persist(key)
+        for task in [*self.echoes, *self.calls, *self.culprits, *self.of_stages()]:
+            for key in (keys.task(task), keys.attempts(task), keys.events(task), keys.celery_result(task)):
+                pipe.persist(key)
+        with contextlib.suppress(RedisError):  # it refuses that now; the next time is soon enough
+            pipe.execute()
+
+
+@pytest.mark.timeout(SECONDS * 2 + patient(400))
+def test_a_storm_loses_nothing_and_runs_nothing_twice(fleet: TestFleet) -> None:
+    given = Submitted(fleet, random.Random(SEED))
+    with RefusingProxy(fleet.broker.url) as proxy:
         storm = Storm(fleet, proxy, random.Random(SEED + 1))
         try:
-            producer = threading.Thread(target=submit_all, daemon=True)
+            producer = threading.Thread(target=given.submit_all, daemon=True)
             producer.start()
             ends = time.monotonic() + SECONDS
-            strikes = time.monotonic() + 2
+            strikes = keeps = time.monotonic() + 2
             while time.monotonic() < ends or producer.is_alive():
                 storm.tick()
                 if time.monotonic() >= strikes and time.monotonic() < ends:
                     storm.strike()
                     strikes = time.monotonic() + storm.choice.uniform(0.5, 1.5) * FAULT_SECONDS
+                if time.monotonic() >= keeps:
+                    given.keep()
+                    keeps = time.monotonic() + RETENTION_SECONDS / 6
                 producer.join(timeout=0.2)
-            assert not failed, failed
+            assert not given.failed, given.failed
             storm.calm()
 
             def settled() -> bool:
                 storm.tick()
-                return all(run.record().state.final for run in runs)
+                given.keep()
+                return all(run.record().state.final for run in given.runs)
 
             eventually(settled, within=180, what="the end of every pipeline")
-            for run in runs:
+            for run in given.runs:
                 assert run.record().state == "SUCCEEDED", run.status()
             ledger = fleet.app.ledger
             eventually(lambda: len(ledger.unreadable(10_000)) == storm.poisons, what="every poisoned message put aside")
             assert all("Unsupported type" in one["why"] for one in ledger.unreadable(10_000))
             ledger.forget_unreadable()
-            of_stages = [task for run in runs for stage in run.record().stages.values() for task in stage.tasks]
-            records = check(fleet, [*tasks, *of_stages], within=180)
+            good = [*given.echoes, *given.calls, *given.of_stages()]
+            eventually(lambda: given.keep() or ended(fleet, [*good, *given.culprits]), within=180, what="every end")
+            records = check(fleet, good, within=180)
+            dead = check(fleet, given.culprits, state=TaskState.DEAD, within=180)
         finally:
             storm.close()
-    outputs = {record.id: record.result["output"] for record in records}
-    assert [outputs[task] for task in tasks] == list(range(TASKS))
-    assert [run["d"].result["output"] for run in runs] == [run["a"].result["output"] for run in runs]
-    check_orphans(fleet, [*tasks, *of_stages], within=0)
-    outcomes = Counter(entry.outcome for record in records for entry in fleet.app.ledger.attempts(record.id))
-    print(f"\nsoak: seed {SEED}, {SECONDS:g} s, {TASKS} tasks, {len(runs)} pipelines, {storm.starts} worker starts")
+    outputs = {record.id: record.result for record in records}
+    assert [outputs[task]["output"] for task in given.echoes] == list(range(TASKS))
+    assert {task: outputs[task]["items"][0]["output"] for task in given.calls} == {
+        task: str(number) for task, number in given.calls.items()
+    }
+    assert [run["d"].result["output"] for run in given.runs] == [run["a"].result["output"] for run in given.runs]
+    check_orphans(fleet, [*good, *given.culprits], within=0)
+    outcomes = Counter(entry.outcome for one in [*records, *dead] for entry in fleet.app.ledger.attempts(one.id))
+    print(
+        f"\nsoak: seed {SEED}, {SECONDS:g} s, {TASKS} tasks, {len(given.calls)} calls, {len(given.culprits)} that kill "
+        f"their engine, {len(given.runs)} pipelines, {storm.starts} worker starts"
+    )
     for kind, count in sorted(storm.faults.items()):
         print(f"  fault    {kind:<22}{count:>6}")
     for kind, count in sorted(outcomes.items()):
         print(f"  attempt  {kind:<22}{count:>6}")
     spans = spans_in(fleet.folder / "spans")
     promised(double_bookings(spans) == [], f"GPUs of two attempts at once: {double_bookings(spans)}")
-    asked = {task: number % 2 for number, task in enumerate(tasks)}
+    asked = {task: number % 2 for number, task in enumerate(given.echoes)}
     wrong = [one for one in spans if len(one.gpus) != asked.get(one.name.partition("/")[0], 0)]
     promised(wrong == [], f"attempts with other GPUs than they asked for: {wrong}")
     print(f"  {len(spans)} attempts seen to their end: without their GPUs 0, double-booked 0")
     print("  lost 0, committed twice 0, orphans 0, pipelines without an end 0")
+
+
+def ended(fleet: TestFleet, tasks: list[str]) -> bool:
+    records = fleet.app.ledger.find_many(tasks)
+    return all(record is not None and record.state.final for record in records) and not leftovers(fleet)

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.fixtures.fleets import OPTIONS, fleet
+from tests.fixtures.fleets import OPTIONS, fleet, long_fleet
 from tests.support.fleet import TestFleet
 
-__all__ = ["OPTIONS", "fleet"]
+__all__ = ["OPTIONS", "fleet", "long_fleet"]
 
 
 @pytest.fixture(scope="module")

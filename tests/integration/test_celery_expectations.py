@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 from celery.exceptions import WorkerLostError
+from kombu import Queue
 
-from tests.fixtures.fleets import OPTIONS
 from tests.support.fleet import TestFleet, WorkerProcess
 from tests.support.waiting import eventually, patient
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestFleet]:
+def fleet(long_fleet: TestFleet) -> TestFleet:
     """One broker for all tests of this file."""
-    made = TestFleet(tmp_path_factory.mktemp("fleet"), options=OPTIONS)
-    try:
-        yield made
-    finally:
-        made.close()
+    return long_fleet
 
 
 @pytest.fixture(scope="module")
@@ -47,3 +45,49 @@ def test_a_message_that_comes_again_says_so(fleet: TestFleet) -> None:
 
     assert sent.get(timeout=patient(20)) is True
     eventually(lambda: fleet.broker.client.zcard(fleet.app.keys.returned) == 0, what="nothing remembered")
+
+
+def test_what_waits_for_its_time_is_seen(fleet: TestFleet, worker: WorkerProcess) -> None:
+    later = fleet.app.send_task("plain_tasks.add", args=(1, 2), countdown=600)
+    fleet.app.send_task("plain_tasks.add", args=(1, 2), countdown=600, queue="of-others")
+    inspect = fleet.app.control.inspect(timeout=patient(20), limit=1)
+
+    ((entry,),) = inspect.scheduled().values()
+    ((state, request),) = (found[later.id] for found in inspect.query_task(later.id, "no-such-task").values())
+
+    assert (entry["request"]["id"], entry["request"]["name"]) == (later.id, "plain_tasks.add")
+    seconds = (datetime.fromisoformat(entry["eta"]) - datetime.now(UTC)).total_seconds()
+    assert 0 < seconds <= 600
+    assert (state, request["args"]) == ("scheduled", "(1, 2)")
+    assert fleet.app.control.purge() == 1
+    assert list(inspect.scheduled().values()) == [[]]
+
+
+@pytest.mark.usefixtures("worker")
+def test_a_task_sees_the_eta_that_it_was_asked_for(fleet: TestFleet) -> None:
+    eta = datetime.now(UTC) + timedelta(seconds=0.2)
+
+    assert fleet.app.send_task("plain_tasks.asked_eta", eta=eta).get(timeout=patient(20)) == eta.isoformat()
+    assert fleet.app.send_task("plain_tasks.asked_eta").get(timeout=patient(20)) is None
+
+
+def test_a_consumer_that_is_no_worker_takes_as_many_as_its_prefetch_count(fleet: TestFleet) -> None:
+    for _ in range(3):
+        fleet.app.send_task("plain_tasks.add", args=(1, 2), queue="elsewhere")
+    taken: list[Any] = []
+    with fleet.app.connection_for_read() as connection, connection.channel() as channel:
+        consumer = channel.Consumer([Queue("elsewhere")], callbacks=[lambda _, message: taken.append(message)])
+        consumer.qos(prefetch_count=2)
+        with consumer:
+
+            def comes() -> int:
+                with contextlib.suppress(TimeoutError):
+                    while True:
+                        connection.drain_events(timeout=2.5)
+                return len(taken)
+
+            assert comes() == 2
+            taken[0].ack()
+            assert comes() == 3
+            for message in taken[1:]:
+                message.ack()

@@ -13,7 +13,6 @@ from gpuflow.broker.scripts import broker_script
 from gpuflow.client import submit
 from gpuflow.errors import TaskFailed
 from gpuflow.fleet.registry import Fleet
-from tests.fixtures.fleets import OPTIONS
 from tests.support.fleet import TestFleet
 from tests.support.pops import POP_ONE
 from tests.support.waiting import eventually, patient
@@ -22,13 +21,9 @@ LEASE_SECONDS = 60.0
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestFleet]:
+def fleet(long_fleet: TestFleet) -> TestFleet:
     """One broker for all tests of this file."""
-    made = TestFleet(tmp_path_factory.mktemp("fleet"), options=OPTIONS)
-    try:
-        yield made
-    finally:
-        made.close()
+    return long_fleet
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +13,6 @@ from celery.result import AsyncResult
 from gpuflow.client import submit
 from gpuflow.errors import TaskFailed
 from gpuflow.upkeep.reconciler import Reconciler
-from tests.fixtures.fleets import OPTIONS
 from tests.support.fleet import TestFleet, WorkerProcess
 from tests.support.waiting import eventually, patient
 
@@ -21,13 +20,9 @@ Change = Callable[[dict[str, Any]], bytes]
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestFleet]:
+def fleet(long_fleet: TestFleet) -> TestFleet:
     """One broker for all tests of this file."""
-    made = TestFleet(tmp_path_factory.mktemp("fleet"), options=OPTIONS)
-    try:
-        yield made
-    finally:
-        made.close()
+    return long_fleet
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from gpuflow.broker.keys import Keys
+from gpuflow.broker.scripts import broker_script
 from gpuflow.broker.sweeper import Sweeper, Swept
 from tests.support.fleet import Broker
 
@@ -79,3 +80,48 @@ def test_after_ordinary_turns_what_is_not_renewed_goes_back(
 
     assert (found.graced, found.restored) == (0, 1)
     assert broker.client.zscore(KEYS.leases, "tag") is None
+
+
+def delay(broker: Broker, tag: str, seconds: float, **waiters: str) -> list[str]:
+    """Publish a delayed message while one waits in each of these groups; return those that were told of it."""
+    for group, bell in waiters.items():
+        broker.client.sadd(KEYS.waiters({"control": "gpuflow.control"}.get(group, group)), bell)
+    args = [json.dumps({"properties": {"delivery_tag": tag}}), 60, seconds, tag]
+    broker_script("publish")(broker.client, ["t:cpu", KEYS.ready, KEYS.delayed, KEYS.parked], args)
+    return [group for group, bell in waiters.items() if broker.client.lpop(bell) == "due"]
+
+
+def test_somebody_is_told_of_a_message_that_is_due_before_the_next_sweep(broker: Broker) -> None:
+    broker.client.flushall()
+
+    assert delay(broker, "late", 600, control="t:a", cpu="t:b") == []
+    assert delay(broker, "soon", 0.9, control="t:a", cpu="t:b") == ["control"], "a full worker waits there, too"
+    assert delay(broker, "also soon", 0.9, cpu="t:b") == ["cpu"]
+
+    seconds, _ = broker.client.time()
+    broker.client.hset(KEYS.sweep, "alarm", seconds + 600)  # somebody comes, but for one that is due later
+    assert delay(broker, "sooner", 0.9, control="t:a") == ["control"]
+
+
+def test_one_sweeper_comes_in_time_for_a_delayed_message(broker: Broker) -> None:
+    # Given two sweepers, and messages that are due before they sweep again
+    broker.client.flushall()
+    first, second = (Sweeper(KEYS, 60, rest_seconds=6000) for _ in range(2))
+    assert first.sweep(broker.client, next_seconds=1000).again_seconds is None
+    for tag in ("soon", "later"):
+        delay(broker, tag, 600)
+    seconds, _ = broker.client.time()
+    broker.client.zadd(KEYS.delayed, {"soon": seconds + 500, "later": seconds + 900})
+    # When they sweep, then one of them comes again in time for the first message
+    again = [one.sweep(broker.client, next_seconds=1000).again_seconds for one in (first, second)]
+    assert again[1] is None
+    assert again[0] is not None
+    assert 0 < again[0] <= 500
+    # and who comes when it is due moves it, however short the time since the last sweep, and goes on with the next one
+    broker.client.zadd(KEYS.delayed, {"soon": 1})
+    broker.client.hset(KEYS.sweep, "alarm", 1)
+    last = broker.client.hget(KEYS.sweep, "at")
+    assert first.sweep(broker.client, next_seconds=1000).again_seconds is not None
+    assert broker.client.zrange(KEYS.delayed, 0, -1) == ["later"]
+    assert json.loads(broker.client.lindex("t:cpu", 0))["properties"]["delivery_tag"] == "soon"
+    assert broker.client.hget(KEYS.sweep, "at") == last, "it swept nothing else"

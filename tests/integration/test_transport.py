@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -77,6 +79,21 @@ def test_cancel_takes_a_delayed_task_out(fleet: TestFleet) -> None:
     assert client.zcard(keys.delayed) == client.hlen(keys.parked) == client.llen(task.record().queue) == 0
     with pytest.raises(TaskCancelled):
         task.get(timeout=patient(5))
+
+
+def test_a_consumer_that_waits_hears_of_a_short_delay(fleet: TestFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = threading.Event()
+    with fleet.app.connection_for_read() as connection, connection.channel() as channel:
+        monkeypatch.setattr(channel.leases, "sweep_soon", heard.set)
+        with channel.Consumer([kombu.Queue("waiting")], callbacks=[lambda _, message: message.ack()]):
+
+            def hears() -> bool:
+                fleet.app.send_task("plain_tasks.add", args=(1, 2), queue="waiting", countdown=0.9)
+                with contextlib.suppress(TimeoutError):
+                    connection.drain_events(timeout=0.5)
+                return heard.is_set()
+
+            eventually(hears, what="somebody who is to come in time")
 
 
 # -- order, and other producers ---------------------------------------------------------------------------------------

@@ -74,3 +74,8 @@ def reject_first(self: Any) -> bool:
     if not self.request.delivery_info["redelivered"]:
         raise Reject("once", requeue=True)
     return True
+
+
+@app.task(bind=True)
+def asked_eta(self: Any) -> str | None:
+    return self.request.eta  # type: ignore[no-any-return]

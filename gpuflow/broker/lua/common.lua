@@ -52,8 +52,8 @@ end
 
 -- Wake one consumer that waits for a message of `queue`: of a demand queue, one of the class that suits best, and one
 -- of each class that has not said yet whether it serves it and says so then. The token names the queue, so that a
--- consumer that cannot take from it now wakes the next one, `hops` times at most. A token that nobody reads expires
--- after `seconds`.
+-- consumer that cannot take from it now wakes the next one, `hops` times at most. A token that nobody reads expires after
+-- `seconds`.
 local function ring(ready, queue, seconds, hops)
   local token = (hops or 16) .. ' ' .. queue
   if wake(ready, queue, token, seconds) then return end
@@ -91,6 +91,20 @@ local function put(ready, list, side, raw, seconds)
   ring(ready, queue, seconds)
 end
 
+-- Let a message wait: a sweep puts it into its list `pause` seconds from now. If it is due before the next ordinary
+-- sweep, and nobody sweeps in time for an earlier one, the keeper of one consumer is to come in time: any that waits for
+-- control tasks, as full workers do, too, or else for that queue.
+local function delay(ready, delayed, parked, tag, side, list, raw, pause, seconds)
+  local time = redis.call('TIME')
+  local now = time[1] + time[2] / 1000000
+  redis.call('ZADD', delayed, string.format('%.6f', now + pause), tag)
+  redis.call('HSET', parked, tag, side .. '\n' .. list .. '\n' .. raw)
+  if pause >= 1 then return end
+  local alarm = tonumber(redis.call('HGET', prefix_of(ready) .. 'gpuflow.sweep', 'alarm') or '0')
+  if alarm > now and alarm <= now + pause then return end
+  if not wake(ready, 'gpuflow.control', 'due', seconds) then wake(ready, queue_of(ready, list), 'due', seconds) end
+end
+
 -- Take a waiting message out of its list; returns whether it was there.
 local function take_out(ready, list, raw)
   local found = redis.call('LREM', list, -1, raw) > 0
@@ -107,6 +121,15 @@ local function set_aside(ready, list, raw, why)
   redis.call('LTRIM', key, 0, 9999)
 end
 
+-- A call whose answer is lost is sent again, and much may have come between. It has an id, and its answer is noted in the
+-- hash that it changes: the repeat gets the same answer and changes nothing. The last call of each step is known.
+local function answer_to(hash, step, call)
+  local noted = redis.call('HGET', hash, step .. '_call')
+  if noted and string.sub(noted, 1, #call + 1) == call .. ' ' then return string.sub(noted, #call + 2) end
+end
+
+local function note_answer(hash, step, call, answer) redis.call('HSET', hash, step .. '_call', call .. ' ' .. answer) end
+
 -- End the lease of one message.
 local function end_lease(leases, unacked, owners, tag)
   redis.call('ZREM', leases, tag)
@@ -114,9 +137,18 @@ local function end_lease(leases, unacked, owners, tag)
   redis.call('HDEL', owners, tag)
 end
 
--- Remember that a delivery of a message goes back undone: the next one says so (`redelivered`).
+-- Remember that a delivery of a message goes back undone: the next one says so (`redelivered`), and by the time of its
+-- last return deliveries of one message are told apart.
 local function note_return(ready, tag)
-  redis.call('ZADD', prefix_of(ready) .. 'gpuflow.returned', redis.call('TIME')[1], tag)
+  local key, time = prefix_of(ready) .. 'gpuflow.returned', redis.call('TIME')
+  local last = tonumber(redis.call('ZSCORE', key, tag) or '0')
+  redis.call('ZADD', key, string.format('%.6f', math.max(time[1] + time[2] / 1000000, last + 0.000001)), tag)
+end
+
+-- Whether a message has gone back since the delivery to which `last` was told as its last return ('0' for none).
+local function has_returned(ready, tag, last)
+  local at = redis.call('ZSCORE', prefix_of(ready) .. 'gpuflow.returned', tag)
+  return at and tonumber(at) > tonumber(last)
 end
 
 -- Forget that: the message has ended.

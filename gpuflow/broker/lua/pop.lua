@@ -19,8 +19,9 @@
 --   models   the models that this worker has   patience: seconds to leave a task to a worker that has its model
 --
 -- Returns {list, message, names, cold, tag, returned}, `cold` being the queues that have a message for this worker but
--- for their warm_only, `returned` 1 if an earlier delivery of it came to nothing. With '' for the first two when nothing was taken: then the doorbell is registered in the same step, so that
--- no publish is missed, and another waiter is woken for the queue of pass_on.
+-- but for their warm_only, `returned` when the message last went back undone, '0' for never. With '' for the first two
+-- when nothing was taken: then the doorbell is registered in the same step, so that no publish is missed, and another
+-- waiter is woken for the queue of pass_on.
 -- Nothing is taken while the fleet gathers after a new server run (arrive.lua).
 -- A message that is not JSON with a delivery tag is put aside.
 local ready = KEYS[4]
@@ -171,4 +172,4 @@ end
 local names = look.page > 0 and redis.call('ZRANGE', ready, 0, look.page - 1) or {}
 local queues = {}
 for queue in pairs(cold) do queues[#queues + 1] = queue end
-return {list or '', raw or '', names, queues, tag or '', tag and redis.call('ZSCORE', KEYS[5], tag) and 1 or 0}
+return {list or '', raw or '', names, queues, tag or '', tag and redis.call('ZSCORE', KEYS[5], tag) or '0'}

@@ -11,10 +11,16 @@
 -- ARGV[9] seconds until a waiting task moves on to its next alternative, or '' when it has none
 -- ARGV[10..] field, value, ... of the record
 --
--- Returns 1 published, 0 the record exists already (nothing was changed: a repeated submit is harmless).
+-- Returns 1 published, 0 it was published before (nothing was changed): the record exists, or, of a message without one,
+-- it is a repeat whose first answer was lost.
+local REPEAT_SECONDS = 60
 local now = redis.call('TIME')
 local seconds = string.format('%d.%06d', now[1], now[2])
 local message = ARGV[1]
+if (ARGV[5] or '') == '' then
+  local sent = prefix_of(KEYS[2]) .. 'gpuflow.sent:' .. ARGV[4]
+  if not redis.call('SET', sent, '', 'NX', 'EX', REPEAT_SECONDS) then return 0 end
+end
 if #ARGV > 4 then
   if ARGV[5] ~= '' and redis.call('EXISTS', KEYS[5]) == 1 then return 0 end
   if ARGV[7] ~= '' then
@@ -34,8 +40,7 @@ if #ARGV > 4 then
   end
 end
 if ARGV[3] ~= '' then
-  redis.call('ZADD', KEYS[3], now[1] + now[2] / 1000000 + tonumber(ARGV[3]), ARGV[4])
-  redis.call('HSET', KEYS[4], ARGV[4], 'back\n' .. KEYS[1] .. '\n' .. message)
+  delay(KEYS[2], KEYS[3], KEYS[4], ARGV[4], 'back', KEYS[1], message, tonumber(ARGV[3]), ARGV[2])
   return 1
 end
 put(KEYS[2], KEYS[1], 'back', message, ARGV[2])

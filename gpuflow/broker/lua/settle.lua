@@ -4,19 +4,18 @@
 -- KEYS[5] gpuflow.delayed  KEYS[6] gpuflow.parked
 -- ARGV[1] delivery tag  ARGV[2] owner token  ARGV[3] 'ack', 'front' or 'back'  ARGV[4] doorbell token seconds
 -- ARGV[5] seconds to wait before a message that is put back can be taken again (0: none)
+-- ARGV[6] when the message had last gone back before this delivery, 0 for never (pop.lua)
 --
 -- Returns 1 done, 0 LOST (another owner holds the lease, or it was settled before): nothing was changed.
 local held = redis.call('HGET', KEYS[3], ARGV[1])
 if not held then return 0 end
 local cut = string.find(held, '\n', 1, true)
-if string.sub(held, 1, cut - 1) ~= ARGV[2] then return 0 end
+if string.sub(held, 1, cut - 1) ~= ARGV[2] or has_returned(KEYS[4], ARGV[1], ARGV[6]) then return 0 end
 local list = string.sub(held, cut + 1)
 local raw = ARGV[3] ~= 'ack' and redis.call('HGET', KEYS[2], ARGV[1])
-local delay = tonumber(ARGV[5])
-if raw and delay > 0 then
-  local now = redis.call('TIME')
-  redis.call('ZADD', KEYS[5], now[1] + now[2] / 1000000 + delay, ARGV[1])
-  redis.call('HSET', KEYS[6], ARGV[1], ARGV[3] .. '\n' .. list .. '\n' .. raw)
+local pause = tonumber(ARGV[5])
+if raw and pause > 0 then
+  delay(KEYS[4], KEYS[5], KEYS[6], ARGV[1], ARGV[3], list, raw, pause, ARGV[4])
 elseif raw then
   put(KEYS[4], list, ARGV[3], raw, ARGV[4])
 end

@@ -1,6 +1,7 @@
 -- Put messages whose lease has ended back to the front of their lists, and delayed ones whose time has come into
 -- theirs. One step, on the server's clock; every consumer and beat take it every second, and it does its work at most
--- about twice a second for all of them together: what a sweep costs the server does not grow with the fleet.
+-- about twice a second for all of them together: what a sweep costs the server does not grow with the fleet. Delayed
+-- messages alone move whenever they are due.
 --
 -- KEYS[1] gpuflow.leases  KEYS[2] gpuflow.unacked  KEYS[3] gpuflow.owners  KEYS[4] gpuflow.ready
 -- KEYS[5] gpuflow.sweep  KEYS[6] gpuflow.delayed  KEYS[7] gpuflow.parked
@@ -8,11 +9,14 @@
 -- ARGV[1] lease in seconds  ARGV[2] gap between sweeps, in seconds, above which there is grace
 -- ARGV[3] most messages to move in one step  ARGV[4] doorbell token seconds
 -- ARGV[5] prefix of the workers' heartbeat keys  ARGV[6] how many demand queues to look into
--- ARGV[7] seconds after a sweep in which another one does nothing, unless there was more than it could move
+-- ARGV[7] seconds after a sweep in which another one moves delayed messages alone, unless there was more than it could
+-- ARGV[8] seconds until the caller sweeps again by itself; 0: it cannot come earlier
 --
+-- Of a delayed message that is due before that, one caller is told: it comes again in time for it.
 -- Messages of stock producers are in no index: a few demand queues, chosen at random, are entered anew each time.
 -- After a pause or a clock that jumped, nobody could renew: every lease gets one term of grace.
--- Returns {restored, graced, name of the server run, 1 while the fleet gathers after a new run}.
+-- Returns {restored, graced, name of the server run, 1 while the fleet gathers after a new run, seconds until the
+-- caller is to come again or ''}.
 -- A task that has waited long for one alternative of its accelerators moves on to the next, in the same step.
 local function fall_back(ready, task, seconds)
   local prefix = prefix_of(ready)
@@ -47,8 +51,44 @@ local now = time[1] + time[2] / 1000000
 local at, run, hold, more = unpack(redis.call('HMGET', KEYS[5], 'at', 'run', 'hold', 'more'))
 local last = tonumber(at or '-1')
 hold = tonumber(hold or '0')
+
+local function next_due()
+  local first = redis.call('ZRANGE', KEYS[6], 0, 0, 'WITHSCORES')
+  return tonumber(first[2])
+end
+
+-- Seconds until the next delayed message is due, where that is soon and nobody else comes for it.
+local function alarm()
+  local due, usual = next_due(), tonumber(ARGV[8])
+  if not due or due >= now + usual then return '' end
+  local set = tonumber(redis.call('HGET', KEYS[5], 'alarm') or '')
+  if set and set <= due and set > now then return '' end
+  redis.call('HSET', KEYS[5], 'alarm', string.format('%.6f', due))
+  return string.format('%.6f', math.max(0, due - now))
+end
+
+local most = tonumber(ARGV[3])
+
+-- Put delayed messages into their lists whose time has come; returns whether there may be more of them.
+local function move_due()
+  local due = redis.call('ZRANGEBYSCORE', KEYS[6], '-inf', now, 'LIMIT', 0, most)
+  for _, tag in ipairs(due) do
+    local parked = redis.call('HGET', KEYS[7], tag)
+    if parked then
+      local side = string.find(parked, '\n', 1, true)
+      local list = string.find(parked, '\n', side + 1, true)
+      put(KEYS[4], string.sub(parked, side + 1, list - 1), string.sub(parked, 1, side - 1),
+        string.sub(parked, list + 1), ARGV[4])
+    end
+    redis.call('ZREM', KEYS[6], tag)
+    redis.call('HDEL', KEYS[7], tag)
+  end
+  return #due == most
+end
+
 if now >= last and now - last < tonumber(ARGV[7]) and more ~= '1' then
-  return {0, 0, run or '', hold > now and 1 or 0}
+  if move_due() then redis.call('HSET', KEYS[5], 'more', '1') end
+  return {0, 0, run or '', hold > now and 1 or 0, alarm()}
 end
 redis.call('HSET', KEYS[5], 'at', string.format('%.6f', now), 'more', '0')
 local gathering = 0
@@ -65,7 +105,7 @@ if hold > now then
     gathering = 0
   end
 end
-local restored, graced, most = 0, 0, tonumber(ARGV[3])
+local restored, graced = 0, 0
 local ended = {}
 if now < last or now - last > tonumber(ARGV[2]) then
   local held = redis.call('ZRANGE', KEYS[1], 0, -1)
@@ -85,18 +125,7 @@ else
     end_lease(KEYS[1], KEYS[2], KEYS[3], tag)
   end
 end
-local due = redis.call('ZRANGEBYSCORE', KEYS[6], '-inf', now, 'LIMIT', 0, most)
-for _, tag in ipairs(due) do
-  local parked = redis.call('HGET', KEYS[7], tag)
-  if parked then
-    local side = string.find(parked, '\n', 1, true)
-    local list = string.find(parked, '\n', side + 1, true)
-    put(KEYS[4], string.sub(parked, side + 1, list - 1), string.sub(parked, 1, side - 1),
-      string.sub(parked, list + 1), ARGV[4])
-  end
-  redis.call('ZREM', KEYS[6], tag)
-  redis.call('HDEL', KEYS[7], tag)
-end
+local more_due = move_due()
 local fallbacks = prefix_of(KEYS[4]) .. 'gpuflow.fallbacks'
 for _, task in ipairs(redis.call('ZRANGEBYSCORE', fallbacks, '-inf', now, 'LIMIT', 0, ARGV[3])) do
   fall_back(KEYS[4], task, ARGV[4])
@@ -106,5 +135,5 @@ for _, queue in ipairs(redis.call('SRANDMEMBER', KEYS[10], ARGV[6])) do
 end
 redis.call('ZREMRANGEBYSCORE', prefix_of(KEYS[4]) .. 'gpuflow.returned', '-inf', now - RETURNED_SECONDS)
 redis.call('ZREMRANGEBYSCORE', prefix_of(KEYS[4]) .. 'gpuflow.avoided', '-inf', now)
-if #ended == most or #due == most then redis.call('HSET', KEYS[5], 'more', '1') end
-return {restored, graced, run or '', gathering}
+if #ended == most or more_due then redis.call('HSET', KEYS[5], 'more', '1') end
+return {restored, graced, run or '', gathering, alarm()}

@@ -4,19 +4,23 @@
 -- KEYS[1] task record  KEYS[2] events  KEYS[3] attempts of the task  KEYS[4] gpuflow.dead
 -- KEYS[5] gpuflow.delayed  KEYS[6] gpuflow.parked  KEYS[7] gpuflow.unfinished  KEYS[8] gpuflow.ready
 -- KEYS[9] gpuflow.leases  KEYS[10] gpuflow.unacked  KEYS[11] gpuflow.owners
--- ARGV[1] reason  ARGV[2] cap of the event stream  ARGV[3] seconds until a final record expires
+-- ARGV[1] reason  ARGV[2] cap of the event stream  ARGV[3] seconds until a final record expires  ARGV[4] id of this call
 --
 -- Returns {verdict, state}: 'cancelled' (its message is taken away in the same step), 'requested' (its
 -- worker stops it), 'final' (it has ended already), 'unknown'.
 local state, list, message = unpack(redis.call('HMGET', KEYS[1], 'state', 'list', 'message'))
 if not state then return {'unknown', ''} end
+local before = answer_to(KEYS[1], 'cancel', ARGV[4])
+if before then return {before, state} end
 if is_final(state) then return {'final', state} end
 local seconds = clock()
 if runs(state) then
   local tag = redis.call('HGET', KEYS[1], 'tag')
   local ends = tag and redis.call('ZSCORE', KEYS[9], tag)
   if ends and tonumber(ends) > tonumber(seconds) then
-    redis.call('HSET', KEYS[1], 'cancel_requested', seconds)
+    if redis.call('HSETNX', KEYS[1], 'cancel_requested', seconds) == 1 then
+      note_answer(KEYS[1], 'cancel', ARGV[4], 'requested')
+    end
     return {'requested', state}
   end
   remember(KEYS[1], KEYS[3], seconds, 'lost', worker_lost(KEYS[1]), '')
@@ -31,4 +35,5 @@ if list and message then
 end
 local error = cjson.encode({type = 'Cancelled', message = ARGV[1], retryable = false})
 finish(KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[7], ARGV[2], ARGV[3], seconds, 'CANCELLED', error)
+note_answer(KEYS[1], 'cancel', ARGV[4], 'cancelled')
 return {'cancelled', 'CANCELLED'}

@@ -64,6 +64,7 @@ for i = 0, (#ARGV - 3) / 4 - 1 do
       end
     end
     if ours then
+      forget_return(KEYS[6], tag)
       redis.call('ZADD', KEYS[1], renewed, tag)
       redis.call('HSET', KEYS[2], tag, raw)
       redis.call('HSET', KEYS[3], tag, ARGV[1] .. '\n' .. list)

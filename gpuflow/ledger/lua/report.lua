@@ -3,24 +3,26 @@
 -- KEYS[1] task record  KEYS[2] events  KEYS[3] Celery's result of the task
 -- ARGV[1] attempt  ARGV[2] owner token  ARGV[3] progress JSON or ''  ARGV[4] cap of the event stream
 -- ARGV[5] what Celery is to show (STARTED, PROGRESS) or ''  ARGV[6] seconds until that expires
--- ARGV[7..] event JSON
+-- ARGV[7] id of this call: a repeat, whose first answer was lost, writes nothing again  ARGV[8..] event JSON
 --
 -- Returns 'ok', 'cancel' (stop the child), 'superseded' (another attempt is current, or the record is final: nothing
 -- was written), or 'behind' (nothing was written: the server came back from a snapshot that is older than this attempt;
 -- whether it may go on is decided with its lease, see reclaim.lua).
-local state, attempt, token = unpack(redis.call('HMGET', KEYS[1], 'state', 'attempt', 'owner_token'))
+local state, attempt, token, call, cancel = unpack(redis.call('HMGET', KEYS[1],
+  'state', 'attempt', 'owner_token', 'report_call', 'cancel_requested'))
 if not state or (not is_final(state) and tonumber(attempt or '0') < tonumber(ARGV[1])) then return 'behind' end
 if attempt ~= ARGV[1] or token ~= ARGV[2] or not runs(state) then return 'superseded' end
+local answer = cancel and 'cancel' or 'ok'
+if call == ARGV[7] then return answer end
 if state == 'STARTING' then
   redis.call('HSET', KEYS[1], 'state', 'RUNNING')
   tell(KEYS[2], ARGV[4], {event = 'state', state = 'RUNNING', attempt = tonumber(attempt)})
 end
-redis.call('HSET', KEYS[1], 'updated_at', clock())
+redis.call('HSET', KEYS[1], 'updated_at', clock(), 'report_call', ARGV[7])
 if ARGV[3] ~= '' then redis.call('HSET', KEYS[1], 'progress', ARGV[3]) end
-for i = 7, #ARGV do redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[4], '*', 'event', ARGV[i]) end
+for i = 8, #ARGV do redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[4], '*', 'event', ARGV[i]) end
 if ARGV[5] ~= '' then
   redis.call('SETEX', KEYS[3], ARGV[6], ARGV[5])
   redis.call('PUBLISH', KEYS[3], ARGV[5])
 end
-if redis.call('HEXISTS', KEYS[1], 'cancel_requested') == 1 then return 'cancel' end
-return 'ok'
+return answer

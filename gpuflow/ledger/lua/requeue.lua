@@ -2,11 +2,12 @@
 --
 -- KEYS[1] task record  KEYS[2] events  KEYS[3] gpuflow.ready  KEYS[4] Celery's result of the task
 -- KEYS[5] attempts of the task  KEYS[6] gpuflow.dead  KEYS[7] gpuflow.unfinished
--- ARGV[1] new delivery tag  ARGV[2] cap of the event stream  ARGV[3] doorbell token seconds
+-- ARGV[1] new delivery tag, which is also the id of this call  ARGV[2] cap of the event stream  ARGV[3] doorbell token seconds
 --
 -- Returns 1 queued, 0 it has not ended or has succeeded, -1 unknown or without its message.
 local state, list, message, id = unpack(redis.call('HMGET', KEYS[1], 'state', 'list', 'message', 'id'))
 if not state or not list or not message then return -1 end
+if answer_to(KEYS[1], 'requeue', ARGV[1]) then return 1 end
 if not is_final(state) or not may_move(state, 'QUEUED') then return 0 end
 local old = cjson.decode(message)['properties']['delivery_tag']
 local from, to = string.find(message, old, 1, true)
@@ -27,4 +28,5 @@ if pause then fall_back_in(KEYS[3], id, pause) end
 local queue, requirement = unpack(redis.call('HMGET', KEYS[1], 'queue', 'requirement'))
 if queue and requirement then register(KEYS[3], queue, requirement, seconds) end
 put(KEYS[3], list, 'back', message, ARGV[3])
+note_answer(KEYS[1], 'requeue', ARGV[1], 'queued')
 return 1

@@ -32,15 +32,14 @@ if ARGV[8] ~= '' then
   redis.call('HSET', KEYS[1], 'avoid_worker', ARGV[8], 'avoid_until', until_)
   redis.call('ZADD', prefix_of(KEYS[7]) .. 'gpuflow.avoided', until_, ARGV[3] .. '\n' .. ARGV[8])
 end
-local id, pause = unpack(redis.call('HMGET', KEYS[1], 'id', 'fallback_seconds'))
-if pause then fall_back_in(KEYS[7], id, pause) end
-local delay = tonumber(ARGV[7])
+local id, fallback = unpack(redis.call('HMGET', KEYS[1], 'id', 'fallback_seconds'))
+if fallback then fall_back_in(KEYS[7], id, fallback) end
+local pause = tonumber(ARGV[7])
 local event = {event = 'state', state = 'QUEUED', attempt = tonumber(attempt), after = ARGV[4]}
-if delay > 0 then
-  event['delaySeconds'] = delay
-  redis.call('HSET', KEYS[1], 'not_before', string.format('%.6f', seconds + delay))
-  redis.call('ZADD', KEYS[8], string.format('%.6f', seconds + delay), ARGV[3])
-  redis.call('HSET', KEYS[9], ARGV[3], 'front\n' .. list .. '\n' .. raw)
+if pause > 0 then
+  event['delaySeconds'] = pause
+  redis.call('HSET', KEYS[1], 'not_before', string.format('%.6f', seconds + pause))
+  delay(KEYS[7], KEYS[8], KEYS[9], ARGV[3], 'front', list, raw, pause, ARGV[11])
 else
   put(KEYS[7], list, 'front', raw, ARGV[11])
 end

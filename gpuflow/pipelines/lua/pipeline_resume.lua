@@ -1,12 +1,13 @@
 -- Begin a new round of a failed or cancelled pipeline: what has not succeeded is pending again, under a new epoch.
 --
 -- KEYS[1] pipeline record  KEYS[2] stages hash  KEYS[3] events of the pipeline
--- ARGV[1] cap of the event stream
+-- ARGV[1] cap of the event stream  ARGV[2] epoch that the caller has seen
 --
--- Returns {verdict, epoch}: 'resumed', 'running' (it has not ended), 'succeeded' (nothing is left), 'unknown'.
+-- Returns {verdict, epoch}: 'resumed' (now, or since the caller looked), 'running' (it has not ended), 'succeeded' (nothing is left), 'unknown'.
 local state = redis.call('HGET', KEYS[1], 'state')
 if not state then return {'unknown', 0} end
 local epoch = tonumber(redis.call('HGET', KEYS[1], 'epoch'))
+if epoch > tonumber(ARGV[2]) then return {'resumed', epoch} end
 if state == 'RUNNING' then return {'running', epoch} end
 if state == 'SUCCEEDED' then return {'succeeded', epoch} end
 epoch = epoch + 1

@@ -4,10 +4,11 @@
 -- ARGV[1] stage name  ARGV[2] expected state  ARGV[3] expected epoch  ARGV[4] new record JSON
 -- ARGV[5] cap of the event stream
 --
--- Returns 1 moved, 0 not: somebody else moved it, or the pipeline has ended.
+-- Returns 1 moved, now or by this very call before; 0 not: somebody else moved it, or the pipeline has ended.
 if redis.call('HGET', KEYS[2], 'state') ~= 'RUNNING' then return 0 end
 local stored = redis.call('HGET', KEYS[1], ARGV[1])
 local state, epoch = 'PENDING', redis.call('HGET', KEYS[2], 'epoch')
+if stored == ARGV[4] then return 1 end
 if stored then
   local record = cjson.decode(stored)
   state, epoch = record['state'], tostring(record['epoch'])

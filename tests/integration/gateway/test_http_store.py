@@ -172,12 +172,13 @@ def test_a_line_that_is_cut_again_and_again_is_borne_as_long_as_bytes_come(
 
 
 def test_a_gateway_that_is_not_there_is_an_error_that_names_it(gateway: Gateway, source: Path, tmp_path: Path) -> None:
-    with Proxy(gateway.results_url) as proxy:
-        url = proxy.url
-    store = gateway.store(url=url, max_attempts=2)
-    for action in (lambda: store.put(source, "t/f"), lambda: store.get("t/f", tmp_path / "f"), lambda: store.list("")):
-        with pytest.raises(ArtifactError, match=r"cannot be reached; start the gateway, or correct the address"):
-            action()
+    with socket.socket() as taken:  # bound and not listening: it refuses every connection, and nobody else can have it
+        taken.bind(("127.0.0.1", 0))
+        store = gateway.store(url=f"http://127.0.0.1:{taken.getsockname()[1]}/api/v1/results", max_attempts=2)
+        puts, gets = (lambda: store.put(source, "t/f")), (lambda: store.get("t/f", tmp_path / "f"))
+        for action in (puts, gets, lambda: store.list("")):
+            with pytest.raises(ArtifactError, match=r"cannot be reached; start the gateway, or correct the address"):
+                action()
 
 
 # -- bad bytes ---------------------------------------------------------------------------------------------------------

@@ -130,19 +130,45 @@ def test_no_two_renewals_are_further_apart_than_a_third_of_the_term(
     renewed: list[float] = []
     table = LeaseTable(Keys(), lease_seconds, owner="me")
 
-    def wait(seconds: float) -> bool:
+    def paused(seconds: float) -> bool:
         now[0] += seconds
         return now[0] > 1000 + 10 * lease_seconds
 
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(table._stop, "wait", wait)
+    monkeypatch.setattr(table, "_paused", paused)
     monkeypatch.setattr(table, "_renew", lambda: renewed.append(now[0]))
-    monkeypatch.setattr(table, "reaffirm", lambda: None)
+    monkeypatch.setattr(table, "reaffirm", lambda **_: None)
 
     table._keep()
 
     assert len(renewed) >= 30
     assert max(after - before for before, after in itertools.pairwise(renewed)) <= lease_seconds / 3 + 1e-6
+
+
+def test_the_keeper_comes_when_a_delayed_message_is_due_also_if_a_turn_came_between(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Given that the sweep at 1000 says to come again in 0.6 s, and that the keeper is woken after 0.2 s
+    now, turns = [1000.0], []
+    table = LeaseTable(Keys(), 60, owner="me")
+    wakes = iter([0.0, 0.2])
+
+    def paused(seconds: float) -> bool:
+        now[0] += next(wakes, seconds)
+        return len(turns) == 4
+
+    def swept(*, next_seconds: float) -> float | None:
+        turns.append(round(now[0], 3))
+        return 0.6 if len(turns) == 1 else None
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(table, "_paused", paused)
+    monkeypatch.setattr(table, "_renew", lambda: None)
+    monkeypatch.setattr(table, "reaffirm", swept)
+
+    table._keep()
+
+    assert turns == [1000.0, 1000.2, 1000.601, 1001.601]
 
 
 # -- a message that is here already -------------------------------------------------------------------------------

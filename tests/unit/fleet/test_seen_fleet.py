@@ -30,14 +30,14 @@ class Registry:
 
     def hgetall(self, key: str) -> None: ...
 
-    def exists(self, key: str) -> None: ...
+    def pttl(self, key: str) -> None: ...
 
     def execute(self) -> list[Any]:
         self.now += self.takes
         answers: list[Any] = []
         for number, capability in enumerate(self.capabilities):
             entry = WorkerEntry(id=str(number), state=WorkerState.IDLE, capability=capability.to_dict())
-            answers += [entry.to_hash(), 1]
+            answers += [entry.to_hash(), 60_000]
         return answers
 
 

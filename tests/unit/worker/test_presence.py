@@ -45,7 +45,7 @@ class Server:
     def execute(self) -> None: ...
 
     def read(self) -> WorkerEntry:
-        return WorkerEntry.from_hash(self.hash, alive=True)
+        return WorkerEntry.from_hash(self.hash, left_ms=120_000)
 
 
 class Worker:
@@ -229,7 +229,7 @@ def test_a_note_that_is_none_of_this_process_counts_for_nothing(worker: Worker, 
     for started_at in ("1.5", worker.server.hash["started_at"]):
         for text in (note, noted.replace('"load": {', '"load": 7, "was": {')):
             kept = {**worker.server.hash, "started_at": started_at, "newer_load": text}
-            entry = WorkerEntry.from_hash(kept, alive=True)
+            entry = WorkerEntry.from_hash(kept, left_ms=120_000)
             assert (entry.state, entry.load["freeJobs"]) == (WorkerState.IDLE, 2)
     other = {**worker.server.hash, "started_at": "1.5"}
-    assert WorkerEntry.from_hash(other, alive=True).load["freeJobs"] == 2
+    assert WorkerEntry.from_hash(other, left_ms=120_000).load["freeJobs"] == 2

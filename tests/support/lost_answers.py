@@ -1,0 +1,88 @@
+"""The calls of Lua steps, and each sent once more as by a client whose answer was lost."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+from unittest.mock import patch
+
+from redis.client import NEVER_DECODE
+
+from gpuflow.broker.scripts import Script
+
+#: Answers of steps that change nothing: such a call, sent again, is one that came later.
+_WORDS: Final = "refused lost live avoid newer final present young superseded behind running succeeded"
+_NOTHING: Final = {0, None, *_WORDS.split()}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a Lua step, to the byte."""
+
+    script: Script
+    keys: tuple[str, ...]
+    args: tuple[Any, ...]
+
+    def send(self, client: Any) -> Any:
+        """Send it, and return the answer."""
+        return self.script(client, self.keys, self.args)
+
+
+class Calls:
+    """The last call of each caller that had an effect. A caller does nothing else before it has its answer."""
+
+    def __init__(self, client: Any) -> None:
+        self.client = client
+        self._last: dict[Hashable, Call] = {}
+        self._newest: Call | None = None
+
+    @contextmanager
+    def of(self, caller: Hashable) -> Iterator[None]:
+        """Note the last call of this block as that of `caller`."""
+        made: list[tuple[Call, Any]] = []
+        real = Script.__call__
+
+        def noting(script: Script, client: Any, keys: Any, args: Any) -> Any:
+            answer = real(script, client, keys, args)
+            made.append((Call(script, tuple(keys), tuple(args)), answer))
+            return answer
+
+        with patch.object(Script, "__call__", noting):
+            yield
+        self.over(caller)
+        if made:
+            self._newest, answer = made[-1]
+            if (answer[0] if isinstance(answer, list) else answer) not in _NOTHING:
+                self._last[caller] = self._newest
+
+    def over(self, caller: Hashable) -> None:
+        """Note that the caller is gone, or has its answer."""
+        self._last.pop(caller, None)
+
+    def again(self) -> Any:
+        """Send the newest call again, and return the answer; nothing changes by it."""
+        assert self._newest is not None
+        return self._send_again(self._newest)
+
+    def repeat(self, ago: int) -> None:
+        """Send again what one caller asked last; 0 is he who asked last of all. Nothing changes by it."""
+        if self._last:
+            self._send_again([*self._last.values()][-1 - ago % len(self._last)])
+
+    def _send_again(self, call: Call) -> Any:
+        before = self._everything()
+        answer = call.send(self.client)
+        changed = {key for key, _ in before.items() ^ self._everything().items()}
+        assert not changed, f"sent again, {call.args} changed {sorted(changed)}"
+        return answer
+
+    def _everything(self) -> dict[str, tuple[bytes, bool]]:
+        names = self.client.keys("*")
+        pipe = self.client.pipeline(transaction=False)
+        for name in names:
+            pipe.execute_command("DUMP", name, **{NEVER_DECODE: True})
+            pipe.pttl(name)
+        answers = pipe.execute()
+        return {name: (answers[2 * i], answers[2 * i + 1] > 0) for i, name in enumerate(names)}
