@@ -24,7 +24,7 @@ from executors.base import ExecutorError
 from gpuflow.protocol import Emitter, Request
 
 #: Folders of the cache whose entries are held while they are used, and removed when the cache is too large.
-KINDS: Final = ("models", "checkpoints", "data", "references")
+KINDS: Final = ("models", "checkpoints", "data", "references", "venvs")
 
 #: Fields of a preset that say something to people, or that count after it is prepared.
 _DESCRIBING: Final = frozenset(
@@ -150,13 +150,16 @@ def _let_go(path: Path) -> None:
             os.close(descriptor)
 
 
-def obtain(path: Path, make: Callable[[], None], emitter: Emitter) -> Path:
-    """Return the entry `<root>/<kind>/<entry>`, made by `make` if it is not there, and held from now on."""
-    root, name = path.parent.parent, lock_name(path)
+def obtain(path: Path, make: Callable[[], None], emitter: Emitter, *, exists: Callable[[], bool] | None = None) -> Path:
+    """Return the entry `<root>/<kind>/<entry>`, made by `make` if it is not there, and held from now on.
+
+    `exists` says whether it is there, for one that does not appear whole by a rename.
+    """
+    root, name, is_there = path.parent.parent, lock_name(path), exists or path.exists
     told = False
-    while not hold(root, name, exists=path.exists):
+    while not hold(root, name, exists=is_there):
         with unused(root, name) as mine:
-            if mine and not path.exists():
+            if mine and not is_there():
                 make()
         if not mine:
             # Never waited for as its only user: a thread of this process may have made it, and holds it by now.

@@ -29,6 +29,7 @@ EXECUTORS: Final[Mapping[str, str]] = {
     "embedding": "executors.embedding:Embedding",
     "sft": "executors.sft:SupervisedTuning",
     "lora_sft": "executors.sft:SupervisedTuning",
+    "command": "executors.command:Command",
 }
 
 #: The same for a child that was started for vLLM, which the worker says in this variable.

@@ -106,12 +106,18 @@ def submission_header(
 
 def _refuse_uploads(spec: Mapping[str, Any]) -> None:
     """Raise InvalidTemplate for a spec whose files were not sent: only `submit` looks for files."""
-    data = spec.get("data")
+    data, command = spec.get("data"), spec.get("command")
     places = (data, data.get("eval_split")) if isinstance(data, Mapping) else ()
     if any(isinstance(place, Mapping) and place.get("upload") for place in places):
         raise InvalidTemplate(
             "spec.data.upload names a local file, which gpuflow.submit() sends; submit the task by it, or give data.url"
         )
+    for name in ("upload", "project"):
+        if isinstance(command, Mapping) and command.get(name):
+            raise InvalidTemplate(
+                f"spec.command.{name} names what is local, which gpuflow.submit() sends; submit the task by it, or "
+                "give command.url"
+            )
 
 
 def demand_header(app: GPUFlow, name: str, options: dict[str, Any]) -> dict[str, Any] | None:

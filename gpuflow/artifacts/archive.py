@@ -17,7 +17,7 @@ import sys
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Final, Literal
@@ -49,16 +49,19 @@ class Packed:
     sha256: str
 
 
-def pack(folder: Path, archive: Path) -> Packed:
+def pack(folder: Path, archive: Path, *, leave_out: Collection[str] = ()) -> Packed:
     """Write `folder` to `archive` (members under the folder's name); the archive appears by rename.
 
-    A name that ends in .zst is compressed by zstd, any other by gzip. Raises ArtifactError for what no archive should
-    hold (links out of the folder, pipes, devices) and for what the disk refuses.
+    `leave_out` are names of files and folders, at whatever depth, that do not come in. A name that ends in .zst is
+    compressed by zstd, any other by gzip. Raises ArtifactError for what no archive should hold (links out of the
+    folder, pipes, devices) and for what the disk refuses.
     """
     fresh = archive.with_name(f".{archive.name}.new")
     try:
         with disk_errors(f"{archive.name} cannot be packed"), fresh.open("wb") as raw:
-            packed = pack_into(folder, raw, compression="zstd" if archive.suffix == ".zst" else "gzip")
+            packed = pack_into(
+                folder, raw, compression="zstd" if archive.suffix == ".zst" else "gzip", leave_out=leave_out
+            )
             raw.flush()
             os.fsync(raw.fileno())
         with disk_errors(f"{archive.name} cannot be packed"):
@@ -68,7 +71,9 @@ def pack(folder: Path, archive: Path) -> Packed:
     return packed
 
 
-def pack_into(folder: Path, stream: IO[bytes], *, compression: Compression = "gzip") -> Packed:
+def pack_into(
+    folder: Path, stream: IO[bytes], *, compression: Compression = "gzip", leave_out: Collection[str] = ()
+) -> Packed:
     """Write the archive of `folder` to a stream while it is built: the stream need not seek, and memory is constant.
 
     Raises ArtifactError as `pack` does, OSError from the disk and the stream.
@@ -81,6 +86,8 @@ def pack_into(folder: Path, stream: IO[bytes], *, compression: Compression = "gz
     ):
         for path in sorted(folder.rglob("*")):
             if path.is_dir() and not path.is_symlink():
+                continue
+            if leave_out and not frozenset(leave_out).isdisjoint(path.relative_to(folder).parts):
                 continue
             _check_source(path, root)
             tar.inodes.clear()  # type: ignore[attr-defined]  # two links to one file are two files, as copies would be

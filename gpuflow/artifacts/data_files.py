@@ -48,15 +48,20 @@ def _local(data: Mapping[str, Any], kind: str, settings: Settings, where: str) -
         return local
     if urlsplit(url).scheme not in _SCHEMES:
         return local
-    bare, fragment = urldefrag(url)
-    found = _FRAGMENT.fullmatch(fragment)
-    sha256 = local.pop("sha256", None) or (found[1] if found else None)
-    local["path"] = str(_file(bare if found else url, sha256, settings))
+    local["path"] = str(local_file(url, local.pop("sha256", None), settings))
     del local["url"]
     return local
 
 
-def _file(url: str, sha256: str | None, settings: Settings) -> Path:
+def local_file(url: str, sha256: str | None, settings: Settings) -> Path:
+    """Return the file of a URL on this machine, fetched once where its digest is known. Raises ArtifactError, OSError.
+
+    The digest may stand in the URL's fragment, `#sha256=...`.
+    """
+    bare, fragment = urldefrag(url)
+    found = _FRAGMENT.fullmatch(fragment)
+    if found:
+        url, sha256 = bare, sha256 or found[1]
     parts = urlsplit(url)
     if parts.scheme == "file":
         return _file_here(url, sha256)

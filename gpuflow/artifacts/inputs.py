@@ -1,4 +1,4 @@
-"""Brings the inputs of a task to this machine: checkpoints and adapters become local folders, data local files.
+"""Brings the inputs of a task to this machine: checkpoints, adapters, projects become local folders, data local files.
 
 Called by the supervisor before the child starts, so that an executor sees local paths and plain values alone, and needs
 neither network nor keys. Archives are unpacked once into the cache, under their digest; references are loaded.
@@ -19,6 +19,7 @@ from gpuflow.artifacts.data_files import local_data
 from gpuflow.artifacts.destination import bearer_token
 from gpuflow.artifacts.marking import mark_used
 from gpuflow.artifacts.placeholders import filled, hiding
+from gpuflow.artifacts.program_files import local_program
 from gpuflow.artifacts.references import References
 from gpuflow.artifacts.store import fetch, file_url_path, shown_url
 from gpuflow.errors import ArtifactError
@@ -53,6 +54,8 @@ def _localized(spec: Mapping[str, Any], settings: Settings, environment: Mapping
     local: dict[str, Any] = References(settings).everywhere(copy.deepcopy(dict(spec)), shield)
     if isinstance(local.get("data"), dict):
         local["data"] = local_data(local["data"], settings)
+    if isinstance(local.get("command"), dict):
+        local["command"] = local_program(local["command"], settings, lambda file: _unpacked(file, settings.cache_dir))
     for adapter in (local.get("model") or {}).get("adapters") or []:
         address = adapter.pop("url", None) or adapter.get("path")
         if address:

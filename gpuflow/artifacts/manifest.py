@@ -28,7 +28,7 @@ _OWN_BYTES: Final = 64 << 10
 #: A smaller field stays: to refer to it would save nothing.
 _LEAST_FIELD_BYTES: Final = 4 << 10
 #: Folders of an attempt that are no results.
-_WORKING_FOLDERS: Final = frozenset({"checkpoints"})
+_WORKING_FOLDERS: Final = frozenset({"checkpoints", "work"})
 
 
 @dataclass(frozen=True, kw_only=True)

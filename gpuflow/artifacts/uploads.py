@@ -1,4 +1,5 @@
-"""Data on its way into the fleet: local files of `data.upload` are stored once, by digest, and become URLs.
+"""What is on its way into the fleet: local files of `data.upload` and the programs of commands are stored once, by
+digest, and become URLs.
 
 Called by the client alone, for a template that its user has written: whoever takes templates from others (the gateway)
 refuses `upload` instead, or they would name files of the server. Everything is checked before anything is sent.
@@ -8,12 +9,14 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from gpuflow.artifacts.archive import pack
 from gpuflow.artifacts.partial import file_digest
 from gpuflow.artifacts.references import UPLOADS
 from gpuflow.artifacts.store import Progress, Store
@@ -30,7 +33,18 @@ NO_STORE: Final = (
     "the broker is on another machine and the fleet has no store; set GPUFLOW_STORE_URL to one that clients and "
     "workers reach: file:///shared/folder, http://gateway:8080/api/v1/results or s3://bucket/prefix"
 )
+#: What of a project folder is not sent, wherever it lies in it.
+NOT_SENT: Final = frozenset(
+    {
+        ".git", ".hg", ".svn", "__pycache__", ".venv", "venv", ".tox", ".nox", ".mypy_cache", ".pytest_cache",
+        ".ruff_cache", ".ipynb_checkpoints", "node_modules", ".DS_Store",
+    }
+)  # fmt: skip
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+#: Fields of a command that name what is brought.
+_BROUGHT: Final = ("upload", "project")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,15 +61,18 @@ class Uploaded:
 
 
 def upload_places(template: Template) -> Iterator[tuple[SpecPath, str]]:
-    """Yield (path, value) of every `upload` below `data`, in stages and their matrices."""
+    """Yield (path, value) of every `upload` below `data` and of what a command brings, in stages and their matrices."""
     for stage in template.stages:
         top: SpecPath = ("spec", "stages", stage.name) if template.is_pipeline else ("spec",)
         yield from _in_data(stage.spec.get("data"), (*top, "data"))
+        yield from _in_command(stage.spec.get("command"), (*top, "command"))
         for name, values in (stage.matrix or {}).items():
             for index, value in enumerate(values if isinstance(values, list) else ()):
                 path = (*top, "matrix", name, index)
-                if name in ("data.upload", "data.eval_split.upload"):
+                if name in ("data.upload", "data.eval_split.upload", "command.upload", "command.project"):
                     yield path, str(value)
+                elif name == "command":
+                    yield from _in_command(value, path)
                 elif name in ("data", "data.eval_split"):
                     yield from _in_data(value, path)
 
@@ -65,6 +82,11 @@ def _in_data(data: Any, path: SpecPath) -> Iterator[tuple[SpecPath, str]]:
         if isinstance(data.get("upload"), str):
             yield (*path, "upload"), data["upload"]
         yield from _in_data(data.get("eval_split"), (*path, "eval_split"))
+
+
+def _in_command(command: Any, path: SpecPath) -> Iterator[tuple[SpecPath, str]]:
+    if isinstance(command, Mapping):
+        yield from (((*path, name), command[name]) for name in _BROUGHT if isinstance(command.get(name), str))
 
 
 def refuse_uploads(template: Template) -> None:
@@ -78,7 +100,7 @@ def refuse_uploads(template: Template) -> None:
 
 
 def with_uploads(template: Template, open_store: Callable[[], Store | None], bar: Bar) -> Template:
-    """Return the template with every uploaded file stored, and `url` and `sha256` in place of `upload`.
+    """Return the template with every uploaded file stored, and `url` and `sha256` in place of `upload` or `project`.
 
     Paths are relative to the folder of the template's file, else to the current folder. Raises InvalidTemplate before
     anything is sent, for files that cannot be sent or when there is no store; ArtifactError while they are sent.
@@ -91,7 +113,11 @@ def with_uploads(template: Template, open_store: Callable[[], Store | None], bar
     findings = Findings()
     files: dict[str, Path] = {}
     for path, value in places:
-        files[value] = _file(value, folder, path, findings)
+        files[value] = (
+            _project(value, folder, path, findings)
+            if "project" in _name(path)
+            else _file(value, folder, path, findings)
+        )
     findings.raise_if_any(template.source)
     store = open_store()
     if store is None:
@@ -102,6 +128,23 @@ def with_uploads(template: Template, open_store: Callable[[], Store | None], bar
         for stage in template.stages
     )
     return replace(template, spec=_with_data(template.spec, sent, None), stages=stages)
+
+
+def _name(path: SpecPath) -> str:
+    """Return the field that a place stands in: the last name of it, or of the matrix that it is in."""
+    return str(next(part for part in reversed(path) if isinstance(part, str))).rpartition(".")[2]
+
+
+def _project(value: str, folder: Path, path: SpecPath, findings: Findings) -> Path:
+    """Return the folder of one `project`; notes what is wrong with it."""
+    place = (folder / Path(value).expanduser()).absolute()
+    if "${" in value and any(True for _ in references_in(value)):
+        findings.add(path, "holds a reference; a folder is sent at submit, so name it by its path")
+    elif not place.is_dir():
+        findings.add(path, f"is {value!r}, but {place} is no folder here; correct the path")
+    elif not place.name or place == Path.home():
+        findings.add(path, f"is {value!r}, all of {place}; name the folder of one project")
+    return place
 
 
 def _file(value: str, folder: Path, path: SpecPath, findings: Findings) -> Path:
@@ -125,6 +168,11 @@ def _file(value: str, folder: Path, path: SpecPath, findings: Findings) -> Path:
 
 
 def _send(source: Path, store: Store, bar: Bar) -> Uploaded:
+    if source.is_dir():
+        with tempfile.TemporaryDirectory(prefix="gpuflow-project-") as made:
+            archive = Path(made, f"{_UNSAFE.sub('_', source.name)[:80].strip('._-') or 'project'}.tar.gz")
+            pack(source, archive, leave_out=NOT_SENT)
+            return _send(archive, store, bar)
     digest = file_digest(source)
     with bar(source.name, source.stat().st_size) as progress:
         stored = store.put(source, f"{UPLOADS}/{digest}/{_safe_name(source)}", progress=progress)
@@ -135,11 +183,19 @@ def _send(source: Path, store: Store, bar: Bar) -> Uploaded:
 
 def _safe_name(source: Path) -> str:
     """Return a name that every store takes, with the suffix of the file."""
-    suffix = _UNSAFE.sub("", source.suffix)[:20].lower()
-    return (_UNSAFE.sub("_", source.stem)[:80].strip("._-") or "data") + suffix
+    suffix = ".tar.gz" if source.name.endswith(".tar.gz") else _UNSAFE.sub("", source.suffix)[:20].lower()
+    return (
+        _UNSAFE.sub("_", source.name.removesuffix(".tar.gz") if suffix == ".tar.gz" else source.stem)[:80].strip("._-")
+        or "data"
+    ) + suffix
 
 
 def _with_data(spec: dict[str, Any], sent: Mapping[str, Uploaded], matrix: Mapping[str, Any] | None) -> dict[str, Any]:
+    if isinstance(spec.get("command"), dict):
+        command = _command(spec["command"], sent)
+        if matrix and not {"command.upload", "command.project"}.isdisjoint(matrix):  # each variant brings its own
+            command = {key: value for key, value in command.items() if key not in ("url", "sha256")}
+        spec = {**spec, "command": command}
     data = spec.get("data")
     if not isinstance(data, dict):
         return spec
@@ -162,6 +218,16 @@ def _data(data: Mapping[str, Any], sent: Mapping[str, Uploaded]) -> dict[str, An
     return fresh
 
 
+def _command(command: Mapping[str, Any], sent: Mapping[str, Uploaded]) -> dict[str, Any]:
+    fresh = dict(command)
+    for name in _BROUGHT:
+        uploaded = sent.get(fresh[name]) if isinstance(fresh.get(name), str) else None
+        if uploaded is not None:
+            del fresh[name]
+            fresh.update(url=uploaded.url, sha256=uploaded.sha256)
+    return fresh
+
+
 def _matrix(matrix: dict[str, list[Any]] | None, sent: Mapping[str, Uploaded]) -> dict[str, list[Any]] | None:
     if matrix is None:
         return None
@@ -169,6 +235,10 @@ def _matrix(matrix: dict[str, list[Any]] | None, sent: Mapping[str, Uploaded]) -
     for name, values in matrix.items():
         if name in ("data.upload", "data.eval_split.upload") and isinstance(values, list):
             fresh[f"{name.removesuffix('upload')}url"] = [sent[str(value)].fragment_url for value in values]
+        elif name in ("command.upload", "command.project") and isinstance(values, list):
+            fresh["command.url"] = [sent[str(value)].fragment_url for value in values]
+        elif name == "command" and isinstance(values, list):
+            fresh[name] = [_command(value, sent) if isinstance(value, Mapping) else value for value in values]
         elif name in ("data", "data.eval_split") and isinstance(values, list):
             fresh[name] = [_data(value, sent) if isinstance(value, Mapping) else value for value in values]
         else:

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, mo
 from pydantic_core import PydanticKnownError
 
 from gpuflow.spec.artifact_reference import is_reference, read_reference
-from gpuflow.spec.models_types import Flag, Name, Number, Strict, Whole
+from gpuflow.spec.models_types import Digest, Flag, Name, Number, Strict, Whole
 from gpuflow.spec.report import one_of, show
 
 #: Data type -> fields of which one must be there.
@@ -40,7 +40,6 @@ def _rows_or_reference(value: Any) -> Any:
 
 #: A list, or a reference to one (`artifact_reference`).
 Rows = Annotated[Any, BeforeValidator(_rows_or_reference)]
-Digest = Annotated[str, Field(pattern=r"^[0-9a-fA-F]{64}$")]
 
 
 class EvalFile(Strict):

@@ -6,7 +6,20 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from gpuflow.spec.models_types import EnvName, Flag, Name, Number, RelativePath, Strict, Text, TextOrList, Whole
+from gpuflow.spec.models_types import (
+    Digest,
+    EnvName,
+    Flag,
+    MetricPattern,
+    Name,
+    Number,
+    RelativePath,
+    ShellChoice,
+    Strict,
+    Text,
+    TextOrList,
+    Whole,
+)
 
 
 class ModelSource(Strict):
@@ -133,17 +146,27 @@ class Command(Strict):
     command: TextOrList = Field(description="A line for the shell, or a list of arguments")
     project: Name | None = Field(None, description="A local folder that travels by the artifact store")
     upload: Name | None = Field(None, description="A local file that travels by the artifact store")
-    path: Name | None = Field(None, description="Working folder on the worker")
-    requirements: list[Name] | None = Field(None, description="pip requirements of its environment")
-    environment: Name | None = Field(None, description="A shipped environment preset")
-    python: Name | None = None
-    shell: Any = Field(None, description="true, false, or the path of the shell")
+    url: Name | None = Field(None, description="A script, or an archive that is unpacked, to run in a copy of")
+    sha256: Digest | None = Field(None, description="Of what url names")
+    path: Name | None = Field(None, description="Working folder on the worker, an absolute path")
+    requirements: list[Name] | None = Field(
+        None, min_length=1, max_length=1000, description="pip requirements; an environment is made of them once"
+    )
+    python: Name | None = Field(None, description="Interpreter to make that environment with: a path or a name")
+    shell: ShellChoice | None = Field(None, description="Whether a shell runs it, or the path of one; a line: true")
+    metrics: dict[Name, MetricPattern] | None = Field(
+        None, max_length=100, description="Name -> regular expression whose first group is the number"
+    )
 
     @model_validator(mode="after")
-    def _one_place(self) -> Command:
-        places = [name for name in ("project", "upload", "path") if getattr(self, name) is not None]
+    def _fits_together(self) -> Command:
+        places = [name for name in ("project", "upload", "url", "path") if getattr(self, name) is not None]
         if len(places) > 1:
             raise ValueError(f"has {' and '.join(places)}, which contradict each other; keep one of them")
+        if self.sha256 is not None and self.url is None:
+            raise ValueError("has sha256 without url; give the url that it belongs to")
+        if self.python is not None and self.requirements is None:
+            raise ValueError("has python without requirements; name the interpreter in the command itself")
         return self
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from gpuflow.spec.patterns import metric_pattern
 from gpuflow.spec.report import show
 from gpuflow.spec.units import cpu_count, duration_seconds, memory_mib
 
@@ -107,6 +108,17 @@ def _text_or_list(value: Any) -> Any:
     raise ValueError(f"is {show(value)}; it must be a command line, or a list of arguments")
 
 
+def _metric_pattern(text: str) -> str:
+    metric_pattern(text)
+    return text
+
+
+def _shell_choice(value: Any) -> Any:
+    if isinstance(value, bool) or (isinstance(value, str) and value.startswith("/")):
+        return value
+    raise ValueError(f"is {show(value)}; it must be true, false, or the absolute path of a shell")
+
+
 Whole = Annotated[int, BeforeValidator(_no_bool)]
 Number = Annotated[float, BeforeValidator(_no_bool)]
 Flag = Annotated[bool, BeforeValidator(_bool_words)]
@@ -119,3 +131,6 @@ EnvName = Annotated[str, AfterValidator(_env_name)]
 RelativePath = Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(_relative)]
 TextOrList = Annotated[Any, BeforeValidator(_text_or_list)]
 OneOrMany = Annotated[Any, BeforeValidator(_one_or_many)]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-fA-F]{64}$")]
+MetricPattern = Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(_metric_pattern)]
+ShellChoice = Annotated[Any, BeforeValidator(_shell_choice)]

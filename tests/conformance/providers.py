@@ -19,7 +19,8 @@ Spec = dict[str, Any]
 class Provider:
     """One task type. `good` and `bad` make specs (a tiny model is at hand); `check` looks at a result of `good`.
 
-    `fault` is the way in which it runs out of memory; `environment` are variables of its children.
+    `fault` is the way in which it runs out of memory; `environment` are variables of its children. `in_threads`: its
+    progress comes from a thread, where no signal can be set.
     """
 
     task_type: str
@@ -29,6 +30,7 @@ class Provider:
     files: tuple[str, ...]
     needs_ml: bool = True
     fault: str = "cuda"
+    in_threads: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -70,6 +72,16 @@ def _trained(result: Mapping[str, Any]) -> bool:
     return result["steps"] == 2 and result["train_loss"] > 0
 
 
+_PROGRAM = """
+import json
+tell = lambda **event: print(json.dumps(event), flush=True)
+tell(event="progress", current=1, total=2)
+print("hello", flush=True)
+tell(event="progress", current=2, total=2)
+open("made.txt", "w").close()
+tell(event="artifact", path="made.txt")
+tell(event="result", value={"rows": 3})
+"""
 _NO_ROWS = {"type": "list", "items": [{"nothing": "of use"}]}
 
 PROVIDERS = (
@@ -91,6 +103,16 @@ PROVIDERS = (
         needs_ml=False,
         fault="memory",
         environment={"GPUFLOW_EXECUTORS": f"acme.wordcount={EXAMPLE}:WordCount"},
+    ),
+    Provider(
+        task_type="command",
+        good=lambda _: {"command": {"command": ["python", "-c", _PROGRAM]}},
+        bad=lambda _: {"command": {"command": "true", "path": "/there/is/no/such/folder"}},
+        check=lambda result: (result["exit_code"], result["rows"], result["output"]) == (0, 3, "hello"),
+        files=("made.txt",),
+        needs_ml=False,
+        fault="memory",
+        in_threads=True,
     ),
     Provider(
         task_type="inference",

@@ -82,7 +82,8 @@ class Runs:
 
         What ends a process at once is the same for any code of an executor: a large library is not loaded for it.
         """
-        return "worker" if self.provider.needs_ml and fault in AT_ONCE else "progress"
+        early = self.provider.needs_ml or self.provider.in_threads
+        return "worker" if early and fault in AT_ONCE else "progress"
 
     def _run(
         self,

@@ -13,6 +13,7 @@ from gpuflow.settings import Settings
 from gpuflow.worker.standalone import Ended, Standalone, environment_for
 from tests.fixtures.session_child import Caller, SessionChild, outputs
 from tests.gate import leftovers
+from tests.support.waiting import patient
 from tests.vllm.conftest import EXACT, VllmEnvironment
 
 pytestmark = pytest.mark.vllm
@@ -47,7 +48,7 @@ class Alone:
                 runner.stop()
 
         argv = [self._environment.python, "-P", "-m", "executors"]
-        runner = Standalone(request, environment=variables, argv=argv, on_event=on_event, grace_seconds=60)
+        runner = Standalone(request, environment=variables, argv=argv, on_event=on_event, grace_seconds=patient(240))
         return runner.run()
 
 

@@ -1,0 +1,1 @@
+"""Programs of users as tasks: how they are started and ended, and what their output says."""
