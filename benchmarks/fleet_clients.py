@@ -171,7 +171,9 @@ class SimulatedWorker:
         task, tag = message.headers["id"], message.delivery_tag
         self.taken.append((task, time.time()))
         self.admission.claim(tag)
-        verdict = self.app.ledger.start(task, worker=self.name, owner_token=self.table.owner, tag=tag)
+        verdict = self.app.ledger.start(
+            task, worker=self.name, owner_token=self.table.owner, tag=tag, returned=self.table.returned(tag)
+        )
         if verdict.verdict != "begin":
             raise SystemExit(f"{task} was not begun: {verdict}")
         holder = Holder(attempt=verdict.attempt, token=self.table.owner)

@@ -244,6 +244,11 @@ class LeaseTable:
         with self._lock:
             return dict(self._leases)
 
+    def returned(self, tag: str) -> str:
+        """Return when the message of a lease had last gone back before this delivery, as the server has it."""
+        lease = self._leases.get(tag)
+        return lease.returned if lease is not None else NEVER
+
     def settle(self, tag: str, how: str, delay_seconds: float = 0) -> bool:
         """End a lease: `ack`, `front` or `back` (to be taken again after the delay). False when it was LOST.
 

@@ -12,7 +12,7 @@ import redis
 from redis.client import NEVER_DECODE
 
 from gpuflow.broker.keys import Keys
-from gpuflow.broker.lease import Lease
+from gpuflow.broker.lease import NEVER, Lease
 from gpuflow.broker.leases import live_leases
 from gpuflow.broker.scripts import Script, load_script, script_text
 from gpuflow.broker.sweeper import BELL_SECONDS
@@ -136,8 +136,11 @@ class Ledger:
         lowest_attempt: int = 1,
         new_fields: Mapping[str, str] | None = None,
         call: str = "",
+        returned: str = NEVER,
     ) -> StartVerdict:
         """Begin the next attempt of a task for the delivery `tag`, which `owner_token` holds (START).
+
+        `returned` is when its message had last gone back before this delivery (`Lease.returned`).
 
         A call whose answer was lost is repeated with the same `call`: the attempt that it began is then answered again.
         """
@@ -167,6 +170,7 @@ class Ledger:
                 MAX_LOSSES,
                 self.retention_seconds,
                 call or uuid.uuid4().hex,
+                returned,
                 *pairs,
             ],
         )

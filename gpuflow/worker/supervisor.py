@@ -131,6 +131,7 @@ class Delivery:
             lowest_attempt=self.folder.next_attempt(),
             new_fields=new_record_fields(name=task_type, task_type=task_type, spec=self.spec, requirement=None),
             call=self.start_call,
+            returned=self.runtime.leases.returned(self.tag),
         )
 
     def _attempt(self, holder: Holder) -> Outcome:

@@ -14,8 +14,7 @@ from gpuflow.client import submit
 from gpuflow.ledger.ledger import Holder
 from gpuflow.ledger.states import TaskState
 from tests.support.fleet import TestFleet
-from tests.support.pops import POP_ONE
-from tests.support.waiting import eventually
+from tests.support.pops import POP_ONE, lose
 
 LEASE_SECONDS = 600.0
 
@@ -41,23 +40,12 @@ def begin(fleet: TestFleet, owner: str) -> tuple[Holder, str]:
     message = json.loads(taken[1])
     tag = message["properties"]["delivery_tag"]
     task, call = message["headers"]["id"], uuid.uuid4().hex
-    started = fleet.app.ledger.start(task, worker=owner, owner_token=owner, tag=tag, call=call)
+    call_of_it = {"owner_token": owner, "tag": tag, "call": call, "returned": taken[5]}
+    started = fleet.app.ledger.start(task, worker=owner, **call_of_it)
     assert started.verdict == "begin"
     # The same step again, as its answer may be lost on the way, begins nothing again.
-    assert fleet.app.ledger.start(task, worker=owner, owner_token=owner, tag=tag, call=call) == started
+    assert fleet.app.ledger.start(task, worker=owner, **call_of_it) == started
     return Holder(attempt=started.attempt, token=owner), tag
-
-
-def lose(fleet: TestFleet, tag: str) -> None:
-    """End a lease and sweep it, as when its owner was stopped for long."""
-    table = LeaseTable(fleet.app.keys, LEASE_SECONDS, owner="sweeper")
-    table.sweeper.rest_seconds = 0.0
-
-    def swept() -> bool:
-        fleet.broker.client.zadd(fleet.app.keys.leases, {tag: 1})
-        return table.sweeper.sweep(fleet.broker.client).restored == 1
-
-    eventually(swept, what="a sweep that gives no grace")
 
 
 @pytest.mark.parametrize("by", ["another", "same"])
@@ -66,7 +54,7 @@ def test_an_earlier_attempt_cannot_commit(brokered: TestFleet, by: str) -> None:
     ledger = brokered.app.ledger
     task = submit(brokered.echo(output=1), app=brokered.app)
     first, tag = begin(brokered, "a:1")
-    lose(brokered, tag)
+    lose(brokered.app.keys, brokered.broker.client, tag)
     second, _ = begin(brokered, "b:1" if by == "another" else "a:1")
     assert (first.attempt, second.attempt) == (1, 2)
     # When the first brings its end, then nothing of it is taken, and the second commits its own

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,7 +190,13 @@ class LedgerMachine(RuleBasedStateMachine):
         delivery.at_work = True
         holds = self._holds(delivery)
         with self.calls.of(delivery):
-            answer = self.ledger.start(delivery.task, worker="w", owner_token=delivery.owner, tag=delivery.tag)
+            answer = self.ledger.start(
+                delivery.task,
+                worker="w",
+                owner_token=delivery.owner,
+                tag=delivery.tag,
+                returned=table.returned(delivery.tag),
+            )
         again = self.calls.again()
         assert again[:3] == [answer.verdict, answer.state, answer.attempt]
         if not holds:
@@ -318,11 +324,14 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(everyone=st.booleans(), owner=owners)
     def leases_end(self, everyone: bool, owner: str) -> None:
         """Leases expire (their owners were stopped or cut off) and are swept; delayed messages come due."""
-        for tag, held in self.client.hgetall(self.keys.owners).items():
-            if everyone or held.startswith(owner):
-                self.client.zadd(self.keys.leases, {tag: 1})
-        for tag in self.client.zrange(self.keys.delayed, 0, -1):
-            self.client.zadd(self.keys.delayed, {tag: 1})
+        owners = self.client.hgetall(self.keys.owners)
+        leased = self._in_order(self.client.hgetall(self.keys.unacked))
+        ended = [tag for tag in leased if everyone or owners[tag].startswith(owner)]
+        parked = self.client.hgetall(self.keys.parked)
+        due = self._in_order({tag: raw.split("\n", 2)[2] for tag, raw in parked.items()})
+        for key, tags in ((self.keys.leases, ended), (self.keys.delayed, due)):
+            for number, tag in enumerate(tags, 1):
+                self.client.zadd(key, {tag: number})
         sweeper = self.tables[owner].sweeper
         sweeper.rest_seconds = 0.0
         sweeper.sweep(self.client)
@@ -387,6 +396,16 @@ class LedgerMachine(RuleBasedStateMachine):
                     assert places[task_id] == 1, "there twice"
 
     # -- helpers -------------------------------------------------------------------------------------------------------
+
+    def _in_order(self, messages: Mapping[str, str]) -> list[str]:
+        """Return the tags of messages by the age of their tasks, then of themselves: ids are random."""
+        tasks = list(self.lives)
+
+        def age(tag: str) -> tuple[int, float]:
+            message = json.loads(messages[tag])
+            return tasks.index(message["headers"]["id"]), message["at"]
+
+        return sorted(messages, key=age)
 
     def _list(self) -> str:
         return f"{self.keys.prefix}{QUEUE}"

@@ -13,8 +13,11 @@ from gpuflow.broker.scripts import broker_script
 from gpuflow.client import submit
 from gpuflow.errors import TaskFailed
 from gpuflow.fleet.registry import Fleet
+from gpuflow.ledger.ledger import Holder
+from gpuflow.ledger.states import TaskState
 from tests.support.fleet import TestFleet
-from tests.support.pops import POP_ONE
+from tests.support.lost_answers import Calls
+from tests.support.pops import POP_ONE, lose
 from tests.support.waiting import eventually, patient
 
 LEASE_SECONDS = 60.0
@@ -53,6 +56,50 @@ def test_a_cancel_whose_answer_was_lost_tells_celery_when_it_is_repeated(fleet: 
 
     assert fleet.app.backend.get_task_meta(task.id, cache=False)["status"] == "REVOKED"
     assert task.cancel() == "final"
+
+
+def test_the_second_of_two_cancels_sent_again_leaves_the_next_life_alone(fleet: TestFleet, table: LeaseTable) -> None:
+    # Given a running task that two users want cancelled
+    ledger, client = fleet.app.ledger, fleet.broker.client
+    task = submit(fleet.echo(output=1), app=fleet.app)
+    tag, *_ = popped(fleet, table)
+    begun = ledger.start(task.id, worker="w", owner_token=table.owner, tag=tag)
+    calls = Calls(client)
+    for user in ("ana", "bo"):
+        with calls.of(user):
+            assert ledger.cancel(task.id) == ("requested", "STARTING")
+    # and that somebody queues again when it has ended
+    holder = Holder(attempt=begun.attempt, token=table.owner)
+    assert ledger.commit(task.id, TaskState.CANCELLED, holder=holder)
+    assert ledger.requeue(task.id)
+
+    # When both cancels are sent again, then they change nothing
+    for ago in (0, 1):
+        calls.repeat(ago)
+    assert task.record().state == TaskState.QUEUED
+
+
+def test_a_start_sent_again_after_its_message_went_back_begins_nothing(fleet: TestFleet, table: LeaseTable) -> None:
+    # Given a START whose process has lost the lease to a sweep, and has the message again after another one began it
+    ledger, client = fleet.app.ledger, fleet.broker.client
+    task = submit(fleet.echo(output=1), app=fleet.app)
+    tag, *_ = popped(fleet, table)
+    calls = Calls(client)
+    with calls.of("first"):
+        assert ledger.start(task.id, worker="w", owner_token=table.owner, tag=tag).verdict == "begin"
+    other = LeaseTable(fleet.app.keys, LEASE_SECONDS)
+    other.connect(client, keep=False)
+    lose(fleet.app.keys, fleet.broker.client, tag)
+    popped(fleet, other)
+    returned = str(client.zscore(fleet.app.keys.returned, tag))
+    begun = ledger.start(task.id, worker="v", owner_token=other.owner, tag=tag, returned=returned)
+    assert (begun.verdict, begun.attempt) == ("begin", 2)
+    lose(fleet.app.keys, fleet.broker.client, tag)
+    popped(fleet, table)
+
+    # When the first START is sent again, then it changes nothing
+    assert calls.again()[0] == "lost"
+    assert task.record().attempt == 2
 
 
 def test_work_without_a_record_takes_its_delayed_message_back_and_loses_none(

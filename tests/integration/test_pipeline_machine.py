@@ -397,7 +397,7 @@ class PipelineMachine(RuleBasedStateMachine):
             return None
         assert table.start(tag)
         work = Work(task=message["headers"]["id"], tag=tag)
-        begun = self.ledger.start(work.task, worker="w", owner_token=OWNER, tag=tag)
+        begun = self.ledger.start(work.task, worker="w", owner_token=OWNER, tag=tag, returned=taken[5])
         if begun.verdict != "begin":
             table.settle(tag, "ack")
             table.over(tag)

@@ -122,13 +122,23 @@ local function set_aside(ready, list, raw, why)
 end
 
 -- A call whose answer is lost is sent again, and much may have come between. It has an id, and its answer is noted in the
--- hash that it changes: the repeat gets the same answer and changes nothing. The last call of each step is known.
+-- hash that it changes: the repeat gets the same answer and changes nothing. Of each step the newest calls are known,
+-- one a line: several users may ask the same thing.
+local MAX_NOTED_CALLS = 8
+
 local function answer_to(hash, step, call)
-  local noted = redis.call('HGET', hash, step .. '_call')
-  if noted and string.sub(noted, 1, #call + 1) == call .. ' ' then return string.sub(noted, #call + 2) end
+  for line in string.gmatch(redis.call('HGET', hash, step .. '_call') or '', '[^\n]+') do
+    if string.sub(line, 1, #call + 1) == call .. ' ' then return string.sub(line, #call + 2) end
+  end
 end
 
-local function note_answer(hash, step, call, answer) redis.call('HSET', hash, step .. '_call', call .. ' ' .. answer) end
+local function note_answer(hash, step, call, answer)
+  local lines = {call .. ' ' .. answer}
+  for line in string.gmatch(redis.call('HGET', hash, step .. '_call') or '', '[^\n]+') do
+    if #lines < MAX_NOTED_CALLS then lines[#lines + 1] = line end
+  end
+  redis.call('HSET', hash, step .. '_call', table.concat(lines, '\n'))
+end
 
 -- End the lease of one message.
 local function end_lease(leases, unacked, owners, tag)

@@ -6,7 +6,7 @@
 -- Returns 1 forgotten, 0 it is used. The caller makes sure that no unfinished record names it.
 local now = redis.call('TIME')
 local used = tonumber(redis.call('HGET', KEYS[3], 'used_at') or '0')
-if now[1] - used < tonumber(ARGV[2]) then return 0 end
+if now[1] + now[2] / 1000000 - used < tonumber(ARGV[2]) then return 0 end
 refresh(KEYS[1], ARGV[1])
 if redis.call('ZSCORE', KEYS[1], ARGV[1]) then return 0 end
 redis.call('SREM', KEYS[2], ARGV[1])

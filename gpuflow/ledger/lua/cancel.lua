@@ -18,9 +18,8 @@ if runs(state) then
   local tag = redis.call('HGET', KEYS[1], 'tag')
   local ends = tag and redis.call('ZSCORE', KEYS[9], tag)
   if ends and tonumber(ends) > tonumber(seconds) then
-    if redis.call('HSETNX', KEYS[1], 'cancel_requested', seconds) == 1 then
-      note_answer(KEYS[1], 'cancel', ARGV[4], 'requested')
-    end
+    redis.call('HSETNX', KEYS[1], 'cancel_requested', seconds)
+    note_answer(KEYS[1], 'cancel', ARGV[4], 'requested')
     return {'requested', state}
   end
   remember(KEYS[1], KEYS[3], seconds, 'lost', worker_lost(KEYS[1]), '')

@@ -7,22 +7,25 @@
 -- ARGV[7] newest schema that this worker reads  ARGV[8] most lost attempts of one task
 -- ARGV[9] seconds until a final record expires
 -- ARGV[10] id of this call: a repeat, whose first answer was lost, begins nothing again
--- ARGV[11..] field, value, ... of a record to create, for a message of a producer that wrote none
+-- ARGV[11] when the message had last gone back before this delivery, 0 for never (pop.lua): a repeat that comes after
+-- the message was returned begins nothing, whoever has it now
+-- ARGV[12..] field, value, ... of a record to create, for a message of a producer that wrote none
 --
 -- A task that a user wants cancelled, and whose attempt was lost, ends here.
 --
 -- Returns {verdict, state, attempt, failures, alone}: 'begin'; 'final' (replay the tail and ack); 'live' (another attempt
--- runs: ack and drop); 'lost' (our lease of this delivery has passed on: change nothing); 'avoid' (another worker
+-- runs: ack and drop); 'lost' (our lease of this delivery has ended: change nothing); 'avoid' (another worker
 -- is to take it, give it back); 'newer' (written by a newer version, give it back).
 local seconds = clock()
 local held = redis.call('HGET', KEYS[3], ARGV[4])
-if not held or string.sub(held, 1, string.find(held, '\n', 1, true) - 1) ~= ARGV[3] then
+local ours = held and string.sub(held, 1, string.find(held, '\n', 1, true) - 1) == ARGV[3]
+if not ours or has_returned(KEYS[9], ARGV[4], ARGV[11]) then
   return {'lost', '', 0, 0, 0}
 end
 local state = redis.call('HGET', KEYS[1], 'state')
 if not state then
   local fields = {}
-  for i = 11, #ARGV do fields[#fields + 1] = ARGV[i] end
+  for i = 12, #ARGV do fields[#fields + 1] = ARGV[i] end
   redis.call('HSET', KEYS[1], 'id', ARGV[1], 'created_at', seconds, unpack(fields))
   redis.call('ZADD', KEYS[5], seconds, ARGV[1])
   redis.call('SADD', KEYS[8], ARGV[1])
