@@ -47,6 +47,8 @@ WORKERS = 3
 FAULT_SECONDS = 3.0
 #: Records are kept for so long after the end of their task, or of their pipeline: some of these take longer.
 RETENTION_SECONDS = 12.0
+#: What the test reads in the end is kept for so long instead.
+KEPT_SECONDS = 86_400
 FULL_DISK = "MISCONF the server is configured to save snapshots, but it is unable to persist to disk."
 
 
@@ -321,15 +323,18 @@ class Submitted:
         return [task for run in self.runs for stage in run.record().stages.values() for task in stage.tasks]
 
     def keep(self) -> None:
-        """Let what has ended be kept, though the time for that is so short."""
+        """Let what has ended be kept, though the time for that is so short.
+
+        Its time grows and has an end as before: the results folder of a record that never expires would be removed.
+        """
         keys = self.fleet.app.keys
         pipe = self.fleet.broker.client.pipeline(transaction=False)
         for run in list(self.runs):
             for key in (keys.pipeline(run.id), keys.stages(run.id), keys.events(run.id)):
-                pipe.persist(key)
+                pipe.expire(key, KEPT_SECONDS, gt=True)
         for task in [*self.echoes, *self.calls, *self.culprits, *self.of_stages()]:
             for key in (keys.task(task), keys.attempts(task), keys.events(task), keys.celery_result(task)):
-                pipe.persist(key)
+                pipe.expire(key, KEPT_SECONDS, gt=True)
         with contextlib.suppress(RedisError):  # it refuses that now; the next time is soon enough
             pipe.execute()
 
