@@ -201,6 +201,8 @@ class Storm:
         return "answers lost"
 
     def poison_a_queue(self) -> str | None:
+        if self.refused_until is not None:  # the broker takes nothing of us either
+            return None
         self.poisons += 1
         message = {"body": "", "headers": {"x": {"__type__": "x", "__value__": 1}}}
         properties = {"delivery_tag": f"poison-{self.poisons}", "delivery_info": {}}
