@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ import psutil
 
 from gpuflow.errors import BrokerUnavailable
 from gpuflow.filelocks import try_lock
+from gpuflow.private_files import make_secret, read_secret, write_private
 
 #: Schema number of server.json.
 RECORD_SCHEMA: Final = 1
@@ -80,16 +80,11 @@ class ServerFiles:
     def password(self) -> str:
         """Return the password, made on first use and readable by this user alone."""
         with self._explained("write"):
-            if self.read_password() is None:
-                self._write(self._password, secrets.token_urlsafe(32))
-            return self._password.read_text().strip()
+            return make_secret(self._password)
 
     def read_password(self) -> str | None:
         """Return the password, or None when there is none or it may not be read."""
-        try:
-            return self._password.read_text().strip() or None
-        except OSError:
-            return None
+        return read_secret(self._password)
 
     def read_record(self) -> ServerRecord | None:
         """Return who serves, or None when there is no record or it is damaged."""
@@ -104,7 +99,7 @@ class ServerFiles:
     def write_record(self, record: ServerRecord) -> None:
         """Publish who serves."""
         with self._explained("write"):
-            self._write(self._record, json.dumps(asdict(record)) + "\n")
+            write_private(self._record, json.dumps(asdict(record)) + "\n")
 
     def clear_record(self) -> None:
         """Forget who serves."""
@@ -152,15 +147,6 @@ class ServerFiles:
                 )
             time.sleep(_POLL_SECONDS)
         return lock
-
-    def _write(self, path: Path, text: str) -> None:
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
 
     @contextmanager
     def _explained(self, verb: str) -> Iterator[None]:

@@ -80,6 +80,17 @@ def up(
             return DONE
 
 
+def _login(settings: Settings) -> str:
+    """Say how to log in to Flower; nothing where the user has set a login of his own."""
+    import os
+
+    from gpuflow.cluster import commands
+
+    if not commands.flower_login(settings.state_dir, os.environ):
+        return ""
+    return f" (user {commands.FLOWER_USER}, password in {commands.flower_password_file(settings.state_dir)})"
+
+
 def _tell(cluster: LocalCluster, settings: Settings, flower: int | None, gateway: int | None) -> None:
     from gpuflow.cli.output import pairs
     from gpuflow.settings import mask_url
@@ -89,7 +100,7 @@ def _tell(cluster: LocalCluster, settings: Settings, flower: int | None, gateway
             "broker": mask_url(cluster.url) + (" (found by your other gpuflow commands)" if cluster.embedded else ""),
             "workers": ", ".join(cluster.worker_ids),
             "gateway": f"http://127.0.0.1:{gateway}" if gateway else "",
-            "flower": f"http://127.0.0.1:{flower}" if flower else "",
+            "flower": f"http://127.0.0.1:{flower}{_login(settings)}" if flower else "",
             "results": str(settings.results_dir),
             "logs": str(cluster.logs),
         }

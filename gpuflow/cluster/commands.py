@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import Final
 
 from gpuflow.errors import GPUFlowError
+from gpuflow.private_files import make_secret
 from gpuflow.settings import Settings
 
 #: Flower's own default.
 FLOWER_PORT: Final = 5555
+#: Who logs in to the Flower of a local cluster.
+FLOWER_USER: Final = "gpuflow"
 #: That of `gpuflow gateway`.
 GATEWAY_PORT: Final = 8080
 _PORTS_TRIED: Final = 50
@@ -44,6 +47,30 @@ def beat_command(log_level: str) -> list[str]:
 def flower_command(port: int) -> list[str]:
     """Return the command line of Flower on this machine's loopback."""
     return [*_celery("flower"), "--address=127.0.0.1", f"--port={port}"]
+
+
+def flower_login(state_dir: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables by which Flower asks for a login: pages and API alike, no other site's page gets in.
+
+    What the user has set is kept. In the environment, not on the command line, which every local user may read.
+    Raises GPUFlowError where the password cannot be written.
+    """
+    if any(environment.get(name) for name in ("FLOWER_BASIC_AUTH", "FLOWER_AUTH")):
+        return {}
+    path = flower_password_file(state_dir)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return {"FLOWER_BASIC_AUTH": f"{FLOWER_USER}:{make_secret(path)}", "FLOWER_UNAUTHENTICATED_API": ""}
+    except OSError as error:
+        raise GPUFlowError(
+            f"Flower's password cannot be written to {path}: {error.strerror or error}; set GPUFLOW_STATE_DIR to "
+            "a folder of yours, or start without Flower: gpuflow up --no-flower"
+        ) from None
+
+
+def flower_password_file(state_dir: Path) -> Path:
+    """Return where the password of the local cluster's Flower is."""
+    return state_dir / "flower-password"
 
 
 def gateway_command(port: int) -> list[str]:

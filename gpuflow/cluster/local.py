@@ -233,8 +233,7 @@ class LocalCluster:
         if part.is_worker and self._gateway_port is not None and self._settings.gateway_url is None:
             environment["GPUFLOW_GATEWAY_URL"] = f"http://127.0.0.1:{self._gateway_port}"
         if part.name == "flower":
-            # On loopback, for this user's own look at a local cluster.
-            environment["FLOWER_UNAUTHENTICATED_API"] = "true"
+            environment = {**environment, **commands.flower_login(self._settings.state_dir, environment)}
         log = self.logs / (f"worker-{part.name}.log" if part.is_worker else f"{part.name}.log")
         part.process = ManagedProcess(
             part.name,
