@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Last, so that an installed gpuflow is the one that is tested (tox tests the wheel).
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -15,6 +16,10 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from tests.support.fleet import TestFleet
 
 pytest_plugins = ["tests.gate.plugin"]
+
+# No example is judged by its time: that would be a test of the machine.
+settings.register_profile("gpuflow", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("gpuflow")
 
 # A CI runner may have started us with SIGINT ignored, and every child would inherit that: Ctrl-C is tested by it.
 signal.signal(signal.SIGINT, signal.default_int_handler)

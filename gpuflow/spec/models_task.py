@@ -14,7 +14,7 @@ from gpuflow.protocol import is_user_type
 from gpuflow.spec.models_data import Data, Generation, RewardModel
 from gpuflow.spec.models_kinds import Checkpoint, Command, Container, Echo, Embedding, Model, Output, Qdrant, Search
 from gpuflow.spec.models_resources import Resources
-from gpuflow.spec.models_types import Duration, EnvName, Flag, Name, Number, Strict, Text, Whole
+from gpuflow.spec.models_types import Duration, EnvName, Flag, Name, Number, SettableEnvName, Strict, Text, Whole
 from gpuflow.spec.report import one_of, show
 from gpuflow.spec.sections import TASK_TYPES
 
@@ -82,7 +82,7 @@ class TaskSpec(Strict):
     parameters: dict[str, Any] | None = Field(None, description="Of a user's own task type")
     output: Output | None = None
     parallel: Parallel | None = None
-    env: dict[EnvName, Text] | None = Field(None, description="Environment of the child")
+    env: dict[SettableEnvName, Text] | None = Field(None, description="Environment of the child")
     secrets: list[EnvName] | None = Field(None, max_length=100, description="Variables that the worker may pass on")
     notify: list[Notification] | None = Field(None, max_length=100)
     retry: Retry | None = None

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from gpuflow.spec.env_names import problem_of
 from gpuflow.spec.patterns import metric_pattern
 from gpuflow.spec.report import show
 from gpuflow.spec.units import cpu_count, duration_seconds, memory_mib
@@ -86,6 +87,12 @@ def _env_name(value: str) -> str:
     return value
 
 
+def _settable_env_name(value: str) -> str:
+    if problem := problem_of(value):
+        raise ValueError(problem)
+    return value
+
+
 def _relative(value: str) -> str:
     if value.startswith(("/", "~")) or "\\" in value or ".." in value.split("/") or "\0" in value:
         raise ValueError(f"{show(value)} must stay inside the output folder; give a relative path without ..")
@@ -128,6 +135,7 @@ Duration = Annotated[Any, BeforeValidator(_duration)]
 Memory = Annotated[Any, BeforeValidator(_checked(memory_mib, positive=True))]
 Cpus = Annotated[Any, BeforeValidator(_checked(cpu_count, positive=True))]
 EnvName = Annotated[str, AfterValidator(_env_name)]
+SettableEnvName = Annotated[EnvName, AfterValidator(_settable_env_name)]
 RelativePath = Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(_relative)]
 TextOrList = Annotated[Any, BeforeValidator(_text_or_list)]
 OneOrMany = Annotated[Any, BeforeValidator(_one_or_many)]

@@ -14,6 +14,7 @@ from typing import Any, Final
 from gpuflow.artifacts.inputs import localize
 from gpuflow.errors import GPUFlowError
 from gpuflow.settings import Settings
+from gpuflow.spec.env_names import first_problem
 from gpuflow.worker.ends import cause_of
 from gpuflow.worker.secret_sources import reference_values, secrets_of
 
@@ -27,6 +28,10 @@ class Contradiction(GPUFlowError):
     """Two callers of a merged request want one variable with different values."""
 
 
+class RefusedVariable(GPUFlowError):
+    """A task sets a variable that no task may set."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Gathered:
     """The section with local inputs, and the variables and secrets of all callers that can be served."""
@@ -34,6 +39,12 @@ class Gathered:
     children: list[dict[str, Any]]
     env: dict[str, str]
     secrets: dict[str, str]
+
+
+def refuse_variables(env: Mapping[str, Any]) -> None:
+    """Raise RefusedVariable for variables that no task may set: a spec may come straight from the broker."""
+    if problem := first_problem(env):
+        raise RefusedVariable(f"env: {problem}")
 
 
 def specs_of(spec: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -68,6 +79,7 @@ def _localized(
 ) -> dict[str, Any]:
     """Return what replaces a caller's spec, and note its variables and secrets once all of it is there."""
     env = {str(name): str(value) for name, value in (own.get("env") or {}).items()}
+    refuse_variables(env)
     contradicted = [name for name, value in env.items() if gathered.env.get(name, value) != value]
     if contradicted:
         raise Contradiction(

@@ -28,7 +28,7 @@ from gpuflow.protocol import Request
 from gpuflow.secrets import Redactor
 from gpuflow.settings import Settings
 from gpuflow.worker.environment import child_environment, given_variables, python_path
-from gpuflow.worker.merged_inputs import MERGED, gather, specs_of
+from gpuflow.worker.merged_inputs import MERGED, gather, refuse_variables, specs_of
 from gpuflow.worker.results import ResultsFolder, attempt_and_step
 from gpuflow.worker.secret_sources import redactor_of, reference_values, secrets_of
 from gpuflow.worker.starting import Start
@@ -70,10 +70,11 @@ def prepare(
 ) -> Prepared:
     """Create the attempt's folder and bring to this machine what its child reads.
 
-    `wanted` says whether somebody still waits for it. Raises OSError and GPUFlowError: MissingSecret, ArtifactError,
-    CheckpointUnreachable.
+    `wanted` says whether somebody still waits for it. Raises OSError and GPUFlowError: RefusedVariable, MissingSecret,
+    ArtifactError, CheckpointUnreachable.
     """
     output_dir = folder.create_attempt(attempt)
+    refuse_variables(spec.get("env") or {})
     secrets = secrets_of(spec, settings, worker_id)
     children: dict[str, Any] = {}
     callers: list[dict[str, Any]] = []

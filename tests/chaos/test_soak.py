@@ -370,7 +370,7 @@ def test_a_storm_loses_nothing_and_runs_nothing_twice(fleet: TestFleet) -> None:
 
             eventually(settled, within=180, what="the end of every pipeline")
             for run in given.runs:
-                assert run.record().state == "SUCCEEDED", run.status()
+                assert run.record().state == "SUCCEEDED", ended_badly(fleet, run)
             ledger = fleet.app.ledger
             eventually(lambda: len(ledger.unreadable(10_000)) == storm.poisons, what="every poisoned message put aside")
             assert all("Unsupported type" in one["why"] for one in ledger.unreadable(10_000))
@@ -404,6 +404,19 @@ def test_a_storm_loses_nothing_and_runs_nothing_twice(fleet: TestFleet) -> None:
     promised(wrong == [], f"attempts with other GPUs than they asked for: {wrong}")
     print(f"  {len(spans)} attempts seen to their end: without their GPUs 0, double-booked 0")
     print("  lost 0, committed twice 0, orphans 0, pipelines without an end 0")
+
+
+def ended_badly(fleet: TestFleet, run: PipelineRun) -> str:
+    """Return what became of the stages and tasks of a pipeline that failed."""
+    record = run.record()
+    lines = [f"{record.id} ended {record.state}: {record.error}"]
+    for name, stage in record.stages.items():
+        lines.append(f"  stage {name}: {stage.state} {stage.error}")
+        for task in stage.tasks:
+            one = fleet.app.ledger.find(task)
+            outcomes = [f"{e.outcome}@{e.worker} {e.error}" for e in fleet.app.ledger.attempts(task)]
+            lines.append(f"    {task}: {one.state if one else None} {one.error if one else ''} {outcomes}")
+    return "\n".join(lines)
 
 
 def ended(fleet: TestFleet, tasks: list[str]) -> bool:

@@ -71,7 +71,7 @@ def test_templates_of_others_are_taken_with_a_warning(part: dict[str, Any], path
     "part",
     [
         {"env": {"HUB_TOKEN": "${env:OTHER}"}, "secrets": ["OTHER"]},
-        {"env": {"SSL_KEY": "/etc"}},
+        {"env": {"TLS_KEY": "/etc"}},
         {"env": {"SORT_KEY": "name", "USE_AUTH": "1", "KEYBOARD": VALUE, "TOKENIZERS_PARALLELISM": "false"}},
         {"env": {"REPO": "ssh://git@host/x.git", "BLOB": "abfss://container@account.dfs.core.windows.net/x"}},
         {"notify": [{"on": ["failed"], "url": "https://h", "headers": {"Authorization": "Bearer ${env:T}"}}]},

@@ -1,0 +1,48 @@
+"""Which variables a task may not set: those that change how programs start, where they find code, or whom they trust.
+
+A template is work, not a shell: with LD_PRELOAD or PYTHONPATH it would run code before the executor does, with
+PIP_INDEX_URL or a proxy it would choose whose code and data come in. Refused in every form of a template and, for specs
+that come straight from the broker, by the worker. What the operator sets on the worker is not affected.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable
+from typing import Final
+
+#: Shell patterns, matched without regard to case.
+REFUSED: Final = (
+    # the dynamic linker and the C library
+    *("LD_*", "DYLD_*", "GCONV_PATH", "LOCPATH", "NLSPATH", "HOSTALIASES", "LOCALDOMAIN", "RES_OPTIONS", "MALLOC_*"),
+    # shells and where programs are
+    *("PATH", "HOME", "SHELL", "ENV", "BASH_*", "SHELLOPTS", "BASHOPTS", "PS4", "IFS", "CDPATH", "TMPDIR", "XDG_*"),
+    # interpreters
+    *("PYTHON*", "NODE_*", "PERL*", "RUBY*", "JAVA_*", "_JAVA_*", "JDK_JAVA_*", "CLASSPATH", "LUA_*"),
+    # tools that run or fetch code
+    *("PIP_*", "UV_*", "CONDA_*", "VIRTUAL_ENV", "GIT_*", "SSH_*", "EDITOR", "PAGER", "BROWSER"),
+    # compiled code that is loaded from caches and plugins
+    *("TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "CUDA_INJECTION*_PATH"),
+    *("NVIDIA_*", "NCCL_NET_PLUGIN", "NCCL_TUNER_PLUGIN", "NCCL_PROFILER_PLUGIN", "VLLM_PLUGINS", "OPENBLAS_*"),
+    # whom downloads reach and trust, and where they are kept
+    *("*_PROXY", "SSL_*", "REQUESTS_CA_BUNDLE", "CURL_*", "AWS_ENDPOINT_URL*", "AWS_CONFIG_FILE", "NETRC"),
+    *("AWS_SHARED_CREDENTIALS_FILE", "AWS_PROFILE", "HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE", "HF_ASSETS_CACHE"),
+    *("HF_MODULES_CACHE", "HF_DATASETS_CACHE", "HF_TOKEN_PATH", "HF_DATASETS_TRUST_REMOTE_CODE", "TRANSFORMERS_CACHE"),
+    # gpuflow and what it stands on
+    *("GPUFLOW_*", "CELERY_*", "C_FORCE_ROOT", "REDIS_*", "FLOWER_*", "WORKER_ID", "WORKER_TAGS"),
+)
+
+
+def problem_of(name: str) -> str | None:
+    """Return why a task may not set the variable `name`, with what to do instead; None where it may."""
+    if not any(fnmatch.fnmatchcase(name.upper(), pattern) for pattern in REFUSED):
+        return None
+    return (
+        f"{name} cannot be set by a task: it changes how programs start, find code or reach servers; "
+        "set it in the environment of the worker"
+    )
+
+
+def first_problem(names: Iterable[str]) -> str | None:
+    """Return the problem of the first name that has one."""
+    return next((problem for problem in map(problem_of, names) if problem), None)

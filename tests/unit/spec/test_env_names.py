@@ -1,0 +1,62 @@
+"""Variables that no task may set, in every form in which a template can ask for one, and those that it may."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gpuflow.errors import InvalidTemplate
+from gpuflow.spec import parse
+from gpuflow.spec.checking import canonical
+from gpuflow.spec.env_names import first_problem, problem_of
+
+REFUSED = (
+    "LD_PRELOAD LD_AUDIT LD_LIBRARY_PATH DYLD_INSERT_LIBRARIES PYTHONPATH PYTHONSTARTUP PYTHONHOME PATH HOME BASH_ENV ENV "
+    "GPUFLOW_EXECUTORS GPUFLOW_CACHE_DIR CELERY_BROKER_URL REDIS_URL REDIS_PASSWORD HF_ENDPOINT HTTPS_PROXY https_proxy "
+    "no_proxy PIP_INDEX_URL UV_INDEX GIT_SSH_COMMAND NODE_OPTIONS PERL5OPT SSL_CERT_FILE REQUESTS_CA_BUNDLE VLLM_PLUGINS "
+    "CUDA_INJECTION64_PATH TORCH_EXTENSIONS_DIR ld_preload"
+).split()
+TAKEN = (
+    "MODE WANDB_PROJECT OMP_NUM_THREADS TOKENIZERS_PARALLELISM HF_HUB_OFFLINE NCCL_DEBUG VLLM_LOGGING_LEVEL KEY".split()
+)
+ECHO = {"taskType": "echo", "resources": {"accelerators": "cpu"}}
+
+
+def template(spec: dict[str, Any], version: str = "gpuflow/v1") -> dict[str, Any]:
+    return {"apiVersion": version, "kind": "Task", "metadata": {"name": "n"}, "spec": spec}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("version", ["gpuflow/v1", "flowmesh/v1", "mloc/v1"])
+def test_a_variable_that_changes_how_programs_start_is_refused(name: str, version: str) -> None:
+    with pytest.raises(InvalidTemplate, match=name) as refused:
+        parse(template({**ECHO, "env": {name: "/tmp/x"}}, version))
+    assert [mistake.path.rpartition(".")[0] for mistake in refused.value.mistakes] == ["spec.env"]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {**ECHO, "stages": [{"name": "a", "spec": {"env": {"PYTHONPATH": "/x"}}}]},
+        {**ECHO, "env": {"PYTHONPATH": "/x"}, "stages": [{"name": "a", "spec": {}}]},
+        {**ECHO, "graph": {"nodes": [{"name": "a", "spec": {**ECHO, "env": {"PYTHONPATH": "${env:HERE}"}}}]}},
+        {**ECHO, "stages": [{"name": "a", "spec": {}, "matrix": {"env.PYTHONPATH": ["/x"]}}]},
+        {**ECHO, "stages": [{"name": "a", "spec": {}, "matrix": {"env": [{"PYTHONPATH": "/x"}]}}]},
+    ],
+    ids=["stage", "base", "graph", "matrix of a name", "matrix of env"],
+)
+def test_in_every_form(spec: dict[str, Any]) -> None:
+    with pytest.raises(InvalidTemplate, match="PYTHONPATH"):
+        parse(template(spec))
+
+
+def test_at_dispatch_too() -> None:
+    with pytest.raises(InvalidTemplate, match="LD_PRELOAD"):
+        canonical({**ECHO, "env": {"LD_PRELOAD": "/x"}})
+
+
+def test_others_are_taken() -> None:
+    assert first_problem(TAKEN) is None
+    assert parse(template({**ECHO, "env": dict.fromkeys(TAKEN, "1")})).warnings == ()
+    assert problem_of("PYTHONPATH") == first_problem(["MODE", "PYTHONPATH"])
