@@ -154,3 +154,26 @@ def test_one_pipeline_that_cannot_be_read_stops_no_repair(fleet: TestFleet) -> N
 
     assert made["pipeline_settled"] == 0
     assert set(made) >= {"message_restored", "worker_offline", "queue_forgotten", "index_trimmed"}
+
+
+def with_env(**env: str) -> Change:
+    def change(message: dict[str, Any]) -> bytes:
+        args, kwargs, embed = json.loads(base64.b64decode(message["body"]))
+        body = json.dumps([args, {**kwargs, "spec": {**kwargs["spec"], "env": env}}, embed]).encode()
+        return json.dumps({**message, "body": base64.b64encode(body).decode()}).encode()
+
+    return change
+
+
+@pytest.mark.parametrize("name", ["LD_PRELOAD", "PYTHONPATH"])
+def test_a_spec_straight_from_the_broker_sets_no_variable_that_a_template_may_not(
+    fleet: TestFleet, worker: WorkerProcess, name: str
+) -> None:
+    task = poisoned(fleet, with_env(**{name: "/tmp/x"}))
+
+    with pytest.raises(TaskFailed, match=f"{name} cannot be set by a task"):
+        task.get(timeout=patient(30))
+
+    assert task.record().error["type"] == "RefusedVariable"
+    assert task.record().attempt == 1
+    submit(fleet.echo(output=1), app=fleet.app).get(timeout=patient(30))

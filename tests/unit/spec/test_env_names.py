@@ -11,15 +11,34 @@ from gpuflow.spec import parse
 from gpuflow.spec.checking import canonical
 from gpuflow.spec.env_names import first_problem, problem_of
 
-REFUSED = (
-    "LD_PRELOAD LD_AUDIT LD_LIBRARY_PATH DYLD_INSERT_LIBRARIES PYTHONPATH PYTHONSTARTUP PYTHONHOME PATH HOME BASH_ENV ENV "
-    "GPUFLOW_EXECUTORS GPUFLOW_CACHE_DIR CELERY_BROKER_URL REDIS_URL REDIS_PASSWORD HF_ENDPOINT HTTPS_PROXY https_proxy "
-    "no_proxy PIP_INDEX_URL UV_INDEX GIT_SSH_COMMAND NODE_OPTIONS PERL5OPT SSL_CERT_FILE REQUESTS_CA_BUNDLE VLLM_PLUGINS "
-    "CUDA_INJECTION64_PATH TORCH_EXTENSIONS_DIR ld_preload"
-).split()
-TAKEN = (
-    "MODE WANDB_PROJECT OMP_NUM_THREADS TOKENIZERS_PARALLELISM HF_HUB_OFFLINE NCCL_DEBUG VLLM_LOGGING_LEVEL KEY".split()
-)
+REFUSED = [
+    *(
+        "LD_PRELOAD",
+        "LD_AUDIT",
+        "LD_LIBRARY_PATH",
+        "ld_preload",
+        "DYLD_INSERT_LIBRARIES",
+        "PYTHONPATH",
+        "PYTHONSTARTUP",
+    ),
+    *("PYTHONHOME", "PATH", "HOME", "BASH_ENV", "ENV", "GPUFLOW_EXECUTORS", "GPUFLOW_CACHE_DIR", "CELERY_BROKER_URL"),
+    *(
+        "REDIS_URL",
+        "REDIS_PASSWORD",
+        "HF_ENDPOINT",
+        "HTTPS_PROXY",
+        "https_proxy",
+        "no_proxy",
+        "PIP_INDEX_URL",
+        "UV_INDEX",
+    ),
+    *("GIT_SSH_COMMAND", "NODE_OPTIONS", "PERL5OPT", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "VLLM_PLUGINS"),
+    *("CUDA_INJECTION64_PATH", "TORCH_EXTENSIONS_DIR"),
+]
+TAKEN = [
+    *("MODE", "WANDB_PROJECT", "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM", "HF_HUB_OFFLINE", "NCCL_DEBUG"),
+    *("VLLM_LOGGING_LEVEL", "KEY"),
+]
 ECHO = {"taskType": "echo", "resources": {"accelerators": "cpu"}}
 
 
