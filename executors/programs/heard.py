@@ -5,7 +5,9 @@ The same for a process and for a container: both speak the event protocol, or pl
 
 from __future__ import annotations
 
+import os
 import signal
+import stat
 import sys
 import threading
 import time
@@ -19,7 +21,7 @@ from executors import cancellation
 from executors.base import ExecutorError
 from executors.programs.lines import Progress, metrics_in, progress_in
 from executors.programs.running import Ran
-from gpuflow.protocol import EVENT_FIELDS, RESULT_FILE, Emitter, Event, parse_line, read_json
+from gpuflow.protocol import EVENT_FIELDS, MAX_RESULT_BYTES, RESULT_FILE, Emitter, Event, parse_line, read_json
 
 #: Characters of the end of what the program printed, which its result holds.
 OUTPUT_CHARACTERS: Final = 65_536
@@ -140,9 +142,7 @@ class Heard:
         value = self._result.get("value")
         if self._result.get("file"):
             try:
-                if not (output_dir / RESULT_FILE).is_file():
-                    raise OSError("it is no plain file")
-                value = read_json((output_dir / RESULT_FILE).read_bytes())
+                value = read_json(_plain_file(output_dir / RESULT_FILE))
             except (OSError, ValueError, RecursionError) as error:
                 raise ExecutorError(
                     "BadResult", f"the result that it wrote to a file cannot be read: {error}"
@@ -155,6 +155,18 @@ class Heard:
         """Return what the error of a failed program quotes."""
         lines = list(self._errors) or list(self._tail)[-_QUOTED_LINES:]
         return "\n".join(lines)
+
+
+def _plain_file(path: Path) -> bytes:
+    """Return the content of a file that a program has written: no link is followed, no pipe waited for."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError("it is no plain file")
+        content = file.read(MAX_RESULT_BYTES + 1)
+    if len(content) > MAX_RESULT_BYTES:
+        raise OSError(f"it has more than {MAX_RESULT_BYTES >> 20} MiB")
+    return content
 
 
 def _numbers(metrics: Any) -> dict[str, float]:
