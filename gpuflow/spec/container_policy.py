@@ -13,7 +13,7 @@ from typing import Final
 #: The grammar of image references: [host[:port]/]path[:tag][@digest].
 _NAME: Final = r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*"
 _IMAGE: Final = re.compile(
-    rf"(?P<path>(?:(?:[A-Za-z0-9.-]+(?::[0-9]{{1,5}})?|localhost)/)?{_NAME}(?:/{_NAME})*)"
+    rf"(?P<path>(?:[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?(?::[0-9]{{1,5}})?/)?{_NAME}(?:/{_NAME})*)"
     r"(?::(?P<tag>\w[\w.-]{0,127}))?(?:@(?P<digest>sha256:[0-9a-f]{64}))?"
 )
 _DEFAULT_HOST: Final = "docker.io"

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import signal
+import socket
 import socketserver
 import struct
 import subprocess
@@ -159,6 +160,28 @@ def _outside(text: str, places: Mapping[str, str]) -> str:
     return text
 
 
+class _Connections:
+    """The open connections, so that they can be cut."""
+
+    def __init__(self) -> None:
+        self._open: set[Any] = set()
+        self._lock = threading.Lock()
+
+    def add(self, one: Any) -> None:
+        with self._lock:
+            self._open.add(one)
+
+    def discard(self, one: Any) -> None:
+        with self._lock:
+            self._open.discard(one)
+
+    def cut(self) -> None:
+        with self._lock:
+            for one in self._open:
+                with contextlib.suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)
+
+
 class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     daemon_threads = True
     block_on_close = False
@@ -179,12 +202,19 @@ class FakeEngine:
         self.refused: list[str] = []
         self.security: list[str] = ["name=seccomp,profile=builtin"]
         self.lock = threading.Lock()
+        self.connections = _Connections()
         engine = self
 
         class Handler(_Handler):
             def setup(self) -> None:
                 self.engine = engine
+                engine.connections.add(self.request)
                 super().setup()
+
+            def finish(self) -> None:
+                engine.connections.discard(self.request)
+                with contextlib.suppress(OSError):
+                    super().finish()
 
         self._server = _Server(self.path, Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
@@ -211,6 +241,10 @@ class FakeEngine:
     def labelled(self, label: str, value: str) -> list[FakeContainer]:
         with self.lock:
             return [one for one in self.containers.values() if (one.config.get("Labels") or {}).get(label) == value]
+
+    def cut(self) -> None:
+        """Cut every connection, as a restart of the engine does that keeps its containers."""
+        self.connections.cut()
 
     def close(self) -> None:
         self._server.shutdown()
