@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -9,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Final, cast
+from typing import IO, Final, Protocol, cast
 
 from executors import cancellation
 from executors.base import ExecutorError, bad_input
@@ -22,6 +23,9 @@ _CHUNK_BYTES: Final = 65_536
 _QUIET_SECONDS: Final = 1.0
 #: What such a process says is read for so long, in seconds; then it is ended with the task.
 _MOST_SECONDS: Final = 10.0
+
+#: From SIGTERM to SIGKILL of a program that runs longer than it may, in seconds.
+_STOP_SECONDS: Final = 5.0
 
 #: Is given each line of a stream, without its end.
 OnLine = Callable[[bytes], None]
@@ -36,25 +40,92 @@ class Ran:
         self.noticed = noticed
 
 
-def run(argv: Sequence[str], *, cwd: Path, environment: Mapping[str, str], on_stdout: OnLine, on_stderr: OnLine) -> Ran:
-    """Run `argv` and return how it ended. Its input is empty.
+class Running(Protocol):
+    """A program that runs, as a process or in a container."""
 
-    A notice (SIGUSR1) is passed on, and its end awaited; so is a cancel, as SIGTERM, before Cancelled is raised. What
-    else it has started is ended by the shim. Raises ExecutorError for a program that cannot be started.
+    @property
+    def streams(self) -> tuple[IO[bytes], IO[bytes]]:
+        """Its stdout and stderr."""
+
+    def ended(self, timeout_seconds: float) -> int | None:
+        """Wait so long at most; return its exit code, -N for signal N, None while it runs. Raises ExecutorError."""
+
+    def signal(self, number: int) -> None:
+        """Send it a signal; nothing for one that has ended."""
+
+
+class _Process:
+    """A program as a process of this machine."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self.streams = cast("IO[bytes]", process.stdout), cast("IO[bytes]", process.stderr)
+
+    def ended(self, timeout_seconds: float) -> int | None:
+        try:
+            return self._process.wait(timeout=timeout_seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+
+def run(
+    argv: Sequence[str],
+    *,
+    cwd: Path,
+    environment: Mapping[str, str],
+    on_stdout: OnLine,
+    on_stderr: OnLine,
+    timeout_seconds: float | None = None,
+) -> Ran:
+    """Run `argv` and return how it ended, see `follow`. Its input is empty.
+
+    What else it has started is ended by the shim. Raises ExecutorError for a program that cannot be started.
     """
     with cancellation.notice_held():
-        process = _started(argv, cwd, environment)
-        pairs = ((process.stdout, on_stdout), (process.stderr, on_stderr))
-        readers = [_Reader(cast("IO[bytes]", stream), on_line) for stream, on_line in pairs]
-        try:
-            noticed = _until_it_ends(process, readers)
-        except BaseException:
-            process.send_signal(signal.SIGTERM)
-            process.wait()
-            raise
-        for reader in readers:
-            reader.finish()
-        return Ran(process.returncode, noticed=noticed)
+        program = _Process(_started(argv, cwd, environment))
+        return follow(program, on_stdout=on_stdout, on_stderr=on_stderr, timeout_seconds=timeout_seconds)
+
+
+def follow(program: Running, *, on_stdout: OnLine, on_stderr: OnLine, timeout_seconds: float | None = None) -> Ran:
+    """Read a program that runs to its end, and return how it ended. Called with `notice_held`.
+
+    A notice (SIGUSR1) is passed on, and its end awaited; so is a cancel, as SIGTERM, before Cancelled is raised. Raises
+    ExecutorError for one that runs longer than `timeout_seconds`: it gets SIGTERM, and SIGKILL a little later.
+    """
+    readers = [
+        _Reader(stream, on_line) for stream, on_line in zip(program.streams, (on_stdout, on_stderr), strict=True)
+    ]
+    try:
+        code, noticed = _until_it_ends(program, readers, timeout_seconds)
+    except _TooLong:
+        _stop(program)
+        raise ExecutorError(
+            "TimeLimitExceeded", f"stopped after {timeout_seconds:g} s, the limit of its preset; raise its `timeout`"
+        ) from None
+    except BaseException:
+        program.signal(signal.SIGTERM)
+        while program.ended(_POLL_SECONDS) is None:
+            pass
+        raise
+    for reader in readers:
+        reader.finish()
+    return Ran(code, noticed=noticed)
+
+
+class _TooLong(Exception):
+    """It runs longer than it may."""
+
+
+def _stop(program: Running) -> None:
+    """End a program by SIGTERM, or by SIGKILL after a while."""
+    program.signal(signal.SIGTERM)
+    kill_at = time.monotonic() + _STOP_SECONDS
+    while program.ended(_POLL_SECONDS) is None:
+        if time.monotonic() >= kill_at:
+            program.signal(signal.SIGKILL)
 
 
 def _started(argv: Sequence[str], cwd: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -77,19 +148,19 @@ def _started(argv: Sequence[str], cwd: Path, environment: Mapping[str, str]) -> 
         raise bad_input(f"{argv[0]!r} cannot be run: {error}") from error
 
 
-def _until_it_ends(process: subprocess.Popen[Any], readers: Sequence[_Reader]) -> bool:
-    """Wait; return whether there was a notice, which the program has been given. Raises what a reader raised."""
+def _until_it_ends(program: Running, readers: Sequence[_Reader], timeout_seconds: float | None) -> tuple[int, bool]:
+    """Wait; return its code, and whether there was a notice, which it has been given. Raises what a reader raised."""
     noticed = False
-    while True:
-        try:
-            process.wait(timeout=_POLL_SECONDS)
-            return noticed
-        except subprocess.TimeoutExpired:
-            for reader in readers:
-                reader.check()
-            if cancellation.noticed() and not noticed:
-                noticed = True
-                process.send_signal(signal.SIGUSR1)
+    stop_at = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
+    while (code := program.ended(_POLL_SECONDS)) is None:
+        for reader in readers:
+            reader.check()
+        if cancellation.noticed() and not noticed:
+            noticed = True
+            program.signal(signal.SIGUSR1)
+        if time.monotonic() >= stop_at:
+            raise _TooLong
+    return code, noticed
 
 
 class _Reader(threading.Thread):

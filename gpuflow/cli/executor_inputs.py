@@ -12,6 +12,7 @@ from gpuflow.errors import InvalidTemplate
 from gpuflow.protocol import Request
 from gpuflow.settings import Settings
 from gpuflow.spec import canonical
+from gpuflow.worker.containers.local import local_container
 from gpuflow.worker.merged_inputs import MERGED, gather
 from gpuflow.worker.secret_sources import reference_values
 
@@ -30,7 +31,7 @@ def localized(request: Request, settings: Settings) -> Request:
     wanted = {name: part for name, part in spec.items() if name != "checkpoint" or request.checkpoint_path is None}
     values = reference_values(spec, secrets, settings)
     inputs = localize(wanted, settings=settings, environment=values)
-    whole = {**spec, **inputs.spec}
+    whole = local_container({**spec, **inputs.spec}, settings)
     if isinstance(entries, list):
         good = [entry if _is_good(spec, entry) else None for entry in entries]
         gathered = gather({**spec, MERGED: good}, secrets, settings, _HERE)

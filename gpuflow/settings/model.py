@@ -65,7 +65,9 @@ def _setting(env_name: str, default: Any, hint: str, *, secret: bool = False) ->
 
 
 #: The settings whose value is a path.
-_FOLDERS: Final = ("results_dir", "cache_dir", "state_dir", "env_dir", "secrets_dir", "valkey_server", "lock_dir")
+_FOLDERS: Final = (
+    "results_dir", "cache_dir", "state_dir", "env_dir", "secrets_dir", "valkey_server", "lock_dir", "container_presets",
+)  # fmt: skip
 
 
 class Settings(BaseModel):
@@ -149,6 +151,14 @@ class Settings(BaseModel):
     executors: Names = _setting(
         "GPUFLOW_EXECUTORS", (), "owner.name=module:Class or owner.name=/path/file.py:Class, separated by commas"
     )
+    container_engine: str = _setting(
+        "GPUFLOW_CONTAINER_ENGINE", "auto", "auto, none, or the socket of an engine such as unix:///run/docker.sock"
+    )
+    container_images: Names = _setting(
+        "GPUFLOW_CONTAINER_IMAGES", (), "images separated by commas, such as ghcr.io/acme/*; * for all"
+    )
+    container_mounts: Names = _setting("GPUFLOW_CONTAINER_MOUNTS", (), "absolute paths of folders, separated by commas")
+    container_presets: Path | None = _setting("GPUFLOW_CONTAINER_PRESETS", None, "a folder of container presets")
     valkey_server: Path | None = _setting("GPUFLOW_VALKEY_SERVER", None, "the path of a valkey-server")
 
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
@@ -175,6 +185,23 @@ class Settings(BaseModel):
         if not value.startswith(("http://", "https://")):
             raise ValueError("the URL must start with http:// or https://")
         return value.rstrip("/")
+
+    @field_validator("container_engine")
+    @classmethod
+    def _container_engine(cls, value: str) -> str:
+        if value.lower() in ("auto", "none"):
+            return value.lower()
+        if not value.startswith("unix:///"):
+            raise ValueError("an engine is named by the URL of its Unix socket")
+        return value
+
+    @field_validator("container_mounts")
+    @classmethod
+    def _absolute_roots(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        bad = [root for root in value if not root.startswith("/") or root.strip("/") == ""]
+        if bad:
+            raise ValueError(f"{bad[0]!r} is no absolute path below /")
+        return value
 
     @field_validator("store_url")
     @classmethod

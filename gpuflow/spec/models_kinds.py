@@ -7,9 +7,12 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from gpuflow.spec.models_types import (
+    ContainerMount,
     Digest,
     EnvName,
     Flag,
+    ImageName,
+    Memory,
     MetricPattern,
     Name,
     Number,
@@ -171,18 +174,22 @@ class Command(Strict):
 
 
 class Container(Strict):
-    """A container image to run."""
+    """A container to run. With a preset, the other fields stand in place of the preset's, or are added to them."""
 
-    image: Name | None = Field(None, description="Image, with tag or digest")
-    preset: Name | None = Field(None, description="A shipped container preset")
+    image: ImageName | None = Field(None, description="Image, with tag or digest")
+    preset: Name | None = Field(None, description="A container preset, shipped or of the worker")
     command: TextOrList | None = None
     entrypoint: TextOrList | None = None
     env_vars: dict[EnvName, Text] | None = None
-    workdir: Name | None = None
-    mounts: list[Name] | None = Field(None, max_length=100)
-    network: Name | None = None
-    shm_size: Name | None = Field(None, description="Shared memory, such as 8Gi")
-    user: Text | None = None
+    workdir: Name | None = Field(None, pattern="^/", description="Working folder in the container")
+    mounts: list[ContainerMount] | None = Field(
+        None, max_length=100, description="/path/on/the/worker:/path/in/the/container, read-only"
+    )
+    network: Literal["none", "bridge"] | None = None
+    shm_size: Memory | None = Field(None, description="Shared memory, such as 8Gi")
+    metrics: dict[Name, MetricPattern] | None = Field(
+        None, max_length=100, description="Name -> regular expression whose first group is the number"
+    )
 
     @model_validator(mode="after")
     def _has_an_image(self) -> Container:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from gpuflow.spec.container_policy import read_image, split_mount
 from gpuflow.spec.env_names import problem_of
 from gpuflow.spec.patterns import metric_pattern
 from gpuflow.spec.report import show
@@ -120,6 +121,18 @@ def _metric_pattern(text: str) -> str:
     return text
 
 
+def _image(text: str) -> str:
+    if "${" not in text:  # a reference is replaced first; the worker looks at what comes of it
+        read_image(text)
+    return text
+
+
+def _container_mount(text: str) -> str:
+    if "${" not in text:
+        split_mount(text)
+    return text
+
+
 def _shell_choice(value: Any) -> Any:
     if isinstance(value, bool) or (isinstance(value, str) and value.startswith("/")):
         return value
@@ -142,3 +155,5 @@ OneOrMany = Annotated[Any, BeforeValidator(_one_or_many)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-fA-F]{64}$")]
 MetricPattern = Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(_metric_pattern)]
 ShellChoice = Annotated[Any, BeforeValidator(_shell_choice)]
+ImageName = Annotated[str, Field(min_length=1, max_length=500), AfterValidator(_image)]
+ContainerMount = Annotated[str, Field(min_length=1, max_length=2000), AfterValidator(_container_mount)]

@@ -96,8 +96,9 @@ class _Lines:
 class Child:
     """One running child. `read()` yields its output until all of its tree has ended.
 
-    `keep_open` are file descriptors that the shim holds until then (lock files). With `talks`, its stdin stays open
-    after the request, for `send`. Raises OSError when the shim cannot be started.
+    `keep_open` are file descriptors that the shim holds until then (lock files), `at_end` a command that it runs before
+    it lets go of them, however the child ended. With `talks`, its stdin stays open after the request, for `send`.
+    Raises OSError when the shim cannot be started.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class Child:
         environment: Mapping[str, str],
         cwd: Path,
         keep_open: Sequence[int] = (),
+        at_end: Sequence[str] = (),
         talks: bool = False,
     ) -> None:
         pipes = [os.pipe() for _ in range(6)]
@@ -124,7 +126,7 @@ class Child:
         self._stdin = stdin if talks else -1
         self._sending = threading.Lock()
         try:
-            self.shim_pid = spawner().spawn(argv, cwd, [*theirs, *keep_open])
+            self.shim_pid = spawner().spawn(argv, cwd, [*theirs, *keep_open], at_end=at_end)
         except OSError:
             for descriptor in (stdin, self._stdout, self._stderr, self._control, self._status, env_write):
                 os.close(descriptor)

@@ -1,4 +1,5 @@
-"""What a worker does for its machine beside the work: old results and stale parts go, the model cache has its limit.
+"""What a worker does for its machine beside the work: old results, stale parts and lost containers go, the model cache
+has its limit.
 
 A thread of its own, started by a boot step. What goes is decided in `gpuflow.upkeep.retention`, and by the executors'
 own program for the cache, which runs as a child: it loads the library of the hub.
@@ -23,6 +24,9 @@ from gpuflow.logs import get_logger
 from gpuflow.protocol import parse_line
 from gpuflow.upkeep.parts_cleaning import clean_cache, clean_store
 from gpuflow.upkeep.results_cleaning import ResultsCleaner
+from gpuflow.worker.containers.engines import find_engine
+from gpuflow.worker.containers.local import LOCKS
+from gpuflow.worker.containers.removal import remove_lost
 from gpuflow.worker.environment import child_environment, python_path
 from gpuflow.worker.runtime import Runtime
 
@@ -66,6 +70,7 @@ class Housekeeping(threading.Thread):
             if now >= results_at:
                 self._guarded("results", self._clean_results)
                 self._guarded("parts", self._clean_parts)
+                self._guarded("containers", self._remove_lost_containers)
                 results_at = now + _about(RESULTS_SECONDS)
             self._guarded("cache", self._trim_cache)
             if self._stop_event.wait(_about(CACHE_SECONDS)):
@@ -92,6 +97,16 @@ class Housekeeping(threading.Thread):
         for root in roots:
             clean_store(root, every_seconds=RESULTS_SECONDS * (1 - _JITTER))
         clean_cache(settings.cache_dir)
+
+    def _remove_lost_containers(self) -> None:
+        """Remove the containers of attempts whose processes were all killed, this worker's or those of another."""
+        settings = self._runtime.app.settings
+        locks = settings.state_dir / LOCKS
+        engine = find_engine(settings.container_engine).path if locks.is_dir() else None
+        if engine is not None:
+            remove_lost(
+                engine, locks, lambda found, task: log.warning("lost_container_removed", container=found, task=task)
+            )
 
     def _trim_cache(self) -> None:
         """Trim the cache if it has a limit and holds something else than the last time."""

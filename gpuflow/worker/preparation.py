@@ -27,6 +27,7 @@ from gpuflow.logs import get_logger
 from gpuflow.protocol import Request
 from gpuflow.secrets import Redactor
 from gpuflow.settings import Settings
+from gpuflow.worker.containers.local import local_container
 from gpuflow.worker.environment import child_environment, given_variables, python_path
 from gpuflow.worker.merged_inputs import MERGED, gather, refuse_variables, specs_of
 from gpuflow.worker.results import ResultsFolder, attempt_and_step
@@ -92,7 +93,8 @@ def prepare(
     request = Request(
         task_id=task_id,
         task_type=str(spec["taskType"]),
-        spec={name: value for name, value in inputs.spec.items() if name != "notify"} | children,
+        spec={name: value for name, value in local_container(inputs.spec, settings).items() if name != "notify"}
+        | children,
         output_dir=str(output_dir),
         attempt=attempt,
         gpus=tuple(gpus),

@@ -2,8 +2,8 @@
 
 A worker starts this script once, with the interpreter's `-I -S` flags (standard library alone): `shim.py SOCKET_FD`.
 That process does nothing but fork: for each message on the socket, one shim. A message is JSON `{"argv": [...], "cwd":
-...}` with the file descriptors stdin, stdout, stderr, control, status, environment, and any to be held open; the
-answer is the shim's process id. A fork costs about a millisecond, a new interpreter twenty.
+..., "at_end": [...]}` with the file descriptors stdin, stdout, stderr, control, status, environment, and any to be held
+open; the answer is the shim's process id. A fork costs about a millisecond, a new interpreter twenty.
 
 * It is a subreaper: grandchildren whose parent dies become its children, so it can end all of them.
 * Its control descriptor is the read end of a pipe to the worker: `n` = SIGUSR1 to the child (it is to end soon and go
@@ -11,6 +11,8 @@ answer is the shim's process id. A fork costs about a millisecond, a new interpr
   worker is gone or lets go: the tree is killed.
 * The environment descriptor holds the child's environment as JSON.
 * Should it be killed itself, what it leaves behind becomes children of the process that forks shims, which ends them.
+* `at_end` is a command for what is no process of the tree (a container). It runs when the tree has ended, also by the
+  process that forks shims when the shim was killed; it ends by itself.
 * It exits only when no process of the tree is left, and so whatever it holds open (the lock files of the GPUs) is
   held until then. Before that it writes one JSON line to its status descriptor: `{"exit": n|null,
   "signal": n|null, "stragglers": n}` (stragglers: processes that were still there when the child itself had ended).
@@ -137,7 +139,26 @@ def kill_tree_keeping(child: int) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def run_shim(argv: list[str], cwd: str, descriptors: list[int]) -> None:
+def start_at_end(argv: list[str]) -> int:
+    """Start the command of the end, with no input and no output, and return its process id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        null = os.open("/dev/null", os.O_RDWR)
+        for target in (0, 1, 2):
+            os.dup2(null, target)
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        os.chdir("/")
+        os.execve(argv[0], argv, {})
+    except OSError:
+        pass
+    os._exit(127)
+
+
+def run_shim(argv: list[str], cwd: str, at_end: list[str], descriptors: list[int]) -> None:
     """Be the shim of one child, in a process of its own, and report how the child ended."""
     stdin, stdout, stderr, control, status_fd, env_fd = descriptors[:6]
     os.setsid()
@@ -159,6 +180,8 @@ def run_shim(argv: list[str], cwd: str, descriptors: list[int]) -> None:
         os.close(descriptor)
     status = watch(child, control, wakeup)
     stragglers = kill_tree()
+    if at_end:
+        os.waitpid(start_at_end(at_end), 0)
     ended = {
         "exit": os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else None,
         "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else None,
@@ -168,7 +191,7 @@ def run_shim(argv: list[str], cwd: str, descriptors: list[int]) -> None:
         os.write(status_fd, json.dumps(ended).encode() + b"\n")
 
 
-def reap(shims: set[int]) -> None:
+def reap(shims: dict[int, list[str]]) -> None:
     """Forget the shims that have ended; kill what was left behind by one that was killed itself."""
     left = False
     while True:
@@ -179,7 +202,9 @@ def reap(shims: set[int]) -> None:
         if pid == 0:
             break
         left = left or pid not in shims or status != 0
-        shims.discard(pid)
+        at_end = shims.pop(pid, [])
+        if at_end and status != 0:
+            shims[start_at_end(at_end)] = []
     for orphan in descendants(os.getpid(), without=shims) if left else ():
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(orphan, signal.SIGKILL)
@@ -198,7 +223,7 @@ def main() -> None:
     poller = select.poll()
     poller.register(server, select.POLLIN)
     poller.register(wakeup, select.POLLIN)
-    shims: set[int] = set()
+    shims: dict[int, list[str]] = {}
     while True:
         ready = {descriptor for descriptor, _ in poller.poll()}
         if wakeup in ready:
@@ -219,11 +244,11 @@ def main() -> None:
             signal.signal(signal.SIGQUIT, signal.SIG_DFL)
             status = 1  # what it leaves behind is ended by its parent
             try:
-                run_shim(wanted["argv"], wanted["cwd"], descriptors)
+                run_shim(wanted["argv"], wanted["cwd"], wanted["at_end"], descriptors)
                 status = 0
             finally:
                 os._exit(status)
-        shims.add(pid)
+        shims[pid] = wanted["at_end"]
         for descriptor in descriptors:
             os.close(descriptor)
         server.send(str(pid).encode())

@@ -29,12 +29,13 @@ class Spawner:
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
-    def spawn(self, argv: Sequence[str], cwd: Path, descriptors: Sequence[int]) -> int:
+    def spawn(self, argv: Sequence[str], cwd: Path, descriptors: Sequence[int], *, at_end: Sequence[str] = ()) -> int:
         """Start a shim that runs `argv` in `cwd`; return its process id. Raises OSError.
 
-        `descriptors` are stdin, stdout, stderr, control, status, environment, and any to be held open.
+        `descriptors` are stdin, stdout, stderr, control, status, environment, and any to be held open; `at_end` is a
+        command that the shim runs when nothing of the tree is left.
         """
-        message = json.dumps({"argv": list(argv), "cwd": str(cwd)}).encode()
+        message = json.dumps({"argv": list(argv), "cwd": str(cwd), "at_end": list(at_end)}).encode()
         with self._lock:
             try:
                 return self._ask(message, descriptors)

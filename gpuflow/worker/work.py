@@ -10,6 +10,7 @@ from collections.abc import Callable
 from gpuflow.fleet.gpu_locks import Hold
 from gpuflow.routing.offers import WARM_ENGINES
 from gpuflow.worker.child import Child, Work
+from gpuflow.worker.containers.local import removal_of
 from gpuflow.worker.handed_back import HandedBack
 from gpuflow.worker.preparation import Prepared
 from gpuflow.worker.runtime import Runtime
@@ -52,4 +53,5 @@ def _own_child(allocation: Allocation | None, start: Start, prepared: Prepared) 
         environment=prepared.environment,
         cwd=prepared.output_dir,
         keep_open=hold.fds if hold is not None else (),
+        at_end=removal_of(prepared.request),
     )

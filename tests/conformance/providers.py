@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gpuflow.settings import Settings
+from gpuflow.worker.containers.local import local_container
 from tests.fixtures.tiny_model import PAIRS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,6 +85,29 @@ open("made.txt", "w").close()
 tell(event="artifact", path="made.txt")
 tell(event="result", value={"rows": 3})
 """
+_WORKER = """
+import json, os, sys
+tell = lambda **event: print(json.dumps(event), flush=True)
+tell(event="connection", status="connected")
+tell(event="progress", current=1, total=2)
+print("hello", flush=True)
+tell(event="progress", current=2, total=2)
+open(os.path.join(os.environ["OUTPUT_DIR"], "made.txt"), "w").close()
+tell(event="artifact", path="made.txt")
+tell(event="result", value={"rows": 3})
+tell(event="finish", status="completed")
+"""
+CONTAINER_IMAGE = "conformance:latest"
+
+
+def container(folder: Path, engine: str = "none", **fields: Any) -> Spec:
+    """Return the spec of a container as a worker gives it to its child; `folder` is for its preset."""
+    preset = {"image": CONTAINER_IMAGE, "command": ["python", "-c", _WORKER], "process": {}, **fields}
+    (folder / "conformance.yaml").write_text(json.dumps(preset))
+    settings = Settings(container_engine=engine, container_presets=folder, state_dir=folder / "state")
+    return local_container({"taskType": "container", "container": {"preset": "conformance"}}, settings)
+
+
 _NO_ROWS = {"type": "list", "items": [{"nothing": "of use"}]}
 
 PROVIDERS = (
@@ -108,6 +134,16 @@ PROVIDERS = (
         task_type="command",
         good=lambda _: {"command": {"command": ["python", "-c", _PROGRAM]}},
         bad=lambda _: {"command": {"command": "true", "path": "/there/is/no/such/folder"}},
+        check=lambda result: (result["exit_code"], result["rows"], result["output"]) == (0, 3, "hello"),
+        files=("made.txt",),
+        needs_ml=False,
+        fault="memory",
+        in_threads=True,
+    ),
+    Provider(
+        task_type="container",
+        good=container,
+        bad=lambda folder: container(folder, gpus=8),
         check=lambda result: (result["exit_code"], result["rows"], result["output"]) == (0, 3, "hello"),
         files=("made.txt",),
         needs_ml=False,

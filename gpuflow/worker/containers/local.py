@@ -1,0 +1,175 @@
+"""From the `container` section of a task to what its child creates: preset, limits, mounts, engine, and the policy.
+
+Called by the preparation of an attempt and by `gpuflow executor run`, before the child. Everything that the operator
+decides is decided here; the child finds plain values.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from gpuflow.errors import GPUFlowError, InvalidTemplate
+from gpuflow.protocol import Request
+from gpuflow.settings import Settings
+from gpuflow.spec.container_policy import ContainerAsk, ContainerPolicy, refusal, split_mount
+from gpuflow.spec.container_presets import ContainerPreset, container_preset, preset_images
+from gpuflow.spec.units import cpu_count, duration_seconds, memory_mib
+from gpuflow.worker.containers import removal
+from gpuflow.worker.containers.engines import find_engine
+
+#: Folder of the state folder with the lock files of running containers.
+LOCKS: Final = "containers"
+
+
+class ContainerRefused(GPUFlowError):
+    """This worker does not run the container that a task asks for."""
+
+
+def local_container(spec: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+    """Return a spec whose `container` holds all that its child needs; any other spec as it is.
+
+    Raises InvalidTemplate for what cannot be, ContainerRefused for what the worker's settings do not allow, OSError.
+    """
+    section = spec.get("container")
+    if spec.get("taskType") != "container" or not isinstance(section, Mapping):
+        return dict(spec)
+    try:
+        return {**spec, "container": _local(spec, section, settings)}
+    except (ValueError, TypeError) as error:
+        raise InvalidTemplate(f"container: {error}; correct it") from error
+
+
+def _local(spec: Mapping[str, Any], section: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+    preset, folder = _preset(section, settings)
+    named = [split_mount_or_fail(text) for text in section.get("mounts") or ()]
+    mounts = [{"source": _resolved(source), "target": target, "read_only": True} for source, target in named]
+    model = _model_path(spec)
+    paths = [str(mount["source"]) for mount in mounts] + ([model] if model else [])
+    why = refusal(ContainerAsk(image=preset.image, host_paths=tuple(paths)), policy_of(settings))
+    if why is not None:
+        raise ContainerRefused(why)
+    missing = [path for path in paths if not Path(path).exists()]
+    if missing:
+        raise InvalidTemplate(f"container: there is no {missing[0]} on this worker; correct it, or put it there")
+    engine = find_engine(settings.container_engine)
+    run = uuid.uuid4().hex
+    return {
+        **_limits(preset, section, spec),
+        "preset": section.get("preset"),
+        "image": preset.image,
+        "command": _argv(section.get("command") or preset.command, "command"),
+        "entrypoint": _argv(section.get("entrypoint") or preset.entrypoint, "entrypoint"),
+        "env": {**preset.env, **(section.get("env_vars") or {})},
+        "workdir": section.get("workdir") or preset.workdir,
+        "user": preset.user,
+        "network": section.get("network") or preset.network,
+        "mounts": [mount.model_dump() for mount in preset.mounts] + mounts,
+        "model_path": model or preset.model_path,
+        "metrics": section.get("metrics") or {},
+        "init": preset.init,
+        "pull": preset.pull,
+        "process": _process(preset, section, folder),
+        "engine": engine.path,
+        "no_engine": engine.why,
+        "run": run,
+        "lock": str(settings.state_dir / LOCKS / f"{run}.lock"),
+    }
+
+
+def policy_of(settings: Settings) -> ContainerPolicy:
+    """Return what a worker with these settings allows."""
+    return ContainerPolicy(
+        preset_images=preset_images(settings.container_presets),
+        images=settings.container_images,
+        mount_roots=tuple(os.path.realpath(root) for root in settings.container_mounts),
+    )
+
+
+def removal_of(request: Request) -> tuple[str, ...]:
+    """Return the command that removes the containers of a request after its child; empty where there can be none."""
+    section = request.spec.get("container")
+    if request.task_type != "container" or not isinstance(section, Mapping) or not section.get("engine"):
+        return ()
+    return (sys.executable, "-I", "-S", removal.__file__, *(str(section[name]) for name in ("engine", "run", "lock")))
+
+
+def split_mount_or_fail(text: str) -> tuple[str, str]:
+    """Return the two paths of a mount. Raises InvalidTemplate."""
+    try:
+        return split_mount(str(text))
+    except ValueError as error:
+        raise InvalidTemplate(f"container.mounts: {error}") from error
+
+
+def _preset(section: Mapping[str, Any], settings: Settings) -> tuple[ContainerPreset, Path | None]:
+    """Return the preset of a section and the folder that it is in; for an image by itself, one with that image."""
+    name = section.get("preset")
+    if name:
+        preset, path = container_preset(str(name), settings.container_presets)
+        return preset, path.parent
+    image = str(section.get("image"))
+    why = refusal(ContainerAsk(image=image), policy_of(settings))
+    if why is not None:
+        raise ContainerRefused(why)
+    return ContainerPreset(image=image), None
+
+
+def _resolved(path: str) -> str:
+    return os.path.realpath(path)
+
+
+def _model_path(spec: Mapping[str, Any]) -> str | None:
+    """Return the folder of a local model that the template names, links resolved."""
+    source = (spec.get("model") or {}).get("source") or {}
+    identifier = str(source.get("identifier") or "")
+    is_local = source.get("type") == "local" or (source.get("type") is None and identifier.startswith("/"))
+    if not is_local:
+        return None
+    if not identifier.startswith("/") or "${" in identifier:
+        raise InvalidTemplate(
+            f"model.source.identifier: {identifier[:200]!r} of a container task is no absolute path; give one"
+        )
+    return _resolved(identifier)
+
+
+def _limits(preset: ContainerPreset, section: Mapping[str, Any], spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the limits: those of the preset, and no more than what the task asks of the machine."""
+    asked = (spec.get("resources") or {}).get("hardware") or {}
+    memory = [memory_mib(amount) for amount in (preset.memory, asked.get("memory")) if amount is not None]
+    cpus = [cpu_count(amount) for amount in (preset.cpus, asked.get("cpu")) if amount is not None]
+    return {
+        "memory_bytes": min(memory) << 20 if memory else None,
+        "cpus": min(cpus) if cpus else None,
+        "pids": preset.pids,
+        "shm_bytes": memory_mib(section.get("shm_size") or preset.shm_size) << 20,
+        "gpus": preset.gpus,
+        "timeout_seconds": duration_seconds(preset.timeout) if preset.timeout is not None else None,
+    }
+
+
+def _process(preset: ContainerPreset, section: Mapping[str, Any], folder: Path | None) -> dict[str, Any] | None:
+    """Return how it runs as a plain process, which only a preset can say."""
+    if preset.process is None or folder is None:
+        return None
+    command = section.get("command") or preset.process.command or preset.command
+    place = (folder / Path(preset.process.folder).expanduser()).resolve() if preset.process.folder else None
+    return {"folder": str(place) if place else None, "command": _argv(command, "command")}
+
+
+def _argv(command: str | Sequence[Any] | None, field: str) -> list[str] | None:
+    """Return a command as words; a line is split as a shell would, and given to none. Raises InvalidTemplate."""
+    if command is None:
+        return None
+    try:
+        words = shlex.split(command) if isinstance(command, str) else [str(word) for word in command]
+    except ValueError as error:
+        raise InvalidTemplate(f"container.{field} cannot be split into words: {error}; give a list") from error
+    if not words:
+        raise InvalidTemplate(f"container.{field} is empty; give a program")
+    return words
