@@ -30,6 +30,7 @@ EXECUTORS: Final[Mapping[str, str]] = {
     "sft": "executors.sft:SupervisedTuning",
     "lora_sft": "executors.sft:SupervisedTuning",
     "command": "executors.command:Command",
+    "rag": "executors.rag:Rag",
 }
 
 #: The same for a child that was started for vLLM, which the worker says in this variable.
