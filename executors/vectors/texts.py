@@ -9,7 +9,7 @@ from typing import Any, Final
 from executors.base import bad_input
 
 #: Columns that hold the text of a record, the first that is there.
-_COLUMNS: Final = ("text", "input", "sentence", "passage", "content", "prompt", "question")
+TEXT_COLUMNS: Final = ("text", "input", "sentence", "passage", "content", "prompt", "question")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ def read_texts(entries: Sequence[Any], data: Mapping[str, Any], prefix: str = ""
 def _text(entry: Any, index: int, column: str | None) -> str:
     value = entry
     if isinstance(entry, Mapping):
-        name = next((name for name in ([column] if column else _COLUMNS) if entry.get(name) is not None), None)
+        name = next((name for name in ([column] if column else TEXT_COLUMNS) if entry.get(name) is not None), None)
         if name is None:
             found = ", ".join(map(str, entry)) or "none"
             raise bad_input(f"data item {index} has no {column or 'text'}; its columns are: {found}")

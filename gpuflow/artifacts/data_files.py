@@ -22,17 +22,19 @@ from gpuflow.settings import Settings
 from gpuflow.spec.references import is_pending
 
 _FILE_TYPES: Final = frozenset({"jsonl", "csv", "parquet"})
+#: Data that is a file, or a folder that travels as an archive.
+DOCUMENTS: Final = "documents"
 _SCHEMES: Final = frozenset({"file", "http", "https", "s3"})
 _FRAGMENT: Final = re.compile(r"sha256=([0-9a-fA-F]{64})")
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]+")
 
 
-def local_data(data: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+def local_data(data: Mapping[str, Any], settings: Settings, where: str = "data") -> dict[str, Any]:
     """Return a `data` section whose files, those of `eval_split` too, are paths here. Raises ArtifactError, OSError."""
-    local = _local(data, str(data.get("type") or "jsonl"), settings, "data")
+    local = _local(data, str(data.get("type") or "jsonl"), settings, where)
     if isinstance(local.get("eval_split"), Mapping):
         kind = str(data.get("type") or "jsonl")
-        local["eval_split"] = _local(local["eval_split"], kind, settings, "data.eval_split")
+        local["eval_split"] = _local(local["eval_split"], kind, settings, f"{where}.eval_split")
     return local
 
 
@@ -44,7 +46,7 @@ def _local(data: Mapping[str, Any], kind: str, settings: Settings, where: str) -
         )
     url = local.get("url")
     # A URL with ${env:...} is known in the child alone, which fetches it.
-    if kind not in _FILE_TYPES or not isinstance(url, str) or is_pending(url, at_dispatch=True):
+    if kind not in {*_FILE_TYPES, DOCUMENTS} or not isinstance(url, str) or is_pending(url, at_dispatch=True):
         return local
     if urlsplit(url).scheme not in _SCHEMES:
         return local

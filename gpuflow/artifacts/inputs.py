@@ -15,11 +15,11 @@ from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
 from gpuflow.artifacts.archive import unpack
-from gpuflow.artifacts.data_files import local_data
+from gpuflow.artifacts.data_files import DOCUMENTS, local_data
 from gpuflow.artifacts.destination import bearer_token
 from gpuflow.artifacts.marking import mark_used
 from gpuflow.artifacts.placeholders import filled, hiding
-from gpuflow.artifacts.program_files import local_program
+from gpuflow.artifacts.program_files import ARCHIVES, local_program
 from gpuflow.artifacts.references import References
 from gpuflow.artifacts.store import fetch, file_url_path, shown_url
 from gpuflow.errors import ArtifactError
@@ -53,7 +53,9 @@ def _localized(spec: Mapping[str, Any], settings: Settings, environment: Mapping
     # What is loaded is data: the child finds nothing to replace in it.
     local: dict[str, Any] = References(settings).everywhere(copy.deepcopy(dict(spec)), shield)
     if isinstance(local.get("data"), dict):
-        local["data"] = local_data(local["data"], settings)
+        local["data"] = _data(local["data"], settings, "data")
+    if isinstance(local.get("search"), dict):
+        local["search"] = _search(local["search"], settings, environment)
     if isinstance(local.get("command"), dict):
         local["command"] = local_program(local["command"], settings, lambda file: _unpacked(file, settings.cache_dir))
     for adapter in (local.get("model") or {}).get("adapters") or []:
@@ -61,15 +63,36 @@ def _localized(spec: Mapping[str, Any], settings: Settings, environment: Mapping
         if address:
             adapter["path"] = str(_folder(filled(str(address), environment), settings))
     load = (local.get("checkpoint") or {}).get("load")
-    checkpoint = None
-    if load:
-        load = filled(load, environment)
-        address = load.get("url") or load.get("path")
-        if not address:
-            raise ArtifactError("checkpoint.load names neither `url` nor `path`; give one")
-        token = bearer_token(load.get("headers"), "checkpoint.load")
-        checkpoint = str(_folder(str(address), settings, token))
+    checkpoint = str(_loaded(load, settings, environment, "checkpoint.load")) if load else None
     return LocalInputs(spec=local, checkpoint_path=checkpoint)
+
+
+def _data(data: Mapping[str, Any], settings: Settings, where: str) -> dict[str, Any]:
+    """Return a `data` section with local files; documents that came as an archive are a folder."""
+    local = local_data(data, settings, where)
+    if data.get("url") and local.get("path") and local.get("type") == DOCUMENTS:
+        file = Path(local["path"])
+        local["path"] = str(_unpacked(file, settings.cache_dir) if file.name.endswith(ARCHIVES) else file)
+    return local
+
+
+def _search(search: Mapping[str, Any], settings: Settings, environment: Mapping[str, str] | None) -> dict[str, Any]:
+    """Return a `search` section whose index and documents are local."""
+    local = dict(search)
+    if isinstance(local.get("index"), Mapping):
+        local["index"] = {"path": str(_loaded(local["index"], settings, environment, "search.index"))}
+    if isinstance(local.get("documents"), Mapping):
+        local["documents"] = _data(local["documents"], settings, "search.documents")
+    return local
+
+
+def _loaded(load: Mapping[str, Any], settings: Settings, environment: Mapping[str, str] | None, where: str) -> Path:
+    """Return the local folder of what `url` or `path` names, fetched with the token of its headers."""
+    load = filled(dict(load), environment)
+    address = load.get("url") or load.get("path")
+    if not address:
+        raise ArtifactError(f"{where} names neither `url` nor `path`; give one")
+    return _folder(str(address), settings, bearer_token(load.get("headers"), where))
 
 
 def _folder(address: str, settings: Settings, token: str | None = None) -> Path:

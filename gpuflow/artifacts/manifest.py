@@ -19,7 +19,8 @@ from gpuflow.artifacts.several import several
 from gpuflow.errors import ArtifactError
 
 MANIFEST_SCHEMA: Final = 1
-_MODEL_FOLDERS: Final = ("final_model", "final_lora")
+#: Folders that are packed, so that other stages can fetch them.
+_PACKED_FOLDERS: Final = ("final_model", "final_lora", "final_index")
 #: Folder of an attempt that holds the large fields of its result.
 RESULT_FOLDER: Final = "result"
 _FIELD: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
@@ -56,7 +57,7 @@ def seal_results(
     """
     value = dict(result)
     value["result_dir"] = str(folder)
-    for name in _MODEL_FOLDERS:
+    for name in _PACKED_FOLDERS:
         if (folder / name).is_dir():
             archive = folder / f"{name}.tar.gz"
             pack(folder / name, archive)

@@ -1,4 +1,4 @@
-"""`${env:NAME}` in what a worker itself reads of a spec: the destination of results, the checkpoint, the adapters.
+"""`${env:NAME}` in what a worker itself reads of a spec: destination, checkpoint, adapters, index.
 
 Called by `destination` and `inputs`, which read those fields, and by whoever builds the task's redactor. The child
 replaces all others. Pure: the values come in as a mapping, which the worker makes of the same sources as the child's
@@ -16,7 +16,7 @@ from gpuflow.secrets import Redactor, is_secret_variable, secrets_in_spec
 from gpuflow.spec.references import find_references, resolve_env
 
 #: The fields of a spec that a worker reads before there is a child.
-_PLACES: Final = (("output", "destination"), ("checkpoint", "load"), ("model", "adapters"))
+_PLACES: Final = (("output", "destination"), ("checkpoint", "load"), ("model", "adapters"), ("search", "index"))
 
 
 def filled(value: Any, environment: Mapping[str, str] | None) -> Any:

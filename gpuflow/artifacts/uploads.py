@@ -1,5 +1,5 @@
-"""What is on its way into the fleet: local files of `data.upload` and the programs of commands are stored once, by
-digest, and become URLs.
+"""What is on its way into the fleet: local files of `data.upload`, folders of documents and the programs of commands
+are stored once, by digest, and become URLs.
 
 Called by the client alone, for a template that its user has written: whoever takes templates from others (the gateway)
 refuses `upload` instead, or they would name files of the server. Everything is checked before anything is sent.
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpuflow.artifacts.archive import pack
+from gpuflow.artifacts.data_files import DOCUMENTS
 from gpuflow.artifacts.partial import file_digest
 from gpuflow.artifacts.references import UPLOADS
 from gpuflow.artifacts.store import Progress, Store
@@ -61,10 +62,14 @@ class Uploaded:
 
 
 def upload_places(template: Template) -> Iterator[tuple[SpecPath, str]]:
-    """Yield (path, value) of every `upload` below `data` and of what a command brings, in stages and their matrices."""
+    """Yield (path, value) of every `upload` below `data` and `search.documents`, and of what a command brings.
+
+    In stages and their matrices.
+    """
     for stage in template.stages:
         top: SpecPath = ("spec", "stages", stage.name) if template.is_pipeline else ("spec",)
         yield from _in_data(stage.spec.get("data"), (*top, "data"))
+        yield from _in_data(_documents(stage.spec), (*top, "search", "documents"))
         yield from _in_command(stage.spec.get("command"), (*top, "command"))
         for name, values in (stage.matrix or {}).items():
             for index, value in enumerate(values if isinstance(values, list) else ()):
@@ -82,6 +87,11 @@ def _in_data(data: Any, path: SpecPath) -> Iterator[tuple[SpecPath, str]]:
         if isinstance(data.get("upload"), str):
             yield (*path, "upload"), data["upload"]
         yield from _in_data(data.get("eval_split"), (*path, "eval_split"))
+
+
+def _documents(spec: Mapping[str, Any]) -> Any:
+    search = spec.get("search")
+    return search.get("documents") if isinstance(search, Mapping) else None
 
 
 def _in_command(command: Any, path: SpecPath) -> Iterator[tuple[SpecPath, str]]:
@@ -112,12 +122,10 @@ def with_uploads(template: Template, open_store: Callable[[], Store | None], bar
     folder = file.parent if file.is_file() else Path()
     findings = Findings()
     files: dict[str, Path] = {}
+    folders = {value for stage in template.stages for value in _folders(stage.spec)}
     for path, value in places:
-        files[value] = (
-            _project(value, folder, path, findings)
-            if "project" in _name(path)
-            else _file(value, folder, path, findings)
-        )
+        is_folder = _name(path) == "project" or (value in folders and (folder / Path(value).expanduser()).is_dir())
+        files[value] = _project(value, folder, path, findings) if is_folder else _file(value, folder, path, findings)
     findings.raise_if_any(template.source)
     store = open_store()
     if store is None:
@@ -128,6 +136,13 @@ def with_uploads(template: Template, open_store: Callable[[], Store | None], bar
         for stage in template.stages
     )
     return replace(template, spec=_with_data(template.spec, sent, None), stages=stages)
+
+
+def _folders(spec: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the uploads of a spec that may be folders: those of documents."""
+    for data in (spec.get("data"), _documents(spec)):
+        if isinstance(data, Mapping) and data.get("type") == DOCUMENTS and isinstance(data.get("upload"), str):
+            yield data["upload"]
 
 
 def _name(path: SpecPath) -> str:
@@ -196,6 +211,9 @@ def _with_data(spec: dict[str, Any], sent: Mapping[str, Uploaded], matrix: Mappi
         if matrix and not {"command.upload", "command.project"}.isdisjoint(matrix):  # each variant brings its own
             command = {key: value for key, value in command.items() if key not in ("url", "sha256")}
         spec = {**spec, "command": command}
+    documents = _documents(spec)
+    if isinstance(documents, dict):
+        spec = {**spec, "search": {**spec["search"], "documents": _data(documents, sent)}}
     data = spec.get("data")
     if not isinstance(data, dict):
         return spec

@@ -179,7 +179,7 @@ def stage_lines(stage: StageSummary) -> list[str]:
     if result and len(lines) == 1 and not stage.items:
         kept = {name: value for name, value in shown.items() if not name.startswith("result_dir")}
         lines.append("  " + one_line(json.dumps(kept, ensure_ascii=False, default=str), 300))
-    for name in ("final_model_path", "final_lora_path"):
+    for name in ("final_model_path", "final_lora_path", "final_index_path"):
         if isinstance(result.get(name), str):
             lines.append(f"  {name.removesuffix('_path')}: {result[name]}")
     if stage.folders:

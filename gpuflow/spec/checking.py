@@ -22,6 +22,7 @@ from gpuflow.spec.pydantic_report import report
 from gpuflow.spec.reading import read_mapping
 from gpuflow.spec.references import is_pending
 from gpuflow.spec.report import Findings, Path, one_of, show, suggest
+from gpuflow.spec.retrieval import check_retrieval
 from gpuflow.spec.sections import (
     ENGINE,
     INFERENCE,
@@ -68,6 +69,7 @@ def check_spec(
     if task_type is not None:
         _check_use(spec, task_type, findings, foreign=foreign)
         _check_needs(spec, task_type, findings)
+        check_retrieval(spec, task_type, findings)
     _library_sections(spec, task_type, findings, foreign=foreign, at_dispatch=at_dispatch)
     if at_dispatch:
         _render_template(spec, findings)
@@ -121,9 +123,6 @@ def _check_needs(spec: dict[str, Any], task_type: str, findings: Findings) -> No
         if not any(_has(spec, section) for section in choice):
             what = one_of(_SHOWN.get(name, name) for name in choice)
             findings.add((choice[0],), f"is missing: taskType {task_type} needs {what}")
-    section = spec.get("embedding")
-    if task_type == "rag" and isinstance(section, dict) and section.get("model") is None:
-        findings.add(("embedding", "model"), "is required and missing")
 
 
 def _has(spec: Mapping[str, Any], section: str) -> bool:

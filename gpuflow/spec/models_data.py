@@ -22,6 +22,7 @@ SOURCES: Final = {
     "parquet": ("path", "url", "upload"),
     "preset": ("name",),
     "graph_template": ("template",),
+    "documents": ("path", "url", "upload"),
 }
 
 
@@ -81,7 +82,18 @@ class Data(Strict):
     """Where the inputs of a task come from."""
 
     type: (
-        Literal["list", "prompts", "preferences", "dataset", "jsonl", "csv", "parquet", "preset", "graph_template"]
+        Literal[
+            "list",
+            "prompts",
+            "preferences",
+            "dataset",
+            "jsonl",
+            "csv",
+            "parquet",
+            "preset",
+            "graph_template",
+            "documents",
+        ]
         | None
     ) = Field(None, description="Found from the other fields where it is left out")
     items: Rows = Field(None, description="Texts, chat messages or records, in order")
@@ -102,6 +114,9 @@ class Data(Strict):
     separator: str | None = Field(None, description="Text between prompt and completion")
     shuffle: Flag | None = None
     seed: Whole | None = Field(None, ge=0, le=2**32 - 1, description="Seed of the shuffle")
+    include: list[Name] | None = Field(
+        None, min_length=1, max_length=1000, description="Patterns of the files of documents: *.md, guides/*.txt"
+    )
     max_items: Whole | None = Field(None, ge=1, le=10**9, description="Most records that are used")
     revision: Name | None = None
     trust_remote_code: Flag | None = None
@@ -160,8 +175,10 @@ class Data(Strict):
             raise ValueError(f"type {self.type} needs {one_of(wanted)}")
         if len(given) > 1:
             raise ValueError(f"has {' and '.join(given)}, which contradict each other; keep one of them")
-        if self.sha256 is not None and (self.url is None or self.type not in FILE_TYPES):
+        if self.sha256 is not None and (self.url is None or self.type not in {*FILE_TYPES, "documents"}):
             raise ValueError("has sha256, which is that of a file at url; give url, or leave it out")
+        if self.include is not None and self.type != "documents":
+            raise ValueError(f"has include, which chooses files of documents, but is of type {self.type}")
         if isinstance(self.eval_split, dict) and self.type not in FILE_TYPES:
             raise ValueError(f"has a file as eval_split, but is of type {self.type}; give a share, or files for both")
         return self

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from gpuflow.spec.models_data import Data
 from gpuflow.spec.models_types import (
     ContainerMount,
     Digest,
@@ -85,10 +86,19 @@ class Checkpoint(Strict):
 class Qdrant(Strict):
     """A Qdrant collection."""
 
-    url: Name
+    url: Name = Field(description="Of the HTTP interface: http://host:6333")
     api_key: Text | None = None
     collection: Name
     timeout: Whole | None = Field(None, ge=1, le=86400, description="Seconds")
+    vector: Name | None = Field(None, description="Name of the vectors, where a collection has several kinds")
+    text_field: Name | None = Field(None, description="Field of a payload that holds the text of a passage")
+
+    @field_validator("url")
+    @classmethod
+    def _is_http(cls, value: str) -> str:
+        if not value.startswith(("http://", "https://", "${")):
+            raise ValueError("is no URL of a server; give http://host:6333 or https://host:6333")
+        return value
 
 
 class Embedding(Strict):
@@ -97,7 +107,28 @@ class Embedding(Strict):
     model: Name | None = None
     normalize: Flag | None = None
     batch_size: Whole | None = Field(None, ge=1, le=65536)
-    query_prefix: str | None = None
+    query_prefix: str | None = Field(None, max_length=1000, description="Put before each question")
+    passage_prefix: str | None = Field(None, max_length=1000, description="Put before each passage of an index")
+
+
+class Chunks(Strict):
+    """How documents are cut into passages."""
+
+    unit: Literal["tokens", "characters"] | None = Field(None, description="tokens (of the embedding model) if unset")
+    size: Whole | None = Field(None, ge=8, le=100_000, description="Longest passage")
+    overlap: Whole | None = Field(None, ge=0, le=50_000, description="How much of a passage the next one repeats")
+
+    @model_validator(mode="after")
+    def _overlap_fits(self) -> Chunks:
+        if self.size is not None and self.overlap is not None and self.overlap > self.size // 2:
+            raise ValueError(f"has overlap {self.overlap}; it must be at most half of size ({self.size})")
+        return self
+
+
+class Index(Strict):
+    """What a rag task with it makes of the documents of its data."""
+
+    chunks: Chunks | None = None
 
 
 class Search(Strict):
@@ -105,7 +136,12 @@ class Search(Strict):
 
     top_k: Whole | None = Field(None, ge=1, le=10_000)
     score_threshold: Number | None = Field(None, ge=-1e6, le=1e6)
-    documents: Any = Field(None, description="Passages, or a data section, for an index of our own")
+    index: Load | None = Field(None, description="final_index of another rag task: a folder or its archive")
+    documents: Data | None = Field(None, description="Documents to make an index of, for this task alone")
+    chunks: Chunks | None = Field(None, description="How those documents are cut")
+    context_characters: Whole | None = Field(
+        None, ge=1, le=100_000_000, description="Most characters of passages in one prompt"
+    )
 
 
 class EchoFailure(Strict):

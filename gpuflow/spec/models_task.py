@@ -12,9 +12,31 @@ from pydantic import AfterValidator, Field, model_validator
 
 from gpuflow.protocol import is_user_type
 from gpuflow.spec.models_data import Data, Generation, RewardModel
-from gpuflow.spec.models_kinds import Checkpoint, Command, Container, Echo, Embedding, Model, Output, Qdrant, Search
+from gpuflow.spec.models_kinds import (
+    Checkpoint,
+    Command,
+    Container,
+    Echo,
+    Embedding,
+    Index,
+    Model,
+    Output,
+    Qdrant,
+    Search,
+)
 from gpuflow.spec.models_resources import Resources
-from gpuflow.spec.models_types import Duration, EnvName, Flag, Name, Number, SettableEnvName, Strict, Text, Whole
+from gpuflow.spec.models_types import (
+    Duration,
+    EnvName,
+    Flag,
+    Name,
+    Number,
+    OneOrMany,
+    SettableEnvName,
+    Strict,
+    Text,
+    Whole,
+)
 from gpuflow.spec.report import one_of, show
 from gpuflow.spec.sections import TASK_TYPES
 
@@ -74,8 +96,9 @@ class TaskSpec(Strict):
     generation: Generation | None = None
     qdrant: Qdrant | None = None
     embedding: Embedding | None = None
+    index: Index | None = Field(None, description="Make an index of the documents of data")
     search: Search | None = None
-    query: Any = None
+    query: OneOrMany | None = Field(None, description="A question, or a list of them")
     echo: Echo | None = None
     command: Command | None = None
     container: Container | None = None

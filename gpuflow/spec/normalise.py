@@ -53,6 +53,8 @@ def normalise(spec: dict[str, Any], findings: Findings, *, foreign: bool) -> Ren
     if isinstance(spec.get("command"), str | list):
         spec["command"] = {"command": spec["command"]}
         renamed["command", "command"] = ("command",)
+    if spec.get("taskType") == "rag":
+        _retrieval(spec, renamed)
     if isinstance(spec.get("data"), dict):
         _data(spec["data"], findings, renamed, foreign=foreign)
     if isinstance(spec.get("inference"), dict):
@@ -103,6 +105,36 @@ def _embedding_model(spec: dict[str, Any], section: dict[str, Any], findings: Fi
     del section["model"]
     if not section:
         del spec["embedding"]
+
+
+def _retrieval(spec: dict[str, Any], renamed: Renames) -> None:
+    """What rag spells shortly: an index by its address, documents as a list; and files of text, which are documents."""
+    search = spec.get("search")
+    if isinstance(search, dict):
+        if isinstance(search.get("index"), str):
+            is_path = search["index"].startswith(_PATHS)
+            search["index"] = {"path" if is_path else "url": search["index"]}
+            renamed["search", "index", "path" if is_path else "url"] = ("search", "index")
+        if isinstance(search.get("documents"), list):
+            search["documents"] = {"type": "list", "items": search["documents"]}
+            renamed["search", "documents", "items"] = ("search", "documents")
+        if isinstance(search.get("documents"), dict):
+            _documents(search["documents"])
+    if spec.get("index") is not None and isinstance(spec.get("data"), dict):
+        _documents(spec["data"])
+
+
+def _documents(data: dict[str, Any]) -> None:
+    """Find the type of data that a retrieval reads: a file or folder without a suffix of rows holds documents."""
+    if data.get("type") is not None:
+        return
+    found = _type_of(data)
+    field = next((name for name in ("upload", "path", "url") if isinstance(data.get(name), str)), None)
+    if found == "jsonl" and field is not None:
+        suffix = PurePosixPath(re.sub(r"[?#].*", "", data[field])).suffix.lower()
+        found = found if suffix in _SUFFIXES else "documents"
+    if found is not None:
+        data["type"] = found
 
 
 def _data(data: dict[str, Any], findings: Findings, renamed: Renames, *, foreign: bool) -> None:

@@ -14,7 +14,14 @@ from gpuflow.spec.sections import USED_BY, is_used
 
 #: Mappings whose `type` says which other fields make sense: with another type, the base's fields are not merged in.
 TYPED: Final[frozenset[Path]] = frozenset(
-    {("data",), ("model", "source"), ("checkpoint", "load"), ("output", "destination"), ("reward_model",)}
+    {
+        ("data",),
+        ("model", "source"),
+        ("checkpoint", "load"),
+        ("search", "documents"),
+        ("output", "destination"),
+        ("reward_model",),
+    }
 )
 
 

@@ -34,6 +34,7 @@ USED_BY: Final[Mapping[str, frozenset[str]]] = {
     "generation": frozenset({"ppo", "grpo"}),
     "qdrant": frozenset({"rag"}),
     "search": frozenset({"rag"}),
+    "index": frozenset({"rag"}),
     "query": frozenset({"rag"}),
     "embedding": frozenset({"rag", "embedding"}),
     "checkpoint": _TRAINERS | {"inference", "embedding", "rag", "echo"},

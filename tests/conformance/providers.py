@@ -53,6 +53,14 @@ def _embedding(model: Path) -> Spec:
     return {"model": _model(model), "data": {"type": "list", "items": ["Hello Ana", "Where is the red car?"]}}
 
 
+def _rag(model: Path) -> Spec:
+    return {
+        **_inference(model, system_prompt="Answer."),
+        "embedding": {"model": str(model)},
+        "search": {"documents": ["The red car is here.", "Hello Ana", "The lamp is gone."], "top_k": 1},
+    }
+
+
 def _training(model: Path, **training: Any) -> Spec:
     return {
         "model": _model(model),
@@ -162,6 +170,13 @@ PROVIDERS = (
         good=_embedding,
         bad=lambda model: {**_embedding(model), "data": {"type": "jsonl", "path": "/there/is/no/such/file.jsonl"}},
         check=lambda result: [len(item["embedding"]) for item in result["items"]] == [128] * 2,
+        files=("responses.json",),
+    ),
+    Provider(
+        task_type="rag",
+        good=_rag,
+        bad=lambda model: {**_rag(model), "search": {"index": {"path": "/there/is/no/such/index"}}},
+        check=lambda result: [len(item["citations"]) for item in result["items"]] == [1] * 3,
         files=("responses.json",),
     ),
     Provider(

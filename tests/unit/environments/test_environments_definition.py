@@ -153,7 +153,7 @@ def test_what_is_installed_beside_gpuflow_stands_in_for_default(
 
     assert ready is not None
     assert (ready.python, ready.python_path) == (Path(sys.executable), None)
-    assert ready.task_types == {"echo", "command", "container", "inference", "embedding"}
+    assert ready.task_types == {"echo", "command", "container", "inference", "embedding", "rag"}
     assert (installed.status, installed.detail) == ("installed", "not installed here: what lora_sft, sft need")
     assert (cpu.status, cuda.status) == ("absent", "absent")
     assert find(workshop.settings, "vllm") is None

@@ -231,7 +231,10 @@ spec:
 
 def test_values_that_may_be_secret_are_not_shown(report_of):
     error = report_of(
-        task("taskType: rag\nquery: a\nqdrant: {url: u, collection: c, api_key: [s3cr3t]}\nenv: {K: [s3cr3t]}")
+        task(
+            "taskType: rag\nquery: a\nembedding: {model: m}\n"
+            "qdrant: {url: http://u, collection: c, api_key: [s3cr3t]}\nenv: {K: [s3cr3t]}"
+        )
     )
 
     assert len(error.mistakes) == 2

@@ -1,0 +1,1 @@
+"""Retrieval: documents, their passages, indexes of passages, and prompts that hold them."""

@@ -1,0 +1,173 @@
+"""Cuts a text into overlapping passages, and markdown into sections first. Pure.
+
+A passage begins and ends between words. It prefers to end with a paragraph, else with a sentence or a line, where one
+ends in its last third.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from executors.base import bad_input
+
+Unit = Literal["tokens", "characters"]
+#: Returns the number of tokens of each word.
+CountTokens = Callable[[Sequence[str]], Sequence[int]]
+
+#: Size of a passage where the task does not say. 200 tokens fit the models of this kind that take the fewest (256).
+DEFAULT_SIZES: Final[Mapping[Unit, int]] = {"tokens": 200, "characters": 1000}
+#: Words that are counted by the tokenizer at once.
+_WORDS_AT_ONCE: Final = 4096
+_WORD: Final = re.compile(r"\S+")
+_HEADING: Final = re.compile(r"(#{1,6})[ \t]+(.*?)[ \t]*#*[ \t]*")
+_FENCE: Final = re.compile(r" {0,3}(```+|~~~+)")
+#: Longest heading that is kept, in characters.
+_MAX_HEADING: Final = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunking:
+    """How long passages are and how much of each the next one repeats, in `unit`."""
+
+    unit: Unit = "tokens"
+    size: int = DEFAULT_SIZES["tokens"]
+    overlap: int = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A part of a text, `text[start:end]`, and the headings above it, outermost first."""
+
+    headings: tuple[str, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Piece:
+    """A word, or a part of a long one: its place in the text, and where it begins and ends in the unit."""
+
+    start: int
+    end: int
+    begins: int
+    ends: int
+
+
+def read_chunking(given: Mapping[str, Any] | None) -> Chunking:
+    """Return the chunking of a `chunks` section. Raises ExecutorError: BadInput for sizes that contradict."""
+    given = given or {}
+    unit: Unit = given.get("unit") or "tokens"
+    size = int(given.get("size") or DEFAULT_SIZES[unit])
+    overlap = given.get("overlap")
+    overlap = size // 6 if overlap is None else int(overlap)
+    if overlap > size // 2:
+        raise bad_input(f"chunks.overlap is {overlap}; it must be at most half of chunks.size ({size})")
+    return Chunking(unit=unit, size=size, overlap=overlap)
+
+
+def markdown_sections(text: str) -> Iterator[Section]:
+    """Yield the sections of a markdown text, each from its heading to the next one; fenced code holds no headings.
+
+    A heading with nothing but deeper headings below it is no section: it stands in the headings of those.
+    """
+    headings: list[tuple[int, str]] = []
+    start, body, position, fence = 0, 0, 0, ""
+    for line in text.splitlines(keepends=True):
+        bare = line.rstrip()
+        mark = _FENCE.match(bare)
+        if mark and (not fence or (mark[1].startswith(fence) and bare.strip() == mark[1])):
+            fence = "" if fence else mark[1]
+        found = None if fence or mark else _HEADING.fullmatch(bare)
+        if found:
+            level = len(found[1])
+            is_parent = start < body and not text[body:position].strip() and headings and headings[-1][0] < level
+            if text[start:position].strip() and not is_parent:
+                yield Section(headings=tuple(name for _, name in headings), start=start, end=position)
+            headings = [one for one in headings if one[0] < level]
+            if found[2]:
+                headings.append((level, found[2][:_MAX_HEADING]))
+            start, body = position, position + len(line)
+        position += len(line)
+    if text[start:].strip():
+        yield Section(headings=tuple(name for _, name in headings), start=start, end=len(text))
+
+
+def passages_of(text: str, chunking: Chunking, count_tokens: CountTokens) -> Iterator[tuple[int, int]]:
+    """Yield the passages of a text as (start, end), in order. Every word is in one of them."""
+    pieces = list(_pieces(text, chunking, count_tokens))
+    first = 0
+    while first < len(pieces):
+        last = _last_fitting(pieces, first, chunking.size)
+        if last < len(pieces) - 1:
+            last = _good_end(text, pieces, first, last, chunking.size)
+        yield pieces[first].start, pieces[last].end
+        if last == len(pieces) - 1:
+            return
+        following = last + 1
+        while following - 1 > first and pieces[last].ends - pieces[following - 1].begins <= chunking.overlap:
+            following -= 1
+        first = following
+
+
+def _pieces(text: str, chunking: Chunking, count_tokens: CountTokens) -> Iterator[_Piece]:
+    tokens_so_far = 0
+    for words in _batches(text):
+        weights = count_tokens([text[start:end] for start, end in words]) if chunking.unit == "tokens" else ()
+        for number, (start, end) in enumerate(words):
+            weight = weights[number] if weights else end - start
+            for place, until, parts in _split(start, end, weight, chunking.size):
+                begins = tokens_so_far if weights else place
+                ends = begins + parts
+                tokens_so_far = ends
+                yield _Piece(start=place, end=until, begins=begins, ends=ends)
+
+
+def _batches(text: str) -> Iterator[list[tuple[int, int]]]:
+    batch: list[tuple[int, int]] = []
+    for found in _WORD.finditer(text):
+        batch.append(found.span())
+        if len(batch) == _WORDS_AT_ONCE:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _split(start: int, end: int, weight: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (start, end, weight) of the parts of a word: itself, unless it would fill more than half a passage.
+
+    Scripts without spaces have such words; their tokens are about equally long, so they are parted by characters.
+    """
+    length = end - start
+    if weight <= max(1, size // 2) or length == 1:
+        yield start, end, weight
+        return
+    count = min(length, -(-weight // max(1, size // 8)))
+    cuts = [start + length * number // count for number in range(count + 1)]
+    shares = [weight * number // count for number in range(count + 1)]
+    for number in range(count):
+        yield cuts[number], cuts[number + 1], shares[number + 1] - shares[number]
+
+
+def _last_fitting(pieces: Sequence[_Piece], first: int, size: int) -> int:
+    last = first
+    while last + 1 < len(pieces) and pieces[last + 1].ends - pieces[first].begins <= size:
+        last += 1
+    return last
+
+
+def _good_end(text: str, pieces: Sequence[_Piece], first: int, last: int, size: int) -> int:
+    """Return the best end from `last` back to two thirds of the size: a paragraph's, else a sentence's or a line's."""
+    fallback: int | None = None
+    for at in range(last, first, -1):
+        if pieces[at].ends - pieces[first].begins < size * 2 // 3:
+            break
+        gap = text[pieces[at].end : pieces[at + 1].start]
+        if gap.count("\n") > 1:
+            return at
+        if fallback is None and gap and ("\n" in gap or text[pieces[at].end - 1] in ".!?:;"):
+            fallback = at
+    return last if fallback is None else fallback
