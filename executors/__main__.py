@@ -62,7 +62,15 @@ def _serve(emitter: Emitter) -> int:
 
 def _run(executor: Executor, request: Request, emitter: Emitter) -> dict[str, Any]:
     if MERGED not in request.spec:
-        return executor.run(request, emitter)
+        if "shard" not in (request.spec.get("data") or ()):
+            return executor.run(request, emitter)
+        from executors.data.shards import take_shard
+
+        request, shard = take_shard(request, emitter)
+        if shard is None:
+            return executor.run(request, emitter)
+        rows = shard.end > shard.start
+        return shard.completed(executor.run(request, emitter) if rows else shard.empty_result(request, emitter))
     from executors.merging import run_merged
 
     return run_merged(executor, request, emitter)

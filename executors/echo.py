@@ -155,7 +155,7 @@ def _write_artifact(request: Request, emitter: Emitter, name: str, size_bytes: i
 
 def _result(request: Request, wanted: Mapping[str, Any], emitter: Emitter) -> dict[str, Any]:
     data: Mapping[str, Any] = request.spec.get("data") or {}
-    inputs = data.get("items") or data.get("prompts") or (_rows(data, request, emitter) if data else [])
+    inputs = _inputs(data, request, emitter)
     environment = {name: os.environ.get(name) for name in wanted.get("report_env") or ()}
     result: dict[str, Any] = {
         "items": [{"index": index, "input": entry, "output": entry} for index, entry in enumerate(inputs)],
@@ -165,6 +165,8 @@ def _result(request: Request, wanted: Mapping[str, Any], emitter: Emitter) -> di
         "pid": os.getpid(),
         "attempt": request.attempt,
     }
+    if data:
+        result["usage"] = {"items": len(inputs)}
     if "message" in wanted:
         result["message"] = wanted["message"]
     if isinstance(wanted.get("output"), Mapping):
@@ -172,8 +174,11 @@ def _result(request: Request, wanted: Mapping[str, Any], emitter: Emitter) -> di
     return result
 
 
-def _rows(data: Mapping[str, Any], request: Request, emitter: Emitter) -> list[Any]:
-    """Return the rows of files and other sources; with `columns`, by their roles as a training would take them."""
+def _inputs(data: Mapping[str, Any], request: Request, emitter: Emitter) -> list[Any]:
+    """Return the rows of any source; with `columns`, by their roles as a training would take them."""
+    rows = data.get("items") or data.get("prompts")
+    if not data or (rows and not {"columns", "column", "shuffle", "max_items"} & set(data)):
+        return list(rows or ())
     from executors.data.columns import training_rows
     from executors.data.sources import read_entries, read_rows
 

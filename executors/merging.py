@@ -136,6 +136,10 @@ def _child(entry: Any, request: Request, common: Mapping[str, Any]) -> MergedChi
             raise ExecutorError(failure["type"], failure["message"], retryable=bool(failure.get("retryable")))
         if not isinstance(own, Mapping):
             raise ExecutorError("BadInput", f"child {child_id} has no spec; give an object")
+        if "shard" in ({**common, **own}.get("data") or ()):
+            raise ExecutorError(
+                "BadInput", f"child {child_id} is one shard of its data, which runs as a task of its own"
+            )
         return MergedChild(id=child_id, request=replace(bare, spec={**common, **resolve_env(own, os.environ)}))
     except UnresolvedReference as error:
         return MergedChild(id=child_id, request=bare, error=ExecutorError("BadInput", str(error)))

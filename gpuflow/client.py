@@ -31,7 +31,7 @@ from gpuflow.pipelines.records import new_pipeline_fields
 from gpuflow.pipelines.resolve import task_specs
 from gpuflow.routing.families import CONTROL_QUEUE, task_of
 from gpuflow.spec import Template, parse
-from gpuflow.submission import id_for_key
+from gpuflow.submission import SPLIT, id_for_key
 from gpuflow.submission_checks import warn_at_submit
 
 log = get_logger("gpuflow.client")
@@ -62,7 +62,8 @@ def submit(
     if template.is_pipeline:
         raise InvalidTemplate("the template has stages; submit it with submit_pipeline()")
     warn_at_submit(app, template, fail_fast=fail_fast)
-    task_specs(template.stages[0], _no_upstream, _no_load)
+    if len(task_specs(template.stages[0], _no_upstream, _no_load)) > 1:
+        raise InvalidTemplate(SPLIT)
     template = _with_data(template, app, uploads)
     (spec,) = task_specs(template.stages[0], _no_upstream, _no_load)
     who = owner if owner is not None else template.owner

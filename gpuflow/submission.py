@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 _IDEMPOTENCY: Final = uuid.UUID("6f1d4c1e-6a0b-5f0e-9b57-0f9f2f1f7f10")
 #: Task types that need no GPU unless they ask for one.
 _LIGHT_TYPES: Final = frozenset({"echo"})
+#: Refusal of one task whose data is to be split.
+SPLIT: Final = (
+    "spec.parallel (or resources.replicas) splits the data over several tasks; submit it with submit_pipeline(), which "
+    "takes it as a pipeline of one stage, or leave it out"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +62,15 @@ def submission_header(
     Large inline data goes to the fleet's store, and a reference takes its place. Raises InvalidTemplate when the spec
     is not valid or names another family's task type, ArtifactError when the store fails.
     """
-    from gpuflow.spec import canonical
+    from gpuflow.spec import canonical, shard_count
 
     given = kwargs.get("spec") if "spec" in kwargs else (args[0] if args else None)
     if not isinstance(given, Mapping):
         raise InvalidTemplate(f"{name} takes one argument, `spec`: a mapping with taskType; got {type(given).__name__}")
     spec = refer_large(canonical(given), lambda: data_store(app.settings, app.broker_address()))
     _refuse_uploads(spec)
+    if shard_count(spec) > 1:
+        raise InvalidTemplate(SPLIT)
     task_type = spec["taskType"]
     if task_of(task_type) != name:
         raise InvalidTemplate(f"{name} does not run taskType {task_type!r}; send it as {task_of(task_type)!r}")

@@ -17,6 +17,7 @@ from typing import Any, Final, Literal, NoReturn
 
 from executors.base import MERGED, ExecutorError, plain
 from executors.cache import Holds
+from executors.data.shards import take_shard
 from executors.failures import classify
 from executors.merging import Result, children_of, joined
 from executors.sessions.channel import RequestEmitter, SessionEmitter, listen, take_stdin
@@ -234,12 +235,17 @@ class Session:
             opening = await asyncio.shield(self._opening)
             request = await asyncio.to_thread(read_request, operation.request, opening, holds)
             emitter.output_dir = request.output_dir
+            request, shard = await asyncio.to_thread(take_shard, request, emitter)
+            if shard is not None and shard.end == shard.start:
+                result = await asyncio.to_thread(shard.empty_result, request, emitter)
+                await asyncio.to_thread(emitter.result, shard.completed(result))
+                return "completed", None
             if not self._ready.done():
                 emitter.status("loading", "waiting for the model")
                 await asyncio.to_thread(check_input, request, opening, emitter)
             await asyncio.shield(self._ready)
             result = await self._answer(request, emitter)
-            await asyncio.to_thread(emitter.result, result)
+            await asyncio.to_thread(emitter.result, result if shard is None else shard.completed(result))
             return "completed", None
         except EngineDied as error:
             self._die(error)

@@ -60,7 +60,8 @@ def _send(app: GPUFlow, template: Template, key: str | None) -> Any:
     from gpuflow.client import submit as submit_task
     from gpuflow.client import submit_pipeline
 
-    send = submit_pipeline if template.is_pipeline else submit_task
+    split = any(stage.is_split for stage in template.stages)
+    send = submit_pipeline if template.is_pipeline or split else submit_task
     return send(template, idempotency_key=key, app=app)
 
 

@@ -21,7 +21,7 @@ from gpuflow.ledger.ledger import Ledger
 from gpuflow.ledger.records import TaskRecord
 from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
-from gpuflow.pipelines.collect import all_found, stage_result
+from gpuflow.pipelines.collect import all_found, shard_problem, stage_result
 from gpuflow.pipelines.plan import plan
 from gpuflow.pipelines.records import PipelineRecord, PipelineState, StageRecord, StageState
 from gpuflow.pipelines.resolve import task_specs
@@ -113,6 +113,10 @@ class Engine:
                     self.app.cancel_task(task.id, f"stage {stage.name!r} failed")
             return replace(stage, state=StageState.FAILED, error=_task_error(bad), finished_at=time.time())
         if all(task.state is TaskState.SUCCEEDED for task in found):
+            problem = shard_problem(found)
+            if problem is not None:
+                failure = {"type": "ShardMismatch", "message": problem, "retryable": False}
+                return replace(stage, state=StageState.FAILED, error=failure, finished_at=time.time())
             return replace(stage, state=StageState.SUCCEEDED, finished_at=time.time())
         return None
 

@@ -6,14 +6,10 @@ reference passes it on as it is; whoever leads through it, or puts it into a lon
 
 from __future__ import annotations
 
-import copy
-import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from gpuflow.spec import Reference, Stage, pick, shard
-from gpuflow.spec.artifact_reference import is_reference, read_reference
 from gpuflow.spec.references import find_references, walk_references
 
 StageResult = Callable[[str], Mapping[str, Any]]
@@ -32,11 +28,7 @@ def task_specs(stage: Stage, result_of: StageResult, load: Load) -> list[dict[st
         value = pick(_opened(result_of(reference.stage), reference.path, load), reference)
         return load(value) if reference.text in needed else value
 
-    found: list[dict[str, Any]] = []
-    for spec in stage.tasks(lookup):
-        parallel = spec.get("parallel") or {}
-        found += _shards(spec, int(parallel.get("max_shards", 1))) if parallel.get("enabled") else [spec]
-    return found
+    return [part for spec in stage.tasks(lookup) for part in shard(spec)]
 
 
 def _needed_values(stage: Stage) -> set[str]:
@@ -73,22 +65,3 @@ def _opened(value: Any, path: Sequence[str | int], load: Load) -> Any:
         inner = _opened(value[step], path[1:], load)
         return value if inner is value[step] else [*value[:step], inner, *value[step + 1 :]]
     return value
-
-
-def _shards(spec: Mapping[str, Any], max_shards: int) -> list[dict[str, Any]]:
-    """Split a spec as `spec.shard` does; inputs that are a reference are split into parts of it, unloaded."""
-    data = spec.get("data")
-    name = next((one for one in ("items", "prompts") if isinstance(data, dict) and is_reference(data.get(one))), "")
-    whole = read_reference(data[name]) if isinstance(data, dict) and name else None
-    if whole is None or not whole.count or not isinstance(data, dict) or data.get("shuffle"):
-        return shard(spec, max_shards)
-    first, last = whole.slice or (0, whole.count)
-    last = min(last, first + (data.get("max_items") or last))
-    size, larger = divmod(last - first, max_shards)
-    counts = [count for count in (size + (number < larger) for number in range(max_shards)) if count]
-    edges = itertools.accumulate(counts, initial=first)
-    rest = {key: value for key, value in data.items() if key != "max_items"}
-    return [
-        {**copy.deepcopy(dict(spec)), "data": {**rest, name: replace(whole, slice=part).to_dict()}}
-        for part in itertools.pairwise(edges)
-    ]

@@ -28,7 +28,8 @@ _HOME = {
     "resolve": "gpuflow.spec.references",
     "resolve_env": "gpuflow.spec.references",
     "set_path": "gpuflow.spec.matrix",
-    "shard": "gpuflow.spec.matrix",
+    "shard": "gpuflow.spec.sharding",
+    "shard_count": "gpuflow.spec.sharding",
 }
 
 __all__ = [
@@ -51,16 +52,18 @@ __all__ = [
     "resolve_env",
     "set_path",
     "shard",
+    "shard_count",
 ]
 
 if TYPE_CHECKING:
     from gpuflow.spec.checking import canonical
-    from gpuflow.spec.matrix import expand_matrix, set_path, shard
+    from gpuflow.spec.matrix import expand_matrix, set_path
     from gpuflow.spec.models_task import TaskSpec
     from gpuflow.spec.parsing import parse, parse_text
     from gpuflow.spec.presets import configs_root, list_presets, load_preset
     from gpuflow.spec.references import Reference, pick, resolve, resolve_env
     from gpuflow.spec.report import Mistake
+    from gpuflow.spec.sharding import shard, shard_count
     from gpuflow.spec.template import Stage, Template
     from gpuflow.spec.units import duration_seconds, memory_mib
 

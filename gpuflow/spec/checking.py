@@ -34,6 +34,7 @@ from gpuflow.spec.sections import (
     is_used,
     training_section,
 )
+from gpuflow.spec.sharding import check_parallel
 
 #: Longest path of unknown fields that are taken out one after the other before giving up.
 _MAX_PASSES: Final = 4
@@ -75,7 +76,10 @@ def check_spec(
         _render_template(spec, findings)
     else:
         check_plain_secrets(spec, findings, foreign=foreign)
-    return _validate(spec, findings, foreign=foreign, at_dispatch=at_dispatch)
+    done = _validate(spec, findings, foreign=foreign, at_dispatch=at_dispatch)
+    if task_type is not None:
+        check_parallel(done, findings, foreign=foreign, at_dispatch=at_dispatch)
+    return done
 
 
 def _through(findings: Findings, renamed: Renames) -> Any:
@@ -162,7 +166,7 @@ def _render_template(spec: dict[str, Any], findings: Findings) -> None:
     except (ValueError, KeyError, TypeError) as error:
         findings.add(("data", "template", "columns"), str(error) if isinstance(error, ValueError) else "lack a label")
         return
-    kept = {key: value for key, value in data.items() if key in ("max_items", "shuffle", "seed")}
+    kept = {key: value for key, value in data.items() if key in ("max_items", "shuffle", "seed", "shard")}
     spec["data"] = {"type": "list", "items": items, **kept}
 
 

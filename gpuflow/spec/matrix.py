@@ -1,4 +1,4 @@
-"""Fanning one spec out into several: a matrix of values, and shards of its inputs. Pure."""
+"""Fanning one spec out into several by a matrix of values. Pure."""
 
 from __future__ import annotations
 
@@ -58,32 +58,3 @@ def expand_matrix(spec: Mapping[str, Any], matrix: Mapping[str, list[Any]] | Non
             variant = set_path(variant, path, value)
         expanded.append(variant)
     return expanded
-
-
-def shard(spec: Mapping[str, Any], max_shards: int) -> list[dict[str, Any]]:
-    """Split `data.items` or `data.prompts`, in order, into at most `max_shards` contiguous parts, sizes within one.
-
-    Joined again in order, the parts are the whole. A spec whose inputs are not in it (a data set, a file), or are
-    shuffled, comes back as the one part that it is. Raises ValueError for fewer than one shard.
-    """
-    if max_shards < 1:
-        raise ValueError(f"max_shards is {max_shards}; give at least 1")
-    whole = copy.deepcopy(dict(spec))
-    data = whole.get("data")
-    field = next(
-        (name for name in ("items", "prompts") if isinstance(data, dict) and isinstance(data.get(name), list)), ""
-    )
-    if not isinstance(data, dict) or not field or data.get("shuffle"):
-        return [whole]
-    limit = data.pop("max_items", None)
-    items = data[field][:limit]
-    data[field] = items
-    count = min(max_shards, len(items))
-    if count <= 1:
-        return [whole]
-    size, larger = divmod(len(items), count)
-    edges = [index * size + min(index, larger) for index in range(count + 1)]
-    return [
-        {**copy.deepcopy({k: v for k, v in whole.items() if k != "data"}), "data": {**data, field: items[start:end]}}
-        for start, end in itertools.pairwise(edges)
-    ]

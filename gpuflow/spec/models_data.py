@@ -10,6 +10,7 @@ from pydantic_core import PydanticKnownError
 from gpuflow.spec.artifact_reference import is_reference, read_reference
 from gpuflow.spec.models_types import Digest, Flag, Name, Number, Strict, Whole
 from gpuflow.spec.report import one_of, show
+from gpuflow.spec.sharding import shard_range
 
 #: Data type -> fields of which one must be there.
 SOURCES: Final = {
@@ -56,6 +57,30 @@ class EvalFile(Strict):
         given = [name for name in ("path", "url", "upload") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"needs one of path, url and upload, and has {' and '.join(given) or 'none'}")
+        return self
+
+
+class Shard(Strict):
+    """Which part of the rows a task has: part `index` of `count` equal ones, in order. gpuflow sets it.
+
+    `start`, `end` and `total` say that the rows have been cut already.
+    """
+
+    index: Whole = Field(ge=0, le=1023)
+    count: Whole = Field(ge=1, le=1024)
+    start: Whole | None = Field(None, ge=0, le=10**12)
+    end: Whole | None = Field(None, ge=0, le=10**12)
+    total: Whole | None = Field(None, ge=0, le=10**12)
+
+    @model_validator(mode="after")
+    def _is_one_of_them(self) -> Shard:
+        if self.index >= self.count:
+            raise ValueError(f"is part {self.index} of {self.count}; the parts are counted from 0")
+        known = (self.start, self.end, self.total)
+        if None in known and known != (None, None, None):
+            raise ValueError("has some of start, end and total; give index and count alone")
+        if self.total is not None and (self.start, self.end) != shard_range(self.total, self.index, self.count):
+            raise ValueError(f"has another range than part {self.index} of {self.count} over {self.total} rows")
         return self
 
 
@@ -118,6 +143,7 @@ class Data(Strict):
         None, min_length=1, max_length=1000, description="Patterns of the files of documents: *.md, guides/*.txt"
     )
     max_items: Whole | None = Field(None, ge=1, le=10**9, description="Most records that are used")
+    shard: Shard | None = Field(None, description="Which part of the rows; gpuflow sets it")
     revision: Name | None = None
     trust_remote_code: Flag | None = None
     template: GraphTemplate | None = None

@@ -137,7 +137,9 @@ class Resources(Strict):
     )
     hardware: Hardware | None = None
     labels: dict[Name, Text] | None = Field(None, description="Worker label -> glob")
-    replicas: Whole | None = Field(None, ge=1, le=1024, description="Copies of the task")
+    replicas: Whole | None = Field(
+        None, ge=1, le=1024, description="Tasks that share the rows of data, as parallel.max_shards"
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -67,10 +67,10 @@ class Retry(Strict):
 
 
 class Parallel(Strict):
-    """Splitting the inputs of one stage over several tasks."""
+    """Splitting the rows of one stage's data over several tasks. `enabled: false` switches it off."""
 
     enabled: Flag | None = None
-    max_shards: Whole | None = Field(None, ge=1, le=1024)
+    max_shards: Whole | None = Field(None, ge=1, le=1024, description="Tasks that share the rows")
 
 
 class Notification(Strict):

@@ -15,6 +15,7 @@ from gpuflow.spec.checking import canonical
 from gpuflow.spec.matrix import expand_matrix
 from gpuflow.spec.references import Reference, find_references, resolve
 from gpuflow.spec.report import Mistake
+from gpuflow.spec.sharding import shard_count
 
 #: Schema number of the stored form.
 TEMPLATE_SCHEMA: Final = 1
@@ -34,6 +35,11 @@ class Stage:
     matrix: dict[str, list[Any]] | None = None
 
     @property
+    def is_split(self) -> bool:
+        """Whether its data is split over several tasks, as far as that is known before it runs."""
+        return shard_count(self.spec) > 1
+
+    @property
     def references(self) -> list[Reference]:
         """The references to other stages, in order of appearance."""
         return [one for one in find_references([self.spec, self.matrix or {}]) if one.kind == "stage"]
@@ -47,7 +53,7 @@ class Stage:
         """Return the canonical spec of each of its tasks, one for each combination of the matrix, in order.
 
         `lookup` gives the value of a reference (see `references.pick`). Raises UnresolvedReference, and InvalidTemplate
-        when a value does not fit where it was put. Sharding is the caller's next step.
+        when a value does not fit where it was put. Splitting the data (`sharding`) is the caller's next step.
         """
         matrix = resolve(self.matrix, lookup) if self.matrix else None
         return [canonical(one) for one in expand_matrix(resolve(self.spec, lookup), matrix)]

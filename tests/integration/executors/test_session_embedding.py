@@ -167,3 +167,20 @@ def test_many_vectors_are_a_file(caller: Caller) -> None:
     assert close(matrix[:3].tolist(), few)
     paths = [event["path"] for event in caller.session.of("many", "artifact")]
     assert paths == ["embeddings.npy", "responses.json"]
+
+
+def test_shards_of_a_file_make_up_the_whole(caller: Caller, tmp_path: Path) -> None:
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    whole = caller.ask("whole", *({"text": text} for text in TEXTS))
+
+    for index in range(4):
+        shard = {"index": index, "count": 4}
+        caller.run(f"part-{index}", spec={"data": {"type": "jsonl", "path": str(file), "shard": shard}})
+    parts = [caller.session.result(f"part-{index}") for index in range(4)]
+
+    assert close([vector for part in parts for vector in vectors(part)], vectors(whole))
+    seen = [part["shard"] for part in parts]
+    assert [(one["start"], one["end"], one["total"]) for one in seen] == [(0, 1, 3), (1, 2, 3), (2, 3, 3), (3, 3, 3)]
+    assert len({one["digest"] for one in seen}) == 1
+    assert json.loads((caller.out("part-3") / "responses.json").read_text()) == {"items": []}

@@ -94,14 +94,22 @@ def test_shards_are_parts_of_the_reference(fields: dict[str, Any], parts: list[t
     assert loader.calls == 0
 
 
-@pytest.mark.parametrize(("count", "fields"), [(None, {}), (10, {"shuffle": True}), (0, {})])
-def test_what_cannot_be_split_stays_whole(count: int | None, fields: dict[str, Any]) -> None:
-    given = {"items": reference(count)}
+@pytest.mark.parametrize(
+    ("count", "fields", "seed"), [(None, {}, None), (10, {"shuffle": True}, 0), (10, {"shuffle": True, "seed": 7}, 7)]
+)
+def test_what_is_not_known_at_dispatch_is_cut_by_the_child(
+    count: int | None, fields: dict[str, Any], seed: int | None
+) -> None:
+    given, loader = {"items": reference(count)}, Loader()
     spec = {"data": {"items": "${a.result.items}", **fields}, "parallel": {"enabled": True, "max_shards": 3}}
 
-    (found,) = specs(spec, Loader(), given)
+    found = specs(spec, loader, given)
 
-    assert found["data"]["items"] == given["items"]
+    assert [one["data"]["shard"] for one in found] == [{"index": index, "count": 3} for index in range(3)]
+    assert all(one["data"]["items"] == given["items"] for one in found)
+    assert [one["data"].get("seed") for one in found] == [seed] * 3
+    assert not any("parallel" in one for one in found)
+    assert loader.calls == 0
 
 
 def test_items_of_several_tasks_are_joined_from_references() -> None:

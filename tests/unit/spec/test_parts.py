@@ -1,4 +1,4 @@
-"""The pure parts: deep merge, graph order, matrix and shards, presets, and that importing stays light."""
+"""The pure parts: deep merge, graph order, matrix, presets, and that importing stays light."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuflow.errors import GPUFlowError
-from gpuflow.spec import configs_root, expand_matrix, list_presets, load_preset, parse, set_path, shard
+from gpuflow.spec import configs_root, expand_matrix, list_presets, load_preset, parse, set_path
 from gpuflow.spec.graph import find_cycle, topological, upstream
 from gpuflow.spec.overlay import deep_merge
 from gpuflow.spec.presets import KINDS
@@ -135,27 +135,6 @@ def test_set_path():
     for path in ("a[5]", "a.b", "", ".a", "a..b", "a[x]"):
         with pytest.raises(ValueError, match=r"is not a path|leads nowhere"):
             set_path({"a": [1]}, path, 0)
-
-
-@given(st.lists(st.integers(), min_size=1, max_size=60), st.integers(1, 70), st.sampled_from(["items", "prompts"]))
-def test_shards_joined_are_the_whole(values, count, field):
-    parts = shard({"taskType": "echo", "data": {field: values, "type": "list"}}, count)
-
-    assert [value for part in parts for value in part["data"][field]] == values
-    assert len(parts) == min(count, len(values))
-    sizes = [len(part["data"][field]) for part in parts]
-    assert max(sizes) - min(sizes) <= 1
-
-
-def test_what_cannot_be_split_stays_whole():
-    for data in ({"url": "a/b"}, {"items": [1, 2], "shuffle": True}, None):
-        assert shard({"data": data}, 4) == [{"data": data}]
-    assert shard({"data": {"items": [1, 2, 3], "max_items": 2}}, 4) == [
-        {"data": {"items": [1]}},
-        {"data": {"items": [2]}},
-    ]
-    with pytest.raises(ValueError, match="at least 1"):
-        shard({}, 0)
 
 
 @pytest.fixture
