@@ -360,7 +360,8 @@ def test_a_storm_loses_nothing_and_runs_nothing_twice(fleet: TestFleet) -> None:
                     given.keep()
                     keeps = time.monotonic() + RETENTION_SECONDS / 6
                 producer.join(timeout=0.2)
-            assert not given.failed, given.failed
+            for error in given.failed:
+                raise error
             storm.calm()
 
             def settled() -> bool:
