@@ -97,6 +97,12 @@ class Channel(stock.Channel):  # type: ignore[misc]
             self._own_leases = LeaseTable(self.keys, self.lease_seconds)
         return self._own_leases
 
+    def _connparams(self, asynchronous: bool = False) -> Any:
+        """Return how to connect. Raises redis.ConnectionError when the channel is closed: its user opens a new one."""
+        if self.connection is None:
+            raise redis.ConnectionError("the channel is closed")
+        return super()._connparams(asynchronous=asynchronous)
+
     @property
     def plain_client(self) -> redis.Redis:
         """A client that adds no prefix (our keys carry it) on the channel's ordinary pool."""

@@ -10,6 +10,7 @@ import pytest
 from gpuflow.broker.lease import Lease
 from gpuflow.broker.leases import LeaseTable
 from gpuflow.broker.scripts import broker_script
+from gpuflow.broker.transport import Channel
 from gpuflow.client import submit
 from gpuflow.errors import TaskFailed
 from gpuflow.fleet.registry import Fleet
@@ -153,6 +154,28 @@ def test_a_retry_finds_a_queue_that_was_forgotten(fleet: TestFleet) -> None:
     again = fleet.start_worker("w2", *options)
     assert task.get(timeout=patient(30))["attempt"] == 2
     again.stop()
+
+
+def test_a_submit_whose_channel_is_closed_meanwhile_opens_another(
+    fleet: TestFleet, table: LeaseTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a line that breaks between the choice of a channel and the use of it
+    real, closed = Channel._put, []
+
+    def closing(self: Channel, *args: Any, **kwargs: Any) -> None:
+        if not closed:
+            closed.append(self)
+            self.close()
+        real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Channel, "_put", closing)
+
+    # When a task is submitted, then it is sent once, through another channel
+    task = submit(fleet.echo(output=1), app=fleet.app)
+
+    assert len(closed) == 1
+    assert popped(fleet, table)[2] == fleet.broker.client.hget(fleet.app.keys.task(task.id), "message")
+    assert fleet.broker.client.llen("cpu") == 0
 
 
 def test_a_purge_takes_delayed_messages_too(fleet: TestFleet) -> None:
