@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from gpuflow.errors import GPUFlowError
 from gpuflow.protocol import Event, Request, parse_line
 from gpuflow.settings import Settings
 from gpuflow.worker.containers import removal
@@ -181,6 +182,29 @@ def test_a_preset_is_what_its_task_makes_of_it(box: Box) -> None:
     assert box.made["Cmd"] == ["python", "-c", "print(1 + 1)"]
     given = env_of(box.made)
     assert (given["A"], given["B"]) == ("1", "3")
+
+
+@pytest.mark.parametrize(
+    ("section", "problem"),
+    [
+        ({"network": "host"}, "container.network: Input should be 'none' or 'bridge'"),
+        ({"engine": "/tmp/other.sock", "run": "x"}, "container.engine: Extra inputs are not permitted"),
+        ({"mounts": ["/a/${env:X}:/b"]}, "is no mount"),
+        ({"command": "'"}, "container.command cannot be split into words"),
+        ({"mounts": ["/tmp:/a:rw"]}, "read-only"),
+        ({"preset": None, "image": "${env:X}"}, "is no image reference"),
+    ],
+)
+def test_what_a_reference_has_become_is_looked_at_on_the_worker(
+    tmp_path: Path, section: dict[str, Any], problem: str
+) -> None:
+    (tmp_path / "mine.yaml").write_text("image: tool")
+    settings = Settings(container_engine="none", container_presets=tmp_path, container_mounts=("/tmp",))
+
+    with pytest.raises(GPUFlowError) as caught:
+        local_container({"taskType": "container", "container": {"preset": "mine", **section}}, settings)
+
+    assert problem in str(caught.value)
 
 
 def test_without_the_sdk_an_engine_is_not_passed_over(box: Box) -> None:
