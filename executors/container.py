@@ -15,7 +15,6 @@ from executors import cancellation
 from executors.base import Executor, ExecutorError, bad_input
 from executors.containers import engine as engines
 from executors.containers.plan import MODELS, binds_of, environment_of, gpus_of, user_of
-from executors.modeling.location import resolve
 from executors.programs.heard import CONTAINER, WORKER, Heard, Kind, check
 from executors.programs.running import Ran, follow, run
 from gpuflow.protocol import Emitter, Request
@@ -154,6 +153,8 @@ def _model(request: Request, section: Mapping[str, Any], emitter: Emitter) -> st
     """Return the folder of the model on this machine: the one of the task or preset; None for a name alone."""
     source = (request.spec.get("model") or {}).get("source") or {}
     if source.get("type") == "preset":
+        from executors.modeling.location import resolve
+
         place = resolve(request.spec["model"], request.cache_dir, emitter).place
         return place if Path(place).is_dir() else None
     path = section.get("model_path")

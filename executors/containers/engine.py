@@ -10,6 +10,7 @@ import fcntl
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ _CALL_SECONDS: Final = 60
 #: What the engine keeps of the output for `docker logs`, until the container is removed.
 _LOG: Final = {"max-size": "10m", "max-file": "1"}
 _HIGHEST_SIGNAL: Final = 64
+#: A container that runs so long after its output has ended has lost it, in seconds.
+_SILENT_SECONDS: Final = 5.0
 _CPU_PERIOD: Final = 1_000_000_000
 
 
@@ -157,6 +160,7 @@ class Container:
         self._code: int | None = None
         self._error: Exception | None = None
         self._over = threading.Event()
+        self._output_ended_at: float | None = None
         (out, out_end), (err, err_end) = os.pipe(), os.pipe()
         self.streams: tuple[IO[bytes], IO[bytes]] = os.fdopen(out, "rb"), os.fdopen(err, "rb")
         frames = engine.api.attach(container, stdout=True, stderr=True, stream=True, demux=True)
@@ -164,8 +168,7 @@ class Container:
         engine.api.start(container)
         threading.Thread(target=self._wait, name="gpuflow-wait", daemon=True).start()
 
-    @staticmethod
-    def _copy(frames: Iterator[tuple[bytes | None, bytes | None]], out_end: int, err_end: int) -> None:
+    def _copy(self, frames: Iterator[tuple[bytes | None, bytes | None]], out_end: int, err_end: int) -> None:
         """Write the two streams to their pipes; an attachment that breaks ends them."""
         with (
             os.fdopen(out_end, "wb", buffering=0) as out,
@@ -177,6 +180,7 @@ class Container:
                     rest = memoryview(chunk or b"")
                     while rest:
                         rest = rest[pipe.write(rest) or 0 :]
+        self._output_ended_at = time.monotonic()
 
     def _wait(self) -> None:
         from docker.errors import NotFound
@@ -195,11 +199,27 @@ class Container:
     def ended(self, timeout_seconds: float) -> int | None:
         """Wait so long at most; return the exit code, -N for signal N, None while it runs. Raises ExecutorError."""
         if not self._over.wait(timeout_seconds):
+            self._check_output()
             return None
         if self._error is not None:
             raise self._error
         code = self._code or 0
         return 128 - code if 128 < code <= 128 + _HIGHEST_SIGNAL else code
+
+    def _check_output(self) -> None:
+        """Raise ExecutorError for a container that runs on while nobody reads it: the attachment was cut."""
+        if self._output_ended_at is None or time.monotonic() - self._output_ended_at < _SILENT_SECONDS:
+            return
+        self._output_ended_at = time.monotonic()
+        with engine_errors(self._engine.path):
+            is_running = self._engine.api.inspect_container(self.id)["State"].get("Running")
+        if is_running:
+            raise ExecutorError(
+                "EngineUnavailable",
+                f"the container engine at {self._engine.path} ended the output of a container that runs; it was "
+                "restarted, or the container has closed its stdout and stderr, which have to stay open",
+                retryable=True,
+            )
 
     def signal(self, number: int) -> None:
         """Send a signal to its first process; nothing for one that has ended."""

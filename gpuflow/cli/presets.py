@@ -14,7 +14,7 @@ from gpuflow.errors import GPUFlowError
 @click.argument("kind", required=False)
 @json_option
 def presets(kind: str | None, as_json: bool) -> None:
-    """List the shipped presets, of one KIND (pipelines, models, datasets, environments, ...) or of all."""
+    """List the presets, of one KIND (pipelines, models, datasets, environments, ...) or of all."""
     from gpuflow.cli import output
     from gpuflow.cli.errors import bad_input
     from gpuflow.spec.presets import KINDS
@@ -31,6 +31,8 @@ def presets(kind: str | None, as_json: bool) -> None:
 def _rows(kind: str) -> list[dict[str, Any]]:
     from gpuflow.spec.presets import list_presets, load_preset
 
+    if kind == "containers":
+        return _containers()
     rows = []
     for name in list_presets(kind):
         try:
@@ -38,6 +40,21 @@ def _rows(kind: str) -> list[dict[str, Any]]:
         except GPUFlowError as error:
             about = f"cannot be read: {error}"
         rows.append({"kind": kind, "name": name, "about": about})
+    return rows
+
+
+def _containers() -> list[dict[str, Any]]:
+    """Return the container presets, shipped and of this machine's GPUFLOW_CONTAINER_PRESETS."""
+    from gpuflow.settings import Settings
+    from gpuflow.spec.container_presets import preset_files, read_preset
+
+    rows = []
+    for name, path in preset_files(Settings.load().container_presets).items():
+        try:
+            about = read_preset(path).description or ""
+        except GPUFlowError as error:
+            about = f"cannot be read: {error}"
+        rows.append({"kind": "containers", "name": name, "about": about})
     return rows
 
 

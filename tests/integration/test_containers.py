@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from gpuflow.client import Task, submit
+from gpuflow.client import Task, submit, submit_pipeline
 from gpuflow.errors import TaskFailed
 from gpuflow.fleet.registry import Fleet
 from tests.support.fake_engine import FakeContainer, FakeEngine, FakeImage
-from tests.support.fleet import TestFleet, WorkerProcess
+from tests.support.fleet import ROOT, TestFleet, WorkerProcess
 from tests.support.waiting import eventually, patient, promised
 
 ENGINE, PLAIN = "engine", "plain"
@@ -66,6 +66,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory, presets: Path) -> Iterator[
     made = FakeEngine(tmp_path_factory.mktemp("e"))
     for name in ("lines:latest", "program:latest"):
         made.images[name] = FakeImage(presets / "app")
+    made.images["loading-worker:latest"] = FakeImage(ROOT / "examples" / "loading-worker")
     yield made
     made.close()
     assert made.refused == [], "the engine was asked for what its API does not know"
@@ -189,6 +190,14 @@ def test_a_process_in_place_of_a_container_is_said_aloud(fleet: TestFleet) -> No
     assert said.endswith("not applied: memory")
 
 
+def test_the_shipped_pipeline(fleet: TestFleet) -> None:
+    run = submit_pipeline("container", app=fleet.app)
+
+    run.wait(timeout=patient(120))
+
+    assert run["second"].result["text"] == "Hello Hello Ana!!"
+
+
 # -- what it is given ----------------------------------------------------------------------------------------------
 
 
@@ -206,7 +215,7 @@ print(json.dumps({"event": "finish", "status": "completed"}))
     task, result = ran(fleet, program(box, text, model=model, env={"GREETING": "hello"}))
 
     assert result["rows"] == 3
-    seen = json.loads((fleet.results / task.id / "seen.json").read_text())
+    seen = json.loads(Path(result["result_dir"], "seen.json").read_text())
     assert seen == {
         "TASK_ID": task.id, "ATTEMPT": "1", "MODEL_NAME": "acme/tiny", "GREETING": "hello", "GPU_DEVICE": ""
     }  # fmt: skip

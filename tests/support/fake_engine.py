@@ -246,6 +246,13 @@ class FakeEngine:
         """Cut every connection, as a restart of the engine does that keeps its containers."""
         self.connections.cut()
 
+    def cut_output(self) -> None:
+        """Cut what is attached to containers, and nothing else."""
+        for one in self.all:
+            for connection in one.attached:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()

@@ -14,11 +14,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from pydantic import ValidationError
+
 from gpuflow.errors import GPUFlowError, InvalidTemplate
 from gpuflow.protocol import Request
 from gpuflow.settings import Settings
 from gpuflow.spec.container_policy import ContainerAsk, ContainerPolicy, refusal, split_mount
 from gpuflow.spec.container_presets import ContainerPreset, container_preset, preset_images
+from gpuflow.spec.models_kinds import Container
 from gpuflow.spec.units import cpu_count, duration_seconds, memory_mib
 from gpuflow.worker.containers import removal
 from gpuflow.worker.containers.engines import find_engine
@@ -40,7 +43,13 @@ def local_container(spec: Mapping[str, Any], settings: Settings) -> dict[str, An
     if spec.get("taskType") != "container" or not isinstance(section, Mapping):
         return dict(spec)
     try:
-        return {**spec, "container": _local(spec, section, settings)}
+        # Once more: a reference to another stage may have become anything.
+        checked = Container.model_validate(dict(section)).model_dump(exclude_none=True)
+        return {**spec, "container": _local(spec, checked, settings)}
+    except ValidationError as error:
+        mistake = error.errors(include_url=False, include_input=False)[0]
+        field = ".".join(str(part) for part in ("container", *mistake["loc"]))
+        raise InvalidTemplate(f"{field}: {mistake['msg'].removeprefix('Value error, ')}; correct it") from None
     except (ValueError, TypeError) as error:
         raise InvalidTemplate(f"container: {error}; correct it") from error
 

@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gpuflow.errors import GPUFlowError
 from gpuflow.protocol import Event, Request, parse_line
 from gpuflow.settings import Settings
 from gpuflow.worker.containers import removal
@@ -41,7 +42,7 @@ class Box:
         preset: dict[str, Any],
         *,
         gpus: tuple[str, ...] = (),
-        cut_at: str = "",
+        when_started: Callable[[], None] | None = None,
         settings: dict[str, Any] | None = None,
         **section: Any,
     ) -> tuple[Ended, list[Event]]:
@@ -69,8 +70,9 @@ class Box:
 
         def on_event(event: Event) -> None:
             events.append(event)
-            if cut_at and cut_at in str(event.data):
-                self.engine.cut()
+            if when_started is not None and event.data.get("message") == "started":
+                eventually(lambda: any(call.endswith("/wait") for call in self.engine.calls), what="the wait")
+                when_started()
 
         runner = Standalone(request, environment=environment, on_event=on_event, grace_seconds=patient(30))
         return runner.run(), events
@@ -182,6 +184,29 @@ def test_a_preset_is_what_its_task_makes_of_it(box: Box) -> None:
     assert (given["A"], given["B"]) == ("1", "3")
 
 
+@pytest.mark.parametrize(
+    ("section", "problem"),
+    [
+        ({"network": "host"}, "container.network: Input should be 'none' or 'bridge'"),
+        ({"engine": "/tmp/other.sock", "run": "x"}, "container.engine: Extra inputs are not permitted"),
+        ({"mounts": ["/a/${env:X}:/b"]}, "is no mount"),
+        ({"command": "'"}, "container.command cannot be split into words"),
+        ({"mounts": ["/tmp:/a:rw"]}, "read-only"),
+        ({"preset": None, "image": "${env:X}"}, "is no image reference"),
+    ],
+)
+def test_what_a_reference_has_become_is_looked_at_on_the_worker(
+    tmp_path: Path, section: dict[str, Any], problem: str
+) -> None:
+    (tmp_path / "mine.yaml").write_text("image: tool")
+    settings = Settings(container_engine="none", container_presets=tmp_path, container_mounts=("/tmp",))
+
+    with pytest.raises(GPUFlowError) as caught:
+        local_container({"taskType": "container", "container": {"preset": "mine", **section}}, settings)
+
+    assert problem in str(caught.value)
+
+
 def test_without_the_sdk_an_engine_is_not_passed_over(box: Box) -> None:
     (box.folder / "docker.py").write_text("raise ImportError('no docker here')\n")
     spec = local_container(
@@ -203,15 +228,39 @@ def test_without_the_sdk_an_engine_is_not_passed_over(box: Box) -> None:
     assert "pip install 'gpuflow[container]'" in finish["error"]["message"]
 
 
-def test_an_engine_that_goes_away_ends_the_attempt_and_another_may_do(box: Box) -> None:
+@pytest.mark.parametrize("cut", ["cut", "cut_output"])
+def test_an_engine_that_goes_away_ends_the_attempt_and_another_may_do(box: Box, cut: str) -> None:
     text = "import time; print('started', flush=True); time.sleep(3600)"
 
-    ended, _ = box.run({"command": ["python", "-c", text]}, cut_at="started")
+    ended, _ = box.run({"command": ["python", "-c", text]}, when_started=getattr(box.engine, cut))
 
     assert ended.error is not None
     assert (ended.error["type"], ended.error["retryable"]) == ("EngineUnavailable", True)
     # It was back when the shim looked.
     assert box.engine.containers == {}
+
+
+def test_the_example_runs_by_itself(tmp_path: Path) -> None:
+    example = ROOT / "examples" / "loading-worker"
+    environment = {"PATH": os.environ["PATH"], "OUTPUT_DIR": str(tmp_path), "PROMPT": "Ana", "STEP_SECONDS": "0"}
+    argv = [sys.executable, str(example / "worker.py")]
+
+    done = subprocess.run(argv, env=environment, capture_output=True, check=True)
+
+    events = [parse_line(line) for line in done.stdout.splitlines()]
+    names = [event.name for event in events if event.name != "progress"]
+    assert names == [
+        "connection", "worker", "worker", "worker", "text_delta", "text_delta", "text", "artifact", "worker", "result",
+        "finish",
+    ]  # fmt: skip
+    statuses = [event.data["status"] for event in events if event.name in ("connection", "worker", "finish")]
+    assert statuses == ["connected", "initializing", "loading", "working", "cleaning_up", "completed"]
+    assert (tmp_path / "answer.txt").read_text() == "Hello Ana!\n"
+    bad = subprocess.run(argv, env={**environment, "LOAD_STEPS": "many"}, capture_output=True, check=False)
+    assert (bad.returncode, parse_line(bad.stdout.splitlines()[-1]).data["status"]) == (1, "failed")
+    copied = [line.split()[1] for line in (example / "Dockerfile").read_text().splitlines() if line.startswith("COPY")]
+    assert all((example / name).is_file() for name in copied)
+    assert os.access(example / "build.sh", os.X_OK)
 
 
 def test_the_engine_is_found_by_its_socket(box: Box, tmp_path: Path) -> None:
