@@ -17,6 +17,7 @@ from typing import Any, Final, NoReturn
 from executors import cancellation
 from executors.base import MERGED, Executor, ExecutorError, plain
 from executors.cache import hold_inputs
+from executors.distributed.plan import plan_ranks, use_gpus
 from executors.registry import find
 from gpuflow.protocol import Emitter, Request
 from gpuflow.spec.references import UnresolvedReference, resolve_env
@@ -61,11 +62,17 @@ def _serve(emitter: Emitter) -> int:
 
 
 def _run(executor: Executor, request: Request, emitter: Emitter) -> dict[str, Any]:
-    if MERGED not in request.spec:
-        return executor.run(request, emitter)
-    from executors.merging import run_merged
+    if MERGED in request.spec:
+        from executors.merging import run_merged
 
-    return run_merged(executor, request, emitter)
+        return run_merged(executor, request, emitter)
+    plan = plan_ranks(request)
+    use_gpus(plan, request)
+    if plan.processes > 1:
+        from executors.distributed.launch import run_ranks
+
+        return run_ranks(request, plan, emitter)
+    return executor.run(request, emitter)
 
 
 def _read_request() -> Request:

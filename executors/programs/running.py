@@ -36,14 +36,22 @@ class Ran:
         self.noticed = noticed
 
 
-def run(argv: Sequence[str], *, cwd: Path, environment: Mapping[str, str], on_stdout: OnLine, on_stderr: OnLine) -> Ran:
-    """Run `argv` and return how it ended. Its input is empty.
+def run(
+    argv: Sequence[str],
+    *,
+    cwd: Path,
+    environment: Mapping[str, str],
+    on_stdout: OnLine,
+    on_stderr: OnLine,
+    stdin: int = subprocess.DEVNULL,
+) -> Ran:
+    """Run `argv` and return how it ended. Its input is empty, unless `stdin` is a file descriptor.
 
     A notice (SIGUSR1) is passed on, and its end awaited; so is a cancel, as SIGTERM, before Cancelled is raised. What
     else it has started is ended by the shim. Raises ExecutorError for a program that cannot be started.
     """
     with cancellation.notice_held():
-        process = _started(argv, cwd, environment)
+        process = _started(argv, cwd, environment, stdin)
         pairs = ((process.stdout, on_stdout), (process.stderr, on_stderr))
         readers = [_Reader(cast("IO[bytes]", stream), on_line) for stream, on_line in pairs]
         try:
@@ -57,13 +65,15 @@ def run(argv: Sequence[str], *, cwd: Path, environment: Mapping[str, str], on_st
         return Ran(process.returncode, noticed=noticed)
 
 
-def _started(argv: Sequence[str], cwd: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _started(
+    argv: Sequence[str], cwd: Path, environment: Mapping[str, str], stdin: int
+) -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(
             list(argv),
             cwd=cwd,
             env=dict(environment),
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
