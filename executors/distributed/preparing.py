@@ -2,9 +2,9 @@
 
 * `fsdp` counts for it on GPUs alone; on CPUs it trains by DDP instead. `torch` itself can do both.
 * An evaluation cannot prepare a model that is to be sharded; it would need the optimizer.
-* An evaluation prepares the model without its wrapper for several ranks (DDP), and marks it as prepared. A training that
-  follows takes it as it is: no gradient is exchanged, each rank follows its own rows, and the loss that is shown still
-  is a mean.
+* An evaluation prepares the model without its wrapper for several ranks (DDP), and marks it as prepared. A training
+  that follows takes it as it is: no gradient is exchanged, each rank follows its own rows, and the loss that is shown
+  still is a mean.
 """
 
 from __future__ import annotations

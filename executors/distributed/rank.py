@@ -28,7 +28,7 @@ def main() -> int:
     """Run the request as this rank. Exit codes: 0 done, or ended by a notice; 1 failed, 143 told to stop."""
     parent, folder, rank = int(sys.argv[1]), Path(sys.argv[2]), int(os.environ["RANK"])
     end_with(parent)
-    emitter = Emitter.claim_stdout() if rank == 0 else Emitter(Path(os.devnull).open("w", encoding="utf-8"))
+    emitter = Emitter.claim_stdout() if rank == 0 else Emitter(os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     record = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
     try:
         cancellation.install()

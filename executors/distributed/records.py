@@ -1,4 +1,4 @@
-"""How a rank ended, and which of several failed ranks is the cause. The standard library alone, pure but for files.
+"""How a rank ended, and which of several failed ranks is the cause. Pure but for files.
 
 A rank that fails leaves a record in the error file that torchrun has for it. When one rank dies, the others fail a
 moment later, since they wait for it: their errors name the connection, not the cause, and torchrun, which takes the
@@ -11,12 +11,13 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from executors.base import ExecutorError
+from executors.failures import causes
 
 #: The event that ends the output of an agent, with what is known of the ranks that did not complete.
 RANKS_ENDED: Final = "ranks_ended"
@@ -51,7 +52,9 @@ class RankEnd:
     stopped: bool = False
 
 
-def write_record(path: Path, error: Mapping[str, Any] | None, *, from_peer: bool = False, stopped: bool = False) -> None:
+def write_record(
+    path: Path, error: Mapping[str, Any] | None, *, from_peer: bool = False, stopped: bool = False
+) -> None:
     """Leave the record of this rank in torchrun's error file. The file appears whole. Raises OSError."""
     now = time.time_ns()
     text = f"{error['type']}: {error['message']}" if error else "stopped"
@@ -83,17 +86,8 @@ def is_from_peer(error: BaseException) -> bool:
     return any(
         {kind.__name__ for kind in type(link).__mro__} & _PEER_CLASSES
         or (isinstance(link, RuntimeError) and any(part in str(link).lower() for part in _PEER_TEXTS))
-        for link in _chain(error)
+        for link in causes(error)
     )
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    link: BaseException | None = error
-    seen: set[int] = set()
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
-        yield link
-        link = link.__cause__ or link.__context__
 
 
 def culprit(ends: Sequence[RankEnd]) -> RankEnd | None:
@@ -131,7 +125,9 @@ def failure(end: RankEnd, processes: int) -> ExecutorError:
         number = -end.exit_code
         hint = " (was the machine out of memory? `dmesg` says so)" if number == signal.SIGKILL else ""
         return ExecutorError(
-            "RankKilled", f"{who} (process {end.pid}) ended with signal {_name(number)}{hint}; see the log", retryable=True
+            "RankKilled",
+            f"{who} (process {end.pid}) ended with signal {_name(number)}{hint}; see the log",
+            retryable=True,
         )
     return ExecutorError(
         "RankDied",

@@ -65,9 +65,7 @@ def run(
         return Ran(process.returncode, noticed=noticed)
 
 
-def _started(
-    argv: Sequence[str], cwd: Path, environment: Mapping[str, str], stdin: int
-) -> subprocess.Popen[bytes]:
+def _started(argv: Sequence[str], cwd: Path, environment: Mapping[str, str], stdin: int) -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(
             list(argv),

@@ -1,4 +1,4 @@
-"""A training in two ranks (gloo, on the CPU): one result, the same as of one process; one clear failure; no leftovers."""
+"""A training in two ranks (gloo, on the CPU): the result of one process, one clear failure, and nothing left."""
 
 from __future__ import annotations
 
