@@ -17,6 +17,7 @@ from typing import Any, Final, NoReturn
 from executors import cancellation
 from executors.base import MERGED, Executor, ExecutorError, plain
 from executors.cache import hold_inputs
+from executors.distributed.plan import plan_ranks, use_gpus
 from executors.registry import find
 from gpuflow.protocol import Emitter, Request
 from gpuflow.spec.references import UnresolvedReference, resolve_env
@@ -61,19 +62,25 @@ def _serve(emitter: Emitter) -> int:
 
 
 def _run(executor: Executor, request: Request, emitter: Emitter) -> dict[str, Any]:
-    if MERGED not in request.spec:
-        if "shard" not in (request.spec.get("data") or ()):
-            return executor.run(request, emitter)
+    if MERGED in request.spec:
+        from executors.merging import run_merged
+
+        return run_merged(executor, request, emitter)
+    if "shard" in (request.spec.get("data") or ()):
         from executors.data.shards import take_shard
 
         request, shard = take_shard(request, emitter)
-        if shard is None:
-            return executor.run(request, emitter)
-        rows = shard.end > shard.start
-        return shard.completed(executor.run(request, emitter) if rows else shard.empty_result(request, emitter))
-    from executors.merging import run_merged
+        if shard is not None:
+            has_rows = shard.end > shard.start
+            result = executor.run(request, emitter) if has_rows else shard.empty_result(request, emitter)
+            return shard.completed(result)
+    plan = plan_ranks(request)
+    use_gpus(plan, request)
+    if plan.processes > 1:
+        from executors.distributed.launch import run_ranks
 
-    return run_merged(executor, request, emitter)
+        return run_ranks(request, plan, emitter)
+    return executor.run(request, emitter)
 
 
 def _read_request() -> Request:

@@ -55,7 +55,7 @@ _MENDS: Final = {
 
 def classify(error: BaseException) -> dict[str, Any]:
     """Return `{type, message, retryable}` of a failure; causes are looked at too, the nearest first."""
-    for link in _chain(error):
+    for link in causes(error):
         known = _known(link, first=link is error)
         if known is not None:
             kind, retryable = known
@@ -63,7 +63,8 @@ def classify(error: BaseException) -> dict[str, Any]:
     return _record(type(error).__name__, error, False)
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and its causes, the nearest first."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:

@@ -34,9 +34,11 @@ class SupervisedTuning(Executor):
         prepare_libraries()
         emitter.status("loading", "loading the model")
         trainer, progress, location = _trainer(request, training, train_rows, eval_rows, emitter)
+        from executors.distributed.preparing import before_training
         from executors.training.checkpoints import saved_on_notice
 
-        before = _evaluate(trainer, emitter, "evaluating before the training") if eval_rows else None
+        with before_training(trainer):
+            before = _evaluate(trainer, emitter, "evaluating before the training") if eval_rows else None
         emitter.status("working", f"training on {len(train_rows)} rows")
         with saved_on_notice(trainer, resumed, emitter):
             outcome = _train(trainer, resumed)
@@ -80,6 +82,7 @@ def _trainer(
     from transformers import PrinterCallback, set_seed
     from trl import SFTTrainer
 
+    from executors.distributed.preparing import shard_where_asked
     from executors.modeling.loading import load_model, load_tokenizer, locate, merged
     from executors.modeling.precision import training_dtype
     from executors.training.arguments import lora_config, saves_by_clock, sft_arguments
@@ -89,6 +92,7 @@ def _trainer(
 
     datasets.disable_progress_bars()
     arguments = sft_arguments(training, str(folder_of(request)), has_eval=bool(eval_rows))
+    shard_where_asked(arguments)
     set_seed(arguments.seed)
     location, adapters = locate(request, emitter)
     tokenizer = load_tokenizer(location, padding_side="right")
@@ -135,13 +139,15 @@ def _evaluate(trainer: Any, emitter: Emitter, message: str) -> float:
 
 
 def _save(request: Request, trainer: Any, base_name: str, emitter: Emitter) -> dict[str, Any]:
+    from executors.distributed.gathering import whole_state
     from executors.training.saving import save_final
 
+    state = whole_state(trainer)
     if not trainer.is_world_process_zero():
         return {}
     name = "final_lora" if request.task_type == "lora_sft" else "final_model"
     emitter.status("cleaning_up", f"saving {name}")
     model = trainer.accelerator.unwrap_model(trainer.model)
-    save_final(model, trainer.processing_class, Path(request.output_dir) / name, base_name=base_name)
+    save_final(model, trainer.processing_class, Path(request.output_dir) / name, base_name=base_name, state=state)
     emitter.artifact(name)
     return {name: name}

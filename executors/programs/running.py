@@ -79,13 +79,14 @@ def run(
     on_stdout: OnLine,
     on_stderr: OnLine,
     timeout_seconds: float | None = None,
+    stdin: int = subprocess.DEVNULL,
 ) -> Ran:
-    """Run `argv` and return how it ended, see `follow`. Its input is empty.
+    """Run `argv` and return how it ended, see `follow`. Its input is empty, unless `stdin` is a file descriptor.
 
     What else it has started is ended by the shim. Raises ExecutorError for a program that cannot be started.
     """
     with cancellation.notice_held():
-        program = _Process(_started(argv, cwd, environment))
+        program = _Process(_started(argv, cwd, environment, stdin))
         return follow(program, on_stdout=on_stdout, on_stderr=on_stderr, timeout_seconds=timeout_seconds)
 
 
@@ -128,13 +129,13 @@ def _stop(program: Running) -> None:
             program.signal(signal.SIGKILL)
 
 
-def _started(argv: Sequence[str], cwd: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _started(argv: Sequence[str], cwd: Path, environment: Mapping[str, str], stdin: int) -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(
             list(argv),
             cwd=cwd,
             env=dict(environment),
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )

@@ -15,11 +15,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from executors import cancellation
 from executors.checkpoints import Checkpoint, mark_complete, remove_old
+from executors.distributed.agreement import all_written, any_rank, check_gradients, is_first
 from gpuflow.protocol import Emitter, is_complete
 
 #: Time from one checkpoint to the next where the user has not said when to save, in seconds.
@@ -48,6 +48,7 @@ class Checkpoints(TrainerCallback):
         self._keep, arguments.save_total_limit = arguments.save_total_limit, None
         self._by_clock, self._clock = by_clock, clock
         self._save_at, self._saving_since = math.inf, math.nan
+        self._checked = False
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -66,6 +67,7 @@ class Checkpoints(TrainerCallback):
 
     def _mark(self, args: TrainingArguments, state: TrainerState) -> None:
         folder = _folder(args, state)
+        all_written()
         if not state.is_world_process_zero or not folder.is_dir():
             return
         mark_complete(folder, step=state.global_step, max_steps=state.max_steps)
@@ -73,10 +75,18 @@ class Checkpoints(TrainerCallback):
         if self._keep and self._keep > 0:
             remove_old(folder.parent, keep=self._keep, best=state.best_model_checkpoint)
 
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Make sure, before the first step, that several ranks train one model."""
+        if not self._checked:
+            self._checked = True
+            check_gradients(kwargs["model"])
+
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Leave after a notice: the step is done, all of it is in the model and the optimizer. Else save when due."""
-        _leave_if_noticed()
-        if self._by_clock and state.global_step < state.max_steps and _of_first_process(self._clock() >= self._save_at):
+        is_due = self._by_clock and state.global_step < state.max_steps and self._clock() >= self._save_at
+        if _leave_if_noticed(is_due and is_first()):
             control.should_save = True
         self._saving_since = self._clock()
 
@@ -95,18 +105,12 @@ def _folder(args: TrainingArguments, state: TrainerState) -> Path:
     return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
 
 
-def _of_first_process(answer: bool) -> bool:
-    """Return what the first process of a distributed training answers: all save together, or none."""
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return answer
-    answers = [answer]
-    dist.broadcast_object_list(answers, src=0)
-    return answers[0]
-
-
-def _leave_if_noticed() -> None:
-    if cancellation.noticed():
+def _leave_if_noticed(is_due: bool = False) -> bool:
+    """Leave if any rank was given notice: all save together, or none. Return whether a checkpoint is due in any."""
+    noticed, due = any_rank(cancellation.noticed(), is_due)
+    if noticed:
         raise cancellation.Preempted
+    return due
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +15,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def save_final(model: Any, tokenizer: PreTrainedTokenizerBase, target: Path, *, base_name: str) -> None:
+def save_final(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    target: Path,
+    *,
+    base_name: str,
+    state: Mapping[str, Any] | None = None,
+) -> None:
     """Write a model or an adapter to `target`.
 
-    An adapter names its base model as the user did (`base_name`), not by a path of this machine.
+    An adapter names its base model as the user did (`base_name`), not by a path of this machine. `state` holds the
+    weights where the model itself has only a part of them (`executors.distributed.gathering`).
     """
     fresh = target.with_name(f".{target.name}.new")
     shutil.rmtree(fresh, ignore_errors=True)
     try:
-        model.save_pretrained(fresh)
+        model.save_pretrained(fresh, state_dict=state)
         tokenizer.save_pretrained(fresh)
         adapter = fresh / "adapter_config.json"
         if adapter.is_file():

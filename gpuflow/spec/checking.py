@@ -19,6 +19,7 @@ from gpuflow.spec.models_task import TaskSpec
 from gpuflow.spec.normalise import Renames, normalise
 from gpuflow.spec.plain_secrets import check_plain_secrets
 from gpuflow.spec.pydantic_report import report
+from gpuflow.spec.ranks import check_ranks
 from gpuflow.spec.reading import read_mapping
 from gpuflow.spec.references import is_pending
 from gpuflow.spec.report import Findings, Path, one_of, show, suggest
@@ -72,6 +73,8 @@ def check_spec(
         _check_needs(spec, task_type, findings)
         check_retrieval(spec, task_type, findings)
     _library_sections(spec, task_type, findings, foreign=foreign, at_dispatch=at_dispatch)
+    if task_type in TRAINING_SCHEMAS:
+        check_ranks(spec, findings)
     if at_dispatch:
         _render_template(spec, findings)
     else:
