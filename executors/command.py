@@ -21,10 +21,10 @@ from typing import Any, ClassVar, Final, NoReturn
 from executors import cancellation
 from executors.base import Executor, ExecutorError, bad_input
 from executors.cache import cache_root
-from executors.programs.lines import Progress, metrics_in, progress_in
-from executors.programs.running import Ran, run
-from executors.programs.venvs import python_for
-from gpuflow.protocol import RESULT_FILE, Emitter, Event, Request, parse_line, read_json
+from executors.programs.lines import Progress, metrics_in, progress_in, shortened
+from executors.programs.running import EX_TEMPFAIL, Ran, run, shell_argv
+from executors.programs.venvs import Wanted, python_for
+from gpuflow.protocol import MAX_RESULT_BYTES, RESULT_FILE, Emitter, Event, Request, parse_line, read_json
 from gpuflow.spec.patterns import metric_pattern
 
 #: Folder of an attempt in which a program that was brought runs; it is no result.
@@ -35,8 +35,10 @@ OUTPUT_CHARACTERS: Final = 65_536
 _QUOTED_LINES: Final = 8
 #: Progress bars are told of at most so often, in seconds.
 _BAR_SECONDS: Final = 0.5
-#: sysexits.h: a temporary failure, the user is invited to try again.
-EX_TEMPFAIL: Final = 75
+#: Characters of each of these.
+_QUOTED_CHARACTERS: Final = 1000
+#: Most metrics that a task has, whatever names its events give.
+_MOST_METRICS: Final = 1000
 
 
 class Command(Executor):
@@ -54,8 +56,14 @@ class Command(Executor):
         environment = _environment(request, section, emitter)
         with _folder(section, output_dir) as folder:
             emitter.status("working")
+            argv, in_shell = _argv(section)
             ran = run(
-                _argv(section), cwd=folder, environment=environment, on_stdout=heard.stdout, on_stderr=heard.stderr
+                argv,
+                cwd=folder,
+                environment=environment,
+                on_stdout=heard.stdout,
+                on_stderr=heard.stderr,
+                in_shell=in_shell,
             )
         _check(ran, heard)
         heard.close()
@@ -93,6 +101,7 @@ class Heard:
                 return
             text = str(event.data["message"])
             if not self._said(text):
+                text = shortened(text, OUTPUT_CHARACTERS)
                 self._keep(text)
                 self._emitter.emit("log", message=text)
 
@@ -101,14 +110,14 @@ class Heard:
         text = line.decode("utf-8", "replace")
         with self._lock:
             if not self._said(text):
-                self._errors.append(text)
+                self._errors.append(shortened(text, _QUOTED_CHARACTERS))
                 print(text, file=sys.stderr, flush=True)
 
     def _event(self, event: Event) -> None:
         data = dict(event.data)
         if event.name == "progress":
             self._knows_events = True
-            self.metrics.update(_numbers(data.get("metrics")))
+            self._count(_numbers(data.get("metrics")))
         if event.name == "finish":
             self.finish = data
         elif event.name == "result":
@@ -121,7 +130,7 @@ class Heard:
         found = metrics_in(text, self._patterns)
         progress = None if self._knows_events else progress_in(text)
         is_bar = progress is not None and progress.is_bar
-        self.metrics.update(found)
+        self._count(found)
         if progress is not None:
             self._current = progress.current, progress.total, progress.unit
             self._last_bar = progress if is_bar else None
@@ -134,6 +143,11 @@ class Heard:
             self._emitter.progress(current, total, unit, **found)
         return is_bar
 
+    def _count(self, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            if name in self.metrics or len(self.metrics) < _MOST_METRICS:
+                self.metrics[name] = value
+
     def close(self) -> None:
         """Tell of what was held back."""
         if self._last_bar is not None:
@@ -142,7 +156,7 @@ class Heard:
     def _keep(self, text: str) -> None:
         self._tail.append(text)
         self._tail_characters += len(text) + 1
-        while self._tail_characters > OUTPUT_CHARACTERS and len(self._tail) > 1:
+        while self._tail_characters - len(self._tail[0]) - 1 >= OUTPUT_CHARACTERS:
             self._tail_characters -= len(self._tail.popleft()) + 1
 
     def output(self) -> str:
@@ -156,6 +170,8 @@ class Heard:
             try:
                 if not (output_dir / RESULT_FILE).is_file():
                     raise OSError("it is no plain file")
+                if (output_dir / RESULT_FILE).stat().st_size > MAX_RESULT_BYTES:
+                    raise OSError(f"it has more than {MAX_RESULT_BYTES >> 20} MiB")
                 value = read_json((output_dir / RESULT_FILE).read_bytes())
             except (OSError, ValueError, RecursionError) as error:
                 raise ExecutorError(
@@ -167,7 +183,8 @@ class Heard:
 
     def last_words(self) -> str:
         """Return what the error of a failed program quotes."""
-        lines = list(self._errors) or list(self._tail)[-_QUOTED_LINES:]
+        said = list(self._tail)[-_QUOTED_LINES:]
+        lines = list(self._errors) or [shortened(line, _QUOTED_CHARACTERS) for line in said]
         return "\n".join(lines)
 
 
@@ -211,7 +228,13 @@ def _environment(request: Request, section: Mapping[str, Any], emitter: Emitter)
     python = Path(sys.executable)
     if section.get("requirements"):
         root = cache_root(request.cache_dir)
-        python = python_for(section["requirements"], root, emitter, python=section.get("python"))
+        wanted = Wanted(
+            requirements=section["requirements"],
+            python=section.get("python"),
+            project=Path(str(section["brought"])) if section.get("brought") else None,
+            brought=frozenset(request.spec.get("env") or {}) | frozenset(request.spec.get("secrets") or ()),
+        )
+        python = python_for(wanted, root, emitter)
         environment["VIRTUAL_ENV"] = str(python.parents[1])
         environment.pop("PYTHONPATH", None)
     environment["OUTPUT_DIR"] = request.output_dir
@@ -219,10 +242,11 @@ def _environment(request: Request, section: Mapping[str, Any], emitter: Emitter)
     return environment
 
 
-def _argv(section: Mapping[str, Any]) -> list[str]:
+def _argv(section: Mapping[str, Any]) -> tuple[list[str], bool]:
+    """Return the arguments, and whether they are a shell's."""
     command, shell = section["command"], section.get("shell")
     if isinstance(command, str) and shell is not False:
-        return [shell if isinstance(shell, str) else "/bin/sh", "-c", command]
+        return shell_argv(shell if isinstance(shell, str) else "/bin/sh", command), True
     if isinstance(command, str):
         try:
             argv = shlex.split(command)
@@ -233,8 +257,8 @@ def _argv(section: Mapping[str, Any]) -> list[str]:
     if not argv:
         raise bad_input("command.command is empty; give a program")
     if shell:
-        return [shell if isinstance(shell, str) else "/bin/sh", "-c", shlex.join(argv)]
-    return argv
+        return shell_argv(shell if isinstance(shell, str) else "/bin/sh", shlex.join(argv)), True
+    return argv, False
 
 
 def _check(ran: Ran, heard: Heard) -> None:

@@ -67,7 +67,7 @@ WRONG = [
     (task("taskType: command"), "spec.command", "needs command"),
     (task("taskType: container\ncontainer: {command: ls}"), "spec.container", "needs image or preset"),
     (task("taskType: command\ncommand: {command: []}"), "spec.command.command", "a list of arguments"),
-    (task("taskType: command\ncommand: {command: ls, project: a, path: b}"), "spec.command", "project and path"),
+    (task("taskType: command\ncommand: {command: ls, project: a, path: /b}"), "spec.command", "project and path"),
     (task(f"taskType: inference\n{MODEL}\ndata: {{items: [hi]}}\nlora: {{r: 4}}"), "spec.lora", "not used by taskType"),
     (task(f"taskType: sft\n{MODEL}\ndata: {{url: a/b}}\nlora: {{r: 4}}"), "spec.lora", "belongs to dpo"),
     (echo("colour: blue"), "spec.colour", "unknown field"),
