@@ -62,7 +62,8 @@ def _serve(emitter: Emitter) -> int:
 
 def _run(executor: Executor, request: Request, emitter: Emitter) -> dict[str, Any]:
     if MERGED not in request.spec:
-        if "shard" not in (request.spec.get("data") or ()):
+        data = request.spec.get("data")
+        if not isinstance(data, Mapping) or "shard" not in data:
             return executor.run(request, emitter)
         from executors.data.shards import take_shard
 

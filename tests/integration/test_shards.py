@@ -19,7 +19,7 @@ from tests.support.fleet import TestFleet, WorkerProcess
 from tests.support.waiting import eventually, patient
 
 #: A lost worker's task is another's after so many seconds.
-LEASE = {"GPUFLOW_LEASE_SEC": "2"}
+LEASE = {"GPUFLOW_LEASE_SEC": "4"}
 ROWS = [{"number": number, "text": f"row {number}"} for number in range(1000)]
 PARALLEL = {"enabled": True, "max_shards": 3}
 
