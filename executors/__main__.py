@@ -66,7 +66,8 @@ def _run(executor: Executor, request: Request, emitter: Emitter) -> dict[str, An
         from executors.merging import run_merged
 
         return run_merged(executor, request, emitter)
-    if "shard" in (request.spec.get("data") or ()):
+    data = request.spec.get("data")
+    if isinstance(data, Mapping) and "shard" in data:
         from executors.data.shards import take_shard
 
         request, shard = take_shard(request, emitter)

@@ -17,8 +17,8 @@ from typing import Any, ClassVar, Final
 from executors.base import Executor, bad_input
 from executors.cache import cache_root
 from executors.programs.heard import PROGRAM, Heard, check
-from executors.programs.running import run
-from executors.programs.venvs import python_for
+from executors.programs.running import run, shell_argv
+from executors.programs.venvs import Wanted, python_for
 from gpuflow.protocol import Emitter, Request
 from gpuflow.spec.patterns import metric_pattern
 
@@ -41,8 +41,14 @@ class Command(Executor):
         environment = _environment(request, section, emitter)
         with _folder(section, output_dir) as folder:
             emitter.status("working")
+            argv, in_shell = _argv(section)
             ran = run(
-                _argv(section), cwd=folder, environment=environment, on_stdout=heard.stdout, on_stderr=heard.stderr
+                argv,
+                cwd=folder,
+                environment=environment,
+                on_stdout=heard.stdout,
+                on_stderr=heard.stderr,
+                in_shell=in_shell,
             )
         check(ran, heard, PROGRAM)
         heard.close()
@@ -82,7 +88,13 @@ def _environment(request: Request, section: Mapping[str, Any], emitter: Emitter)
     python = Path(sys.executable)
     if section.get("requirements"):
         root = cache_root(request.cache_dir)
-        python = python_for(section["requirements"], root, emitter, python=section.get("python"))
+        wanted = Wanted(
+            requirements=section["requirements"],
+            python=section.get("python"),
+            project=Path(str(section["brought"])) if section.get("brought") else None,
+            brought=frozenset(request.spec.get("env") or {}) | frozenset(request.spec.get("secrets") or ()),
+        )
+        python = python_for(wanted, root, emitter)
         environment["VIRTUAL_ENV"] = str(python.parents[1])
         environment.pop("PYTHONPATH", None)
     environment["OUTPUT_DIR"] = request.output_dir
@@ -90,10 +102,11 @@ def _environment(request: Request, section: Mapping[str, Any], emitter: Emitter)
     return environment
 
 
-def _argv(section: Mapping[str, Any]) -> list[str]:
+def _argv(section: Mapping[str, Any]) -> tuple[list[str], bool]:
+    """Return the arguments, and whether they are a shell's."""
     command, shell = section["command"], section.get("shell")
     if isinstance(command, str) and shell is not False:
-        return [shell if isinstance(shell, str) else "/bin/sh", "-c", command]
+        return shell_argv(shell if isinstance(shell, str) else "/bin/sh", command), True
     if isinstance(command, str):
         try:
             argv = shlex.split(command)
@@ -104,5 +117,5 @@ def _argv(section: Mapping[str, Any]) -> list[str]:
     if not argv:
         raise bad_input("command.command is empty; give a program")
     if shell:
-        return [shell if isinstance(shell, str) else "/bin/sh", "-c", shlex.join(argv)]
-    return argv
+        return shell_argv(shell if isinstance(shell, str) else "/bin/sh", shlex.join(argv)), True
+    return argv, False

@@ -136,7 +136,8 @@ def _child(entry: Any, request: Request, common: Mapping[str, Any]) -> MergedChi
             raise ExecutorError(failure["type"], failure["message"], retryable=bool(failure.get("retryable")))
         if not isinstance(own, Mapping):
             raise ExecutorError("BadInput", f"child {child_id} has no spec; give an object")
-        if "shard" in ({**common, **own}.get("data") or ()):
+        data = {**common, **own}.get("data")
+        if isinstance(data, Mapping) and "shard" in data:
             raise ExecutorError(
                 "BadInput", f"child {child_id} is one shard of its data, which runs as a task of its own"
             )

@@ -19,8 +19,8 @@ from typing import Any, Final, NoReturn
 
 from executors import cancellation
 from executors.base import ExecutorError
-from executors.programs.lines import Progress, metrics_in, progress_in
-from executors.programs.running import Ran
+from executors.programs.lines import Progress, metrics_in, progress_in, shortened
+from executors.programs.running import EX_TEMPFAIL, Ran
 from gpuflow.protocol import EVENT_FIELDS, MAX_RESULT_BYTES, RESULT_FILE, Emitter, Event, parse_line, read_json
 
 #: Characters of the end of what the program printed, which its result holds.
@@ -29,8 +29,10 @@ OUTPUT_CHARACTERS: Final = 65_536
 _QUOTED_LINES: Final = 8
 #: Progress bars are told of at most so often, in seconds.
 _BAR_SECONDS: Final = 0.5
-#: sysexits.h: a temporary failure, the user is invited to try again.
-EX_TEMPFAIL: Final = 75
+#: Characters of each of these.
+_QUOTED_CHARACTERS: Final = 1000
+#: Most metrics that a task has, whatever names its events give.
+_MOST_METRICS: Final = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +82,7 @@ class Heard:
                 return
             text = str(event.data["message"])
             if not self._said(text):
+                text = shortened(text, OUTPUT_CHARACTERS)
                 self._keep(text)
                 self._emitter.emit("log", message=text)
 
@@ -88,7 +91,7 @@ class Heard:
         text = line.decode("utf-8", "replace")
         with self._lock:
             if not self._said(text):
-                self._errors.append(text)
+                self._errors.append(shortened(text, _QUOTED_CHARACTERS))
                 print(text, file=sys.stderr, flush=True)
 
     def _event(self, event: Event) -> None:
@@ -96,7 +99,7 @@ class Heard:
         self.has_events = self.has_events or (event.name in EVENT_FIELDS and event.name != "log")
         if event.name == "progress":
             self._knows_events = True
-            self.metrics.update(_numbers(data.get("metrics")))
+            self._count(_numbers(data.get("metrics")))
         if event.name == "finish":
             self.finish = data
         elif event.name == "result":
@@ -109,7 +112,7 @@ class Heard:
         found = metrics_in(text, self._patterns)
         progress = None if self._knows_events else progress_in(text)
         is_bar = progress is not None and progress.is_bar
-        self.metrics.update(found)
+        self._count(found)
         if progress is not None:
             self._current = progress.current, progress.total, progress.unit
             self._last_bar = progress if is_bar else None
@@ -122,6 +125,11 @@ class Heard:
             self._emitter.progress(current, total, unit, **found)
         return is_bar
 
+    def _count(self, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            if name in self.metrics or len(self.metrics) < _MOST_METRICS:
+                self.metrics[name] = value
+
     def close(self) -> None:
         """Tell of what was held back."""
         if self._last_bar is not None:
@@ -130,7 +138,7 @@ class Heard:
     def _keep(self, text: str) -> None:
         self._tail.append(text)
         self._tail_characters += len(text) + 1
-        while self._tail_characters > OUTPUT_CHARACTERS and len(self._tail) > 1:
+        while self._tail_characters - len(self._tail[0]) - 1 >= OUTPUT_CHARACTERS:
             self._tail_characters -= len(self._tail.popleft()) + 1
 
     def output(self) -> str:
@@ -153,7 +161,8 @@ class Heard:
 
     def last_words(self) -> str:
         """Return what the error of a failed program quotes."""
-        lines = list(self._errors) or list(self._tail)[-_QUOTED_LINES:]
+        said = list(self._tail)[-_QUOTED_LINES:]
+        lines = list(self._errors) or [shortened(line, _QUOTED_CHARACTERS) for line in said]
         return "\n".join(lines)
 
 

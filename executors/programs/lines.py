@@ -42,15 +42,25 @@ def split_lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
 
     An endless line is cut at the protocol's limit. Empty lines are passed over.
     """
-    rest = b""
+    parts: list[bytes] = []  # of a line that has not ended: none of them is looked at twice
+    size = 0
     for chunk in chunks:
-        *whole, rest = re.split(rb"[\r\n]+", rest + chunk)
-        yield from filter(None, whole)
-        if len(rest) > MAX_LINE_BYTES:
-            yield rest
-            rest = b""
-    if rest:
-        yield rest
+        first, *more = re.split(rb"[\r\n]+", chunk)
+        parts.append(first)
+        size += len(first)
+        if more or size > MAX_LINE_BYTES:
+            yield from filter(None, (b"".join(parts), *more[:-1]))
+            parts, size = more[-1:], len(more[-1]) if more else 0
+    if size:
+        yield b"".join(parts)
+
+
+def shortened(text: str, most: int) -> str:
+    """Return a text of `most` characters at most: of a longer one, its beginning and its end."""
+    if len(text) <= most:
+        return text
+    half = (most - 5) // 2
+    return f"{text[:half]} ... {text[-half:]}"
 
 
 def progress_in(text: str) -> Progress | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
@@ -26,17 +27,25 @@ _MOST_SECONDS: Final = 10.0
 
 #: From SIGTERM to SIGKILL of a program that runs longer than it may, in seconds.
 _STOP_SECONDS: Final = 5.0
+#: sysexits.h: a temporary failure, the user is invited to try again.
+EX_TEMPFAIL: Final = 75
+#: Shells whose `trap` is that of POSIX.
+_POSIX_SHELLS: Final = frozenset({"sh", "ash", "bash", "dash", "ksh", "mksh", "zsh"})
 
 #: Is given each line of a stream, without its end.
 OnLine = Callable[[bytes], None]
 
 
 class Ran:
-    """How a program has ended: `code` as the shell has it (128 + N for signal N), and whether it was given notice."""
+    """How a program has ended: `code` as the shell has it (128 + N for signal N), and whether it was given notice.
 
-    def __init__(self, code: int, *, noticed: bool) -> None:
+    `signal` is what ended it, also where a shell says so of what it ran; else 0.
+    """
+
+    def __init__(self, code: int, *, noticed: bool, in_shell: bool = False) -> None:
         self.code = code if code >= 0 else 128 - code
-        self.signal = -code if code < 0 else 0
+        told = self.code - 128 if in_shell and self.code - 128 in signal.valid_signals() else 0
+        self.signal = -code if code < 0 else told
         self.noticed = noticed
 
 
@@ -55,10 +64,10 @@ class Running(Protocol):
 
 
 class _Process:
-    """A program as a process of this machine."""
+    """A program as a process of this machine. With `in_shell`, what the shell runs has a notice too."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
+    def __init__(self, process: subprocess.Popen[bytes], *, in_shell: bool) -> None:
+        self._process, self._in_shell = process, in_shell
         self.streams = cast("IO[bytes]", process.stdout), cast("IO[bytes]", process.stderr)
 
     def ended(self, timeout_seconds: float) -> int | None:
@@ -68,7 +77,30 @@ class _Process:
             return None
 
     def signal(self, number: int) -> None:
+        children = _children(self._process.pid) if self._in_shell and number == signal.SIGUSR1 else []
         self._process.send_signal(number)
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, number)
+
+
+def _children(pid: int) -> list[int]:
+    """Return the processes that a process has started and not waited for; none where the system does not say."""
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except (OSError, ValueError):
+        return []
+
+
+def shell_argv(shell: str, line: str) -> list[str]:
+    """Return how a shell runs a line so that it ends as what it runs does: a notice and a cancel let that end first.
+
+    Without this a shell dies at once of either, and nothing waits for the program in it; or it goes on with the rest of
+    the line, as if the program had come to its end.
+    """
+    if Path(shell).name in _POSIX_SHELLS:
+        line = f"trap 'exit {EX_TEMPFAIL}' USR1; trap 'exit {128 + signal.SIGTERM}' TERM; {line}"
+    return [shell, "-c", line]
 
 
 def run(
@@ -80,21 +112,25 @@ def run(
     on_stderr: OnLine,
     timeout_seconds: float | None = None,
     stdin: int = subprocess.DEVNULL,
+    in_shell: bool = False,
 ) -> Ran:
     """Run `argv` and return how it ended, see `follow`. Its input is empty, unless `stdin` is a file descriptor.
 
-    What else it has started is ended by the shim. Raises ExecutorError for a program that cannot be started.
+    `in_shell` says that it is made by `shell_argv`. What else it has started is ended by the shim. Raises ExecutorError
+    for a program that cannot be started.
     """
     with cancellation.notice_held():
-        program = _Process(_started(argv, cwd, environment, stdin))
-        return follow(program, on_stdout=on_stdout, on_stderr=on_stderr, timeout_seconds=timeout_seconds)
+        program = _Process(_started(argv, cwd, environment, stdin), in_shell=in_shell)
+        ran = follow(program, on_stdout=on_stdout, on_stderr=on_stderr, timeout_seconds=timeout_seconds)
+        return Ran(ran.code, noticed=ran.noticed, in_shell=True) if in_shell and not ran.signal else ran
 
 
 def follow(program: Running, *, on_stdout: OnLine, on_stderr: OnLine, timeout_seconds: float | None = None) -> Ran:
     """Read a program that runs to its end, and return how it ended. Called with `notice_held`.
 
-    A notice (SIGUSR1) is passed on, and its end awaited; so is a cancel, as SIGTERM, before Cancelled is raised. Raises
-    ExecutorError for one that runs longer than `timeout_seconds`: it gets SIGTERM, and SIGKILL a little later.
+    A notice (SIGUSR1) is passed on, and its end awaited; so is a cancel, as SIGTERM, before Cancelled is raised. No line
+    is passed on after this has returned. Raises ExecutorError for a program that runs longer than `timeout_seconds`: it
+    gets SIGTERM, and SIGKILL a little later.
     """
     readers = [
         _Reader(stream, on_line) for stream, on_line in zip(program.streams, (on_stdout, on_stderr), strict=True)
@@ -106,10 +142,13 @@ def follow(program: Running, *, on_stdout: OnLine, on_stderr: OnLine, timeout_se
         raise ExecutorError(
             "TimeLimitExceeded", f"stopped after {timeout_seconds:g} s, the limit of its preset; raise its `timeout`"
         ) from None
-    except BaseException:
+    except cancellation.Cancelled:
         program.signal(signal.SIGTERM)
         while program.ended(_POLL_SECONDS) is None:
             pass
+        raise
+    except BaseException:
+        _stop(program)
         raise
     for reader in readers:
         reader.finish()
@@ -140,10 +179,19 @@ def _started(argv: Sequence[str], cwd: Path, environment: Mapping[str, str], std
             stderr=subprocess.PIPE,
         )
     except FileNotFoundError as error:
-        raise ExecutorError(
-            "BadInput", f"{argv[0]!r} is not on this worker; install it there, or give the path of a program"
+        if os.sep in argv[0] and (cwd / argv[0]).is_file():
+            raise bad_input(
+                f"{argv[0]!r} names an interpreter in its first line (#!) that is not on this worker; install it, or "
+                "run the file by another one"
+            ) from error
+        raise bad_input(
+            f"{argv[0]!r} is not on this worker; install it there, or give the path of a program"
         ) from error
     except PermissionError as error:
+        if error.filename == str(cwd):
+            raise bad_input(
+                f"{cwd} cannot be entered by this worker: {error.strerror}; give it the right to"
+            ) from error
         raise bad_input(f"{argv[0]!r} cannot be run by this worker: {error.strerror}; make it executable") from error
     except (OSError, ValueError) as error:
         raise bad_input(f"{argv[0]!r} cannot be run: {error}") from error
@@ -171,6 +219,8 @@ class _Reader(threading.Thread):
         super().__init__(name="gpuflow-output", daemon=True)
         self._stream, self._on_line = stream, on_line
         self._bytes = 0
+        self._over = False
+        self._passing = threading.Lock()
         self._error: BaseException | None = None
         self.start()
 
@@ -178,9 +228,13 @@ class _Reader(threading.Thread):
         """Take every line. What that raises is raised where the program is waited for."""
         try:
             for line in split_lines(self._chunks()):
-                self._on_line(line)
+                with self._passing:
+                    if not self._over:
+                        self._on_line(line)
         except BaseException as error:  # noqa: BLE001
             self._error = error
+        finally:
+            self._stream.close()
 
     def check(self) -> None:
         """Raise what was raised here."""
@@ -198,4 +252,6 @@ class _Reader(threading.Thread):
         while self.is_alive() and self._bytes != before and time.monotonic() < ends_at:
             before = self._bytes
             self.join(timeout=_QUIET_SECONDS)
+        with self._passing:
+            self._over = True
         self.check()

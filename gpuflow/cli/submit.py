@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 @click.option(
     "--target",
     type=click.Choice(["worker", "local", "auto"]),
-    default="worker",
-    show_default=True,
-    help="worker: the fleet; local: here, as `gpuflow run`; auto: the fleet if a live worker can serve it, else here.",
+    help="worker: the fleet; local: here, as `gpuflow run`; auto: the fleet if a live worker can serve it, else here."
+    "  [default: the template's `target`, else worker]",
 )
 @click.option("--fail-fast", is_flag=True, help="Refuse, with exit code 1, what no live worker can serve.")
 @click.option("--idempotency-key", metavar="K", help="The same key again gives the first id and runs nothing.")
@@ -33,7 +32,7 @@ def submit(
     overrides: tuple[str, ...],
     labels: tuple[str, ...],
     wait: bool,
-    target: str,
+    target: str | None,
     fail_fast: bool,
     idempotency_key: str | None,
     as_json: bool,
@@ -41,6 +40,7 @@ def submit(
     """Hand a template to the fleet and print its id. FILE is a path, `-` for stdin, or a shipped name."""
     template = load_template(source, overrides, labels)
     show_warnings(template)
+    target = target or _target_of(template)
     if target == "local" or (target == "auto" and not _served(template)):
         from gpuflow.cli.run import run_local
         from gpuflow.client import submit_pipeline
@@ -54,6 +54,17 @@ def submit(
         _warn(app, template, fail_fast=fail_fast)
         handle = _send(app, template, idempotency_key)
         return _told(app, handle, wait=wait, as_json=as_json)
+
+
+def _target_of(template: Template) -> str:
+    """Return where a template says that it is to run. Raises InvalidTemplate where its stages contradict each other."""
+    from gpuflow.errors import InvalidTemplate
+
+    named = {str(stage.spec.get("target") or "worker"): stage.name for stage in template.stages}
+    if len(named) > 1:
+        told = ", ".join(f"{target} in {stage!r}" for target, stage in named.items())
+        raise InvalidTemplate(f"{template.source}: a pipeline runs in one place, but target is {told}; give it in spec")
+    return next(iter(named))
 
 
 def _send(app: GPUFlow, template: Template, key: str | None) -> Any:

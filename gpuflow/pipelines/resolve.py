@@ -7,10 +7,14 @@ reference passes it on as it is; whoever leads through it, or puts it into a lon
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
+from gpuflow.errors import InvalidTemplate
 from gpuflow.spec import Reference, Stage, pick, shard
 from gpuflow.spec.references import find_references, walk_references
+
+#: Most tasks of one stage: the points of its matrix times their shards.
+MAX_TASKS: Final = 4096
 
 StageResult = Callable[[str], Mapping[str, Any]]
 Load = Callable[[Any], Any]
@@ -28,7 +32,14 @@ def task_specs(stage: Stage, result_of: StageResult, load: Load) -> list[dict[st
         value = pick(_opened(result_of(reference.stage), reference.path, load), reference)
         return load(value) if reference.text in needed else value
 
-    return [part for spec in stage.tasks(lookup) for part in shard(spec)]
+    found: list[dict[str, Any]] = []
+    for spec in stage.tasks(lookup):
+        found += shard(spec)
+        if len(found) > MAX_TASKS:
+            raise InvalidTemplate(
+                f"stage {stage.name!r} makes more than {MAX_TASKS} tasks; give its matrix fewer values, or fewer shards"
+            )
+    return found
 
 
 def _needed_values(stage: Stage) -> set[str]:

@@ -24,6 +24,8 @@ from gpuflow.spec.models_types import (
     TextOrList,
     Whole,
 )
+from gpuflow.spec.pip_requirements import read_requirement
+from gpuflow.spec.report import show
 
 
 class ModelSource(Strict):
@@ -197,6 +199,25 @@ class Command(Strict):
         None, max_length=100, description="Name -> regular expression whose first group is the number"
     )
 
+    @field_validator("path")
+    @classmethod
+    def _is_absolute(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith(("/", "~/", "${")):
+            raise ValueError(f"is {show(value)}; give an absolute path of the worker")
+        return value
+
+    @field_validator("requirements")
+    @classmethod
+    def _are_requirements(cls, value: list[str] | None) -> list[str] | None:
+        for index, one in enumerate(value or ()):
+            if "${" in one:  # read again when it has its value
+                continue
+            try:
+                read_requirement(one)
+            except ValueError as error:
+                raise ValueError(f"[{index}] {show(one)} {error}") from error
+        return value
+
     @model_validator(mode="after")
     def _fits_together(self) -> Command:
         places = [name for name in ("project", "upload", "url", "path") if getattr(self, name) is not None]
@@ -204,6 +225,9 @@ class Command(Strict):
             raise ValueError(f"has {' and '.join(places)}, which contradict each other; keep one of them")
         if self.sha256 is not None and self.url is None:
             raise ValueError("has sha256 without url; give the url that it belongs to")
+        known = [read_requirement(one) for one in self.requirements or () if "${" not in one]
+        if any(one.is_relative for one in known) and self.project is None and self.url is None:
+            raise ValueError("has a file of a project among its requirements, but no project; give an absolute path")
         if self.python is not None and self.requirements is None:
             raise ValueError("has python without requirements; name the interpreter in the command itself")
         return self

@@ -323,6 +323,33 @@ def test_target_auto_takes_the_fleet_or_this_machine(served: Shell, fleet: TestF
     assert "gpuflow up" in served("submit", path, code=1).stderr
 
 
+def test_a_command_runs_here_where_its_template_says_so(shell: Shell) -> None:
+    no_gpu = {"hardware": {"gpu": {"count": 0}}}
+    spec = {"taskType": "command", "target": "local", "command": "echo it ran $((6 * 7)) times", "resources": no_gpu}
+    path = shell.write({"apiVersion": "gpuflow/v1", "kind": "Task", "metadata": {"name": "here"}, "spec": spec})
+
+    done = shell.json("submit", path)
+
+    assert done["state"] == "SUCCEEDED"
+    assert done["stages"][0]["result"]["output"] == "it ran 42 times"
+
+
+def test_stages_that_are_to_run_in_several_places_are_refused(shell: Shell) -> None:
+    one, two = stage("one", "a"), stage("two", "b")
+    two["spec"]["target"] = "local"
+
+    assert "worker in 'one', local in 'two'" in shell("submit", shell.write(pipeline(one, two)), code=2).stderr
+
+
+def test_a_task_that_is_split_is_submitted_as_a_pipeline(served: Shell) -> None:
+    spec = {"taskType": "echo", "data": {"items": ["a", "b", "c"]}, "parallel": {"max_shards": 2}}
+    path = served.write({"apiVersion": "gpuflow/v1", "kind": "Task", "metadata": {"name": "split"}, "spec": spec})
+
+    done = served.json("submit", path, "--wait")
+
+    assert [len(one["tasks"]) for one in done["stages"]] == [2]
+
+
 def test_unknown_ids_are_bad_input(served: Shell) -> None:
     for command in ("status", "logs", "result", "cancel", "retry", "resume", "explain"):
         done = served(command, "no-such-id", code=2)

@@ -11,9 +11,9 @@ import psutil
 import pytest
 
 from gpuflow.client import Task, submit
-from gpuflow.errors import InvalidTemplate, TaskFailed
+from gpuflow.errors import ArtifactError, InvalidTemplate, TaskFailed
 from gpuflow.fleet.registry import Fleet
-from tests.support.fleet import TestFleet
+from tests.support.fleet import TestFleet, gone
 from tests.support.waiting import eventually, patient
 
 BAR = """
@@ -25,6 +25,20 @@ print()
 print("loss=0.75", flush=True)
 print("loss=0.5 accuracy 0.9", flush=True)
 open("notes.txt", "w").write("kept")
+"""
+
+LEAVES = """
+import os, pathlib, sys, time
+told = pathlib.Path(sys.argv[1])
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        told.write_text(str(os.getpid()))
+        time.sleep(3600)
+    os._exit(0)
+while not told.exists() or not told.read_text():
+    time.sleep(0.01)
+print("done")
 """
 
 
@@ -135,6 +149,47 @@ def test_a_cancel_ends_it_and_all_that_it_started(fleet: TestFleet) -> None:
     eventually(lambda: not any(one.is_running() for one in sleepers), what="the end of what it had started")
 
 
+def test_what_has_left_its_session_ends_with_the_task(fleet: TestFleet, tmp_path: Path) -> None:
+    _, result = ran(fleet, command(["python", "-c", LEAVES, str(tmp_path / "pid")]))
+
+    assert result["output"] == "done"
+    gone([int((tmp_path / "pid").read_text())])
+
+
+def test_a_cancel_lets_a_program_in_a_line_end(fleet: TestFleet, tmp_path: Path) -> None:
+    script = tmp_path / "works.py"
+    script.write_text(
+        "import pathlib, signal, sys, time\n"
+        "def end(*_):\n"
+        "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "    pathlib.Path(sys.argv[1], 'saved').touch()\n"
+        "    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, end)\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(3600)\n"
+    )
+    task = submit(command(f"python {script} {tmp_path}; touch {tmp_path}/went_on"), app=fleet.app)
+    eventually(lambda: "ready" in str(told(fleet, task, "log")), what="the program ready")
+
+    task.cancel()
+
+    eventually(lambda: task.state == "CANCELLED", what="the cancel")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["saved", "works.py"]
+
+
+def test_links_of_a_project_stay_in_it(fleet: TestFleet, tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "a.txt").write_text("inside")
+    (project / "link.txt").symlink_to("a.txt")
+    assert ran(fleet, command("cat link.txt", project=str(project)))[1]["output"] == "inside"
+
+    (tmp_path / "outside.txt").write_text("outside")
+    (project / "out.txt").symlink_to("../outside.txt")
+    with pytest.raises(ArtifactError, match="leads out of its folder"):
+        submit(command("cat out.txt", project=str(project)), app=fleet.app)
+
+
 def _of(process: psutil.Process, task_id: str) -> bool:
     try:
         return process.environ().get("TASK_ID") == task_id
@@ -186,16 +241,22 @@ def test_what_cannot_be_sent_is_told_before_anything_is(fleet: TestFleet, tmp_pa
         ({"metrics": {"loss": "loss"}}, "has no group"),
         ({"metrics": {"loss": "("}}, "no regular expression"),
         ({"shell": "bash"}, "absolute path"),
+        ({"path": "here"}, "absolute path"),
+        ({"requirements": ["six", "-r more.txt"]}, r"requirements\[1\].*is an option of pip"),
+        ({"requirements": ["./lib/six-1.0-py3-none-any.whl"]}, "no project"),
     ):
         with pytest.raises(InvalidTemplate, match=problem):
             submit(command("true", **own), app=fleet.app)
 
 
-def test_requirements_that_cannot_be_installed_say_why(fleet: TestFleet) -> None:
-    error = failed(fleet, command("true", requirements=["/no/such/wheel-1.0-py3-none-any.whl"]))
+def test_requirements_that_cannot_be_installed_say_why(fleet: TestFleet, tmp_path: Path) -> None:
+    (tmp_path / "wheel-1.0-py3-none-any.whl").write_text("no archive")
+    missing = failed(fleet, command("true", requirements=["/no/such/wheel-1.0-py3-none-any.whl"]))
+    broken = failed(fleet, command("true", requirements=[str(tmp_path / "wheel-1.0-py3-none-any.whl")]))
 
-    assert (error["type"], error["retryable"]) == ("InstallFailed", False)
-    assert "wheel-1.0" in error["message"]
+    assert (missing["type"], "no file on this worker" in missing["message"]) == ("BadInput", True)
+    assert (broken["type"], broken["retryable"]) == ("InstallFailed", False)
+    assert "wheel-1.0" in broken["message"]
 
 
 def test_after_a_notice_it_goes_on_from_its_checkpoint(fleet: TestFleet) -> None:

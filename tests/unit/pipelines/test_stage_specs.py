@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from gpuflow.errors import InvalidTemplate
 from gpuflow.pipelines.collect import stage_result
 from gpuflow.pipelines.resolve import task_specs
 from gpuflow.spec import parse
@@ -110,6 +111,15 @@ def test_what_is_not_known_at_dispatch_is_cut_by_the_child(
     assert [one["data"].get("seed") for one in found] == [seed] * 3
     assert not any("parallel" in one for one in found)
     assert loader.calls == 0
+
+
+def test_a_matrix_of_shards_has_its_limit() -> None:
+    spec = {"data": {"path": "/rows.jsonl"}, "parallel": {"max_shards": 1024}}
+    matrix = {"priority": [1, 2, 3, 4]}
+
+    assert len(specs(spec, Loader(), matrix=matrix)) == 4096
+    with pytest.raises(InvalidTemplate, match=r"stage 'b' makes more than 4096 tasks"):
+        specs(spec, Loader(), matrix={"priority": [1, 2, 3, 4, 5]})
 
 
 def test_items_of_several_tasks_are_joined_from_references() -> None:

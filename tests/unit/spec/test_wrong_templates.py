@@ -73,7 +73,7 @@ WRONG = [
     (task("taskType: container\ncontainer: {image: a, network: host}"), "spec.container.network", "none or bridge"),
     (task("taskType: container\ncontainer: {image: a, user: root}"), "spec.container.user", "unknown field"),
     (task("taskType: command\ncommand: {command: []}"), "spec.command.command", "a list of arguments"),
-    (task("taskType: command\ncommand: {command: ls, project: a, path: b}"), "spec.command", "project and path"),
+    (task("taskType: command\ncommand: {command: ls, project: a, path: /b}"), "spec.command", "project and path"),
     (task(f"taskType: inference\n{MODEL}\ndata: {{items: [hi]}}\nlora: {{r: 4}}"), "spec.lora", "not used by taskType"),
     (task(f"taskType: sft\n{MODEL}\ndata: {{url: a/b}}\nlora: {{r: 4}}"), "spec.lora", "belongs to dpo"),
     (echo("colour: blue"), "spec.colour", "unknown field"),
