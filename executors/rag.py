@@ -124,10 +124,14 @@ def _add(writer: Writer, passages: Sequence[Passage], embedder: Any, prefix: str
     import numpy
 
     texts = [prefix + (f"{one.heading}\n{one.text}" if one.heading else one.text) for one in passages]
-    done = [one for batch in embedder.embed(texts) for one in batch]
+    order = sorted(range(len(texts)), key=lambda number: len(texts[number]))  # alike ones together: less padding
+    done = [one for batch in embedder.embed([texts[number] for number in order]) for one in batch]
     counts["tokens"] += sum(one.tokens for one in done)
     counts["truncated"] += sum(one.cut for one in done)
-    writer.add(passages, numpy.stack([one.vector for one in done]).astype("float32"))
+    vectors = numpy.empty((len(texts), len(done[0].vector)), dtype="float32")
+    for number, one in zip(order, done, strict=True):
+        vectors[number] = one.vector
+    writer.add(passages, vectors)
 
 
 def _answer(request: Request, emitter: Emitter) -> dict[str, Any]:

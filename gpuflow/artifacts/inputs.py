@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 from gpuflow.artifacts.archive import unpack
 from gpuflow.artifacts.data_files import DOCUMENTS, local_data
-from gpuflow.artifacts.destination import bearer_token
+from gpuflow.artifacts.destination import bearer_token, store_token
 from gpuflow.artifacts.marking import mark_used
 from gpuflow.artifacts.placeholders import filled, hiding
 from gpuflow.artifacts.program_files import ARCHIVES, local_program
@@ -98,13 +98,14 @@ def _loaded(load: Mapping[str, Any], settings: Settings, environment: Mapping[st
 def _folder(address: str, settings: Settings, token: str | None = None) -> Path:
     """Return the local folder of a path or URL (file, http, https, s3); an archive is unpacked into the cache.
 
-    `token` is the bearer token for a URL.
+    `token` is the bearer token for a URL; the fleet's own store gets its own.
     """
     parts = urlsplit(address)
     if parts.scheme in _REMOTE:
         if settings.offline:
             raise ArtifactError(f"{shown_url(address)} is not fetched: this worker is offline; give a local path")
-        return _fetched(address, Path(unquote(parts.path)).name or "checkpoint.tar.gz", settings, token)
+        name = Path(unquote(parts.path)).name or "checkpoint.tar.gz"
+        return _fetched(address, name, settings, token or store_token(address, settings))
     if parts.scheme not in ("", "file"):
         raise ArtifactError(
             f"{shown_url(address)!r}: the scheme {parts.scheme!r} is not known; use a path, file:, http:, https: or s3:"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import io
+import re
 import sys
+import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,12 +14,14 @@ from typing import Any
 
 import pytest
 
+from gpuflow.artifacts.inputs import localize
 from gpuflow.artifacts.local_store import LocalStore
-from gpuflow.artifacts.store import Progress, StoredFile
+from gpuflow.artifacts.store import Progress, StoredFile, file_url_path
 from gpuflow.artifacts.throttle import Throttle
 from gpuflow.artifacts.upload_view import upload_bar
 from gpuflow.artifacts.uploads import refuse_uploads, with_uploads
 from gpuflow.errors import InvalidTemplate
+from gpuflow.settings import Settings
 from gpuflow.spec import Template, parse
 
 MODEL = {"source": {"type": "local", "identifier": "x"}}
@@ -231,3 +235,50 @@ def test_the_evaluation_files_of_a_matrix_are_sent(folder: Path, store: Watched)
 
     assert [set(one) for one in found] == [{"url"}, {"url"}]
     assert len({one["url"] for one in found}) == 2
+
+
+def rag(**fields: Any) -> Template:
+    return parse({"taskType": "rag", "embedding": {"model": "m"}, **fields})
+
+
+def test_a_folder_of_documents_is_sent_as_an_archive(folder: Path, store: Watched) -> None:
+    (folder / "docs" / ".git").mkdir(parents=True)
+    (folder / "docs" / "a.md").write_text("text")
+    (folder / "docs" / ".git" / "b").write_text("left out")
+
+    made, asked = (
+        sent(template, store).stages[0].spec
+        for template in (
+            rag(index={}, data={"upload": "./docs", "include": ["*.md"]}),
+            rag(search={"documents": {"upload": "./docs"}}, query="x"),
+        )
+    )
+
+    digest = made["data"]["sha256"]
+    assert made["data"] == {
+        "type": "documents", "include": ["*.md"], "sha256": digest,
+        "url": store.url(f"uploads/{digest}/docs.tar.gz"),
+    }  # fmt: skip
+    documents = asked["search"]["documents"]
+    assert (documents["url"], documents["sha256"], "upload" in documents) == (made["data"]["url"], digest, False)
+    archive = file_url_path(made["data"]["url"])
+    with tarfile.open(archive) as opened:
+        assert opened.getnames() == ["docs/a.md"]
+    here = localize(asked, settings=Settings(cache_dir=folder / "cache")).spec["search"]["documents"]
+    assert [path.name for path in Path(here["path"]).iterdir()] == ["a.md"]
+    asks = rag(search={"index": archive.as_uri()}, query="x").stages[0].spec
+    index = localize(asks, settings=Settings(cache_dir=folder / "cache"))
+    assert index.spec["search"]["index"] == {"path": here["path"]}
+    single = sent(rag(index={}, data={"upload": "docs/a.md"}), store).stages[0].spec["data"]
+    assert single["url"].endswith("/a.md")
+
+
+def test_documents_that_cannot_be_sent_are_named(folder: Path, store: Watched) -> None:
+    for template, path in (
+        (rag(index={}, data={"upload": "./nothing"}), "spec.data.upload"),
+        (rag(search={"documents": {"upload": "./nothing"}}, query="x"), "spec.search.documents.upload"),
+    ):
+        with pytest.raises(InvalidTemplate, match=rf"{re.escape(path)}: is './nothing'"):
+            sent(template, store)
+        with pytest.raises(InvalidTemplate, match=re.escape(path)):
+            refuse_uploads(template)
