@@ -18,6 +18,8 @@ def check_retrieval(spec: Mapping[str, Any], task_type: str, findings: Findings)
     if task_type != "rag":
         if is_documents:
             findings.add(("data", "type"), f"is 'documents', which taskType rag reads; {task_type} needs rows")
+        if _at(spec, ("embedding", "passage_prefix")) is not None:
+            findings.add(("embedding", "passage_prefix"), "is of taskType rag; put it before the texts themselves")
         return
     if spec.get("engine") == "vllm":
         findings.add(
@@ -37,6 +39,8 @@ def _check_ingest(spec: Mapping[str, Any], findings: Findings) -> None:
             findings.add((name,), "belongs to a task that asks, and `index` makes one that only makes an index")
     if spec.get("data") is None and spec.get("query") is not None:
         findings.add(("data",), "is missing: `index` needs documents")
+    if _at(spec, ("parallel", "enabled")):
+        findings.add(("parallel",), "splits the data over tasks, and `index` makes one index; leave it out")
     _check_model(spec, findings)
 
 

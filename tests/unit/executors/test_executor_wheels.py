@@ -19,6 +19,7 @@ from executors.cache import cache_root, entry_name, locked, staging
 from executors.data.presets import prepare, preset_rows
 from executors.modeling.libraries import prepare_libraries
 from executors.modeling.location import adapter_folder, local, resolve
+from executors.modeling.presets import prepare as prepare_model
 from executors.wheels import Wheel, download, extract
 from gpuflow.errors import GPUFlowError
 from gpuflow.protocol import Emitter, parse_line
@@ -114,6 +115,39 @@ def test_a_file_that_is_no_wheel_is_told(tmp_path):
 
     with pytest.raises(ExecutorError, match="cannot be unzipped"):
         extract(tmp_path / "x.whl", "", tmp_path / "files")
+
+
+def test_folders_of_a_wheel_are_kept_where_a_model_has_them(tmp_path):
+    path = _make_wheel(
+        tmp_path / "index", {"m/model/config.json": "1", "m/model/1_Pooling/config.json": "2", "m/x": "3"}
+    )
+
+    extract(path, "m/model/", tmp_path / "model", keep_folders=True)
+
+    assert (tmp_path / "model" / "config.json").read_text() == "1"
+    assert (tmp_path / "model" / "1_Pooling" / "config.json").read_text() == "2"
+    assert len([file for file in (tmp_path / "model").rglob("*") if file.is_file()]) == 2
+
+
+@pytest.mark.parametrize("name", ["m/../../outside", "m//outside"])
+def test_no_member_leaves_the_folder(tmp_path, name):
+    path = _make_wheel(tmp_path / "index", {name: "x"})
+
+    with pytest.raises(ExecutorError, match="a path out of its folder"):
+        extract(path, "m/", tmp_path / "model", keep_folders=True)
+
+    assert not (tmp_path / "outside").exists()
+
+
+def test_a_model_that_needs_no_conversion_is_prepared_once(index, emitter, tmp_path, monkeypatch):
+    preset = {"source": index}
+    cache = str(tmp_path / "cache")
+
+    folder = prepare_model("tiny", preset, cache, emitter)
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nothing"))
+    again = prepare_model("tiny", preset, cache, emitter)
+
+    assert (folder, [file.name for file in folder.iterdir()]) == (again, ["a.yml"])
 
 
 def test_a_data_preset_is_prepared_once(index, emitter, tmp_path, monkeypatch):

@@ -58,6 +58,7 @@ def test_files_of_an_index_are_documents_unless_they_have_rows(data: dict[str, A
         ({"query": "x", "data": LISTED, "search": {"index": "/i"}}, "query: and data both hold questions"),
         ({"data": {"type": "documents", "path": "/d"}, "search": {"index": "/i"}}, "add `index: {}`"),
         ({"index": {}, "query": "x", "data": LISTED, **MODEL}, "query: belongs to a task that asks"),
+        ({"index": {}, "data": LISTED, "parallel": {"enabled": True}, **MODEL}, "parallel: splits the data over tasks"),
         ({"index": {}, "data": LISTED}, r"embedding\.model: is required"),
         ({"index": {}, "query": "x", **MODEL}, r"data: is missing: `index` needs documents"),
         ({"index": {"chunks": {"size": 10, "overlap": 6}}, "data": LISTED, **MODEL}, "at most half of size"),
@@ -76,6 +77,11 @@ def test_what_contradicts_is_said_before_anything_runs(fields: dict[str, Any], m
 def test_documents_are_for_rag() -> None:
     with pytest.raises(InvalidTemplate, match=r"data\.type: is 'documents', which taskType rag reads"):
         canonical({"taskType": "echo", "data": {"type": "documents", "path": "/d"}})
+
+
+def test_a_prefix_of_passages_is_for_rag() -> None:
+    with pytest.raises(InvalidTemplate, match=r"embedding\.passage_prefix: is of taskType rag"):
+        canonical({"taskType": "embedding", "data": LISTED, "embedding": {"model": "m", "passage_prefix": "p: "}})
 
 
 def test_sampling_without_a_model_is_told() -> None:
