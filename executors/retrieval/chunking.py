@@ -21,8 +21,11 @@ CountTokens = Callable[[Sequence[str]], Sequence[int]]
 DEFAULT_SIZES: Final[Mapping[Unit, int]] = {"tokens": 200, "characters": 1000}
 #: Words that are counted by the tokenizer at once.
 _WORDS_AT_ONCE: Final = 4096
-_WORD: Final = re.compile(r"\S+")
-_HEADING: Final = re.compile(r"(#{1,6})[ \t]+(.*?)[ \t]*#*[ \t]*")
+#: A longer word is parted before it is counted: to some tokenizers it would be one unknown token.
+_WORD: Final = re.compile(r"\S{1,256}")
+#: So many characters of blank between two words count as a token, so that no passage is long for its blanks.
+_BLANKS_A_TOKEN: Final = 64
+_LINE: Final = re.compile(r"[^\n]*\n|[^\n]+")
 _FENCE: Final = re.compile(r" {0,3}(```+|~~~+)")
 #: Longest heading that is kept, in characters.
 _MAX_HEADING: Final = 200
@@ -75,49 +78,72 @@ def markdown_sections(text: str) -> Iterator[Section]:
     """
     headings: list[tuple[int, str]] = []
     start, body, position, fence = 0, 0, 0, ""
-    for line in text.splitlines(keepends=True):
+    for match in _LINE.finditer(text):
+        line = match[0]
         bare = line.rstrip()
         mark = _FENCE.match(bare)
         if mark and (not fence or (mark[1].startswith(fence) and bare.strip() == mark[1])):
             fence = "" if fence else mark[1]
-        found = None if fence or mark else _HEADING.fullmatch(bare)
+        found = None if fence or mark else _heading(bare)
         if found:
-            level = len(found[1])
+            level, name = found
             is_parent = start < body and not text[body:position].strip() and headings and headings[-1][0] < level
             if text[start:position].strip() and not is_parent:
                 yield Section(headings=tuple(name for _, name in headings), start=start, end=position)
             headings = [one for one in headings if one[0] < level]
-            if found[2]:
-                headings.append((level, found[2][:_MAX_HEADING]))
+            if name:
+                headings.append((level, name[:_MAX_HEADING]))
             start, body = position, position + len(line)
         position += len(line)
     if text[start:].strip():
         yield Section(headings=tuple(name for _, name in headings), start=start, end=len(text))
 
 
+def _heading(line: str) -> tuple[int, str] | None:
+    """Return level and text of a line that is a heading: `## Text ##`. No pattern, which a hostile line could slow."""
+    name = line.lstrip("#")
+    level = len(line) - len(name)
+    if not 1 <= level <= 6 or (name and name[0] not in " \t"):
+        return None
+    name = name.strip()
+    bare = name.rstrip("#")
+    return level, bare.rstrip() if not bare or bare[-1] in " \t" else name
+
+
 def passages_of(text: str, chunking: Chunking, count_tokens: CountTokens) -> Iterator[tuple[int, int]]:
     """Yield the passages of a text as (start, end), in order. Every word is in one of them."""
-    pieces = list(_pieces(text, chunking, count_tokens))
-    first = 0
-    while first < len(pieces):
-        last = _last_fitting(pieces, first, chunking.size)
-        if last < len(pieces) - 1:
-            last = _good_end(text, pieces, first, last, chunking.size)
-        yield pieces[first].start, pieces[last].end
-        if last == len(pieces) - 1:
+    pieces = _pieces(text, chunking, count_tokens)
+    window: list[_Piece] = []  # of this passage, and one beyond it
+    is_end = False
+    while True:
+        while not is_end and (len(window) < 2 or window[-1].ends - window[0].begins <= chunking.size):
+            piece = next(pieces, None)
+            if piece is None:
+                is_end = True
+            else:
+                window.append(piece)
+        if not window:
+            return
+        last = _last_fitting(window, chunking.size)
+        if last < len(window) - 1:
+            last = _good_end(text, window, last, chunking.size)
+        yield window[0].start, window[last].end
+        if is_end and last == len(window) - 1:
             return
         following = last + 1
-        while following - 1 > first and pieces[last].ends - pieces[following - 1].begins <= chunking.overlap:
+        while following > 1 and window[last].ends - window[following - 1].begins <= chunking.overlap:
             following -= 1
-        first = following
+        window = window[following:]
 
 
 def _pieces(text: str, chunking: Chunking, count_tokens: CountTokens) -> Iterator[_Piece]:
-    tokens_so_far = 0
+    tokens_so_far, before = 0, 0
     for words in _batches(text):
         weights = count_tokens([text[start:end] for start, end in words]) if chunking.unit == "tokens" else ()
         for number, (start, end) in enumerate(words):
             weight = weights[number] if weights else end - start
+            tokens_so_far += (start - before) // _BLANKS_A_TOKEN
+            before = end
             for place, until, parts in _split(start, end, weight, chunking.size):
                 begins = tokens_so_far if weights else place
                 ends = begins + parts
@@ -152,22 +178,22 @@ def _split(start: int, end: int, weight: int, size: int) -> Iterator[tuple[int, 
         yield cuts[number], cuts[number + 1], shares[number + 1] - shares[number]
 
 
-def _last_fitting(pieces: Sequence[_Piece], first: int, size: int) -> int:
-    last = first
-    while last + 1 < len(pieces) and pieces[last + 1].ends - pieces[first].begins <= size:
+def _last_fitting(window: Sequence[_Piece], size: int) -> int:
+    last = 0
+    while last + 1 < len(window) and window[last + 1].ends - window[0].begins <= size:
         last += 1
     return last
 
 
-def _good_end(text: str, pieces: Sequence[_Piece], first: int, last: int, size: int) -> int:
+def _good_end(text: str, window: Sequence[_Piece], last: int, size: int) -> int:
     """Return the best end from `last` back to two thirds of the size: a paragraph's, else a sentence's or a line's."""
     fallback: int | None = None
-    for at in range(last, first, -1):
-        if pieces[at].ends - pieces[first].begins < size * 2 // 3:
+    for at in range(last, 0, -1):
+        if window[at].ends - window[0].begins < size * 2 // 3:
             break
-        gap = text[pieces[at].end : pieces[at + 1].start]
+        gap = text[window[at].end : window[at + 1].start]
         if gap.count("\n") > 1:
             return at
-        if fallback is None and gap and ("\n" in gap or text[pieces[at].end - 1] in ".!?:;"):
+        if fallback is None and gap and ("\n" in gap or text[window[at].end - 1] in ".!?:;"):
             fallback = at
     return last if fallback is None else fallback

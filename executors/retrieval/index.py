@@ -92,8 +92,10 @@ class Writer:
         if self.passages > MAX_PASSAGES:
             raise bad_input(f"the documents have more than {MAX_PASSAGES} passages; make several indexes of them")
         for passage in passages:
-            line = json.dumps(plain(asdict(passage)), ensure_ascii=False) + "\n"
-            self._file.write(line.encode())
+            line = (json.dumps(plain(asdict(passage)), ensure_ascii=False) + "\n").encode()
+            if len(line) > MAX_LINE_BYTES:
+                raise bad_input(f"passage {passage.id[:200]} has {len(line)} bytes; lower chunks.size")
+            self._file.write(line)
         self._index.add(vectors)
 
     def finish(self, facts: Facts) -> None:

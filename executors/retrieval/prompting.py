@@ -21,7 +21,7 @@ SYSTEM_PROMPT: Final = (
 )
 #: Most characters of passages in one prompt where the task does not say.
 DEFAULT_CONTEXT_CHARACTERS: Final = 12_000
-_TAG: Final = re.compile(r"<(?=\s*/?\s*passages?\b)", re.IGNORECASE)
+_TAG: Final = re.compile(r"<(?=\s{0,20}/?\s{0,20}passages?\b)", re.IGNORECASE)
 #: Control tokens of the usual chat templates.
 _CONTROL: Final = re.compile(
     r"<(?=\|[^|<>\n]{1,60}\|>|/?s>|/?(?:start|end)_of_turn>|/?think>)|\[(?=/?(?:INST|SYSTEM_PROMPT|TOOL_CALLS)\])"

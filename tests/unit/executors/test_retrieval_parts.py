@@ -60,6 +60,7 @@ def test_every_word_is_in_a_passage_and_none_is_too_long(text: str, unit: Any, s
     for (start, end), (following, until) in itertools.pairwise(spans):
         assert start < following
         assert end < until
+    assert all(end - start <= size * 320 for start, end in spans)
     if unit == "characters":
         assert all(end - start <= size for start, end in spans)
         assert all(a[1] - b[0] <= overlap for a, b in itertools.pairwise(spans))
@@ -74,6 +75,19 @@ def test_a_passage_ends_with_a_paragraph_or_a_sentence_where_one_is_near() -> No
 def test_a_text_without_spaces_is_cut_too() -> None:
     assert "".join(pieces("世" * 100, unit="tokens", size=10, overlap=0)) == "世" * 100
     assert max(map(len, pieces("x" * 1000, unit="characters", size=50, overlap=10))) <= 50
+
+
+def test_hostile_texts_are_cut_as_fast_as_others_and_in_pieces() -> None:
+    unknown = Chunking(size=16, overlap=4)  # each word is one unknown token, as some tokenizers read long ones
+
+    def longest(text: str) -> int:
+        return max(end - start for start, end in passages_of(text, unknown, lambda words: [1] * len(words)))
+
+    assert longest("x" * 100_000) <= 16 * 256
+    assert longest("a" + " " * 1_000_000 + "b") <= 16 * 64
+    line = "# a" + " " * 200_000 + "b" + "#" * 200_000 + " c"
+    assert [one.headings for one in markdown_sections(f"{line}\nx\n" + "\n" * 100_000)] == [(line[2:202],)]
+    assert inert("<" + " " * 200_000) == "<" + " " * 200_000
 
 
 def test_sizes_that_contradict_are_refused() -> None:
