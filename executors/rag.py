@@ -6,15 +6,14 @@ looked up in `search.index`, in `search.documents` or on a Qdrant server, and a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from executors.base import Executor, bad_input, write_responses
-from executors.retrieval.chunking import Chunking, read_chunking
-from executors.retrieval.documents import Documents, open_documents
-from executors.retrieval.index import PROBE, Facts, Hit, Index, Passage, Writer, read_facts, writing
-from executors.retrieval.passages import cut
+from executors.retrieval.documents import open_documents
+from executors.retrieval.index import Hit, Index, read_facts
+from executors.retrieval.making import Making, probe_of
 from executors.retrieval.prompting import (
     DEFAULT_CONTEXT_CHARACTERS,
     citations_of,
@@ -30,8 +29,6 @@ from gpuflow.protocol import Emitter, Request
 FINAL_INDEX: Final = "final_index"
 #: Passages that are looked for where the task does not say.
 DEFAULT_TOP_K: Final = 5
-#: Batches of passages that are embedded before they are written.
-_BATCHES_AT_ONCE: Final = 4
 
 
 class Rag(Executor):
@@ -48,90 +45,28 @@ class Rag(Executor):
 
 
 def _ingest(request: Request, emitter: Emitter) -> dict[str, Any]:
-    section: Mapping[str, Any] = request.spec["index"]
-    chunking = read_chunking(section.get("chunks"))
     documents = open_documents(request.spec.get("data") or {}, request.cache_dir, emitter)
-    embedder = _load_embedder(_named_model(request), request, emitter)
+    model = _named_model(request)
+    embedder = _load_embedder(model, request, emitter)
     emitter.status("working")
-    folder = Path(request.output_dir) / FINAL_INDEX
-    made = _make_index(folder, documents, chunking, embedder, request, emitter, documents.count)
+    making = Making(model=model, embedder=embedder, section=request.spec.get("embedding") or {})
+    made = making.run(
+        Path(request.output_dir) / FINAL_INDEX,
+        documents,
+        request.spec["index"].get("chunks"),
+        lambda done, passages: emitter.progress(done, documents.count, "document", passages=passages),
+    )
     emitter.artifact(FINAL_INDEX)
-    return {FINAL_INDEX: FINAL_INDEX, **made}
-
-
-def _make_index(
-    folder: Path,
-    documents: Documents,
-    chunking: Chunking,
-    embedder: Any,
-    request: Request,
-    emitter: Emitter,
-    total: int,
-) -> dict[str, Any]:
-    """Write the index of documents to a folder and return what came of it; `total` is that of the progress."""
-    limit = embedder.encoder.max_tokens
-    if chunking.unit == "tokens" and limit is not None and chunking.size > limit:
-        raise bad_input(
-            f"chunks.size is {chunking.size} tokens, and {embedder.name} reads {limit} of a text; give at most {limit}"
-        )
-    section: Mapping[str, Any] = request.spec.get("embedding") or {}
-    prefix = section.get("passage_prefix") or ""
-    numbers: dict[str, int] = {}
-    counts = {"tokens": 0, "truncated": 0, "documents": 0, "blank": 0}
-
-    def passages() -> Iterator[tuple[int, Passage]]:
-        for number, document in enumerate(documents.read(), start=1):
-            found = False
-            for passage in cut(document, chunking, embedder.count_tokens, numbers):
-                found = True
-                yield number, passage
-            counts["documents" if found else "blank"] += 1
-
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with writing(folder) as writer:
-        done = 0
-        for batch in _grouped(passages(), embedder.batch_size * _BATCHES_AT_ONCE):
-            _add(writer, [passage for _, passage in batch], embedder, prefix, counts)
-            if batch[-1][0] > done + 1:
-                done = batch[-1][0] - 1  # the last document may go on in the next batch
-                emitter.progress(done, total, "document", passages=writer.passages)
-        if not writer.passages:
-            raise bad_input("the documents hold no words; give documents with text")
-        facts = Facts(
-            model=_named_model(request),
-            dimension=len(probe := _probe(embedder)),
-            normalize=embedder.normalize,
-            passages=writer.passages,
-            documents=counts["documents"],
-            probe=tuple(probe),
-            query_prefix=section.get("query_prefix") or "",
-            passage_prefix=prefix,
-        )
-        writer.finish(facts)
-    emitter.progress(documents.count, total, "document", passages=facts.passages)
     return {
-        "documents": facts.documents,
-        "blank_documents": counts["blank"],
-        "passages": facts.passages,
-        "truncated": counts["truncated"],
-        "dimensions": facts.dimension,
-        "embedding_model": facts.model,
-        "usage": _usage(counts["tokens"]),
+        FINAL_INDEX: FINAL_INDEX,
+        "documents": made.documents,
+        "blank_documents": made.blank_documents,
+        "passages": made.passages,
+        "truncated": made.truncated,
+        "dimensions": made.dimension,
+        "embedding_model": model,
+        "usage": _usage(made.tokens),
     }
-
-
-def _add(writer: Writer, passages: Sequence[Passage], embedder: Any, prefix: str, counts: dict[str, int]) -> None:
-    import numpy
-
-    texts = [prefix + (f"{one.heading}\n{one.text}" if one.heading else one.text) for one in passages]
-    order = sorted(range(len(texts)), key=lambda number: len(texts[number]))  # alike ones together: less padding
-    done = [one for batch in embedder.embed([texts[number] for number in order]) for one in batch]
-    counts["tokens"] += sum(one.tokens for one in done)
-    counts["truncated"] += sum(one.cut for one in done)
-    vectors = numpy.empty((len(texts), len(done[0].vector)), dtype="float32")
-    for number, one in zip(order, done, strict=True):
-        vectors[number] = one.vector
-    writer.add(passages, vectors)
 
 
 def _answer(request: Request, emitter: Emitter) -> dict[str, Any]:
@@ -211,7 +146,7 @@ def _retrieve(request: Request, questions: Sequence[str], emitter: Emitter) -> t
     model = (request.spec.get("embedding") or {}).get("model") or facts.model
     index = Index.open(folder)
     embedder = _load_embedder(model, request, emitter, normalize=facts.normalize)
-    index.check_model(_probe(embedder), model)
+    index.check_model(probe_of(embedder), model)
     vectors, tokens = _vectors(request, questions, embedder, facts.query_prefix)
     return _looked_up(index, vectors, tokens, top_k, threshold)
 
@@ -223,17 +158,18 @@ def _retrieve_in_place(
     import tempfile
 
     search: Mapping[str, Any] = request.spec["search"]
-    chunking = read_chunking(search.get("chunks"))
     given = search["documents"]
     documents = open_documents(
         given if isinstance(given, Mapping) else {"type": "list", "items": given}, request.cache_dir, emitter
     )
-    embedder = _load_embedder(_named_model(request), request, emitter)
+    model = _named_model(request)
+    embedder = _load_embedder(model, request, emitter)
     Path(request.output_dir).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".index-", dir=request.output_dir) as work:
         folder = Path(work, "index")
         emitter.status("loading", f"making an index of {documents.count} documents")
-        _make_index(folder, documents, chunking, embedder, request, _WithoutProgress(emitter), documents.count)
+        making = Making(model=model, embedder=embedder, section=request.spec.get("embedding") or {})
+        making.run(folder, documents, search.get("chunks"), lambda *_: None)  # its progress is that of the answers
         vectors, tokens = _vectors(request, questions, embedder, "")
         return _looked_up(Index.open(folder), vectors, tokens, top_k, threshold)
 
@@ -247,19 +183,6 @@ def _looked_up(
         index.close()
     about = {"passages": index.facts.passages, "embedding_model": index.facts.model, "prompt_tokens": tokens}
     return found, about
-
-
-class _WithoutProgress(Emitter):
-    """Passes events on but for progress: that of the answers would seem to go back."""
-
-    def __init__(self, parent: Emitter) -> None:
-        super().__init__(parent._stream)
-        self._parent = parent
-
-    def emit(self, name: str, **data: Any) -> None:
-        """Write one event."""
-        if name != "progress":
-            self._parent.emit(name, **data)
 
 
 def _questions(request: Request, emitter: Emitter) -> list[tuple[Any, str]]:
@@ -321,11 +244,6 @@ def _load_embedder(name: str, request: Request, emitter: Emitter, *, normalize: 
     return Embedder.load(opening, emitter)
 
 
-def _probe(embedder: Any) -> list[float]:
-    ((probe,),) = embedder.embed([PROBE])
-    return [float(value) for value in probe.vector]
-
-
 def _vectors(request: Request, questions: Sequence[str], embedder: Any, prefix: str) -> tuple[Any, int]:
     """Return an array of float32, a row for each question, and the number of tokens."""
     import numpy
@@ -338,14 +256,3 @@ def _vectors(request: Request, questions: Sequence[str], embedder: Any, prefix: 
 
 def _usage(tokens: int) -> dict[str, int]:
     return {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens}
-
-
-def _grouped(entries: Iterator[tuple[int, Passage]], size: int) -> Iterator[list[tuple[int, Passage]]]:
-    group: list[tuple[int, Passage]] = []
-    for entry in entries:
-        group.append(entry)
-        if len(group) == size:
-            yield group
-            group = []
-    if group:
-        yield group

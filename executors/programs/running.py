@@ -128,8 +128,8 @@ def run(
 def follow(program: Running, *, on_stdout: OnLine, on_stderr: OnLine, timeout_seconds: float | None = None) -> Ran:
     """Read a program that runs to its end, and return how it ended. Called with `notice_held`.
 
-    A notice (SIGUSR1) is passed on, and its end awaited; so is a cancel, as SIGTERM, before Cancelled is raised. No line
-    is passed on after this has returned. Raises ExecutorError for a program that runs longer than `timeout_seconds`: it
+    A notice (SIGUSR1) is passed on, and its end awaited; so is a cancel, as SIGTERM, before Cancelled is raised. After
+    that no line is passed on. Raises ExecutorError for a program that runs longer than `timeout_seconds`: it
     gets SIGTERM, and SIGKILL a little later.
     """
     readers = [

@@ -19,6 +19,8 @@ CountTokens = Callable[[Sequence[str]], Sequence[int]]
 
 #: Size of a passage where the task does not say. 200 tokens fit the models of this kind that take the fewest (256).
 DEFAULT_SIZES: Final[Mapping[Unit, int]] = {"tokens": 200, "characters": 1000}
+#: Tokens that a model adds to a text, at most some of these.
+_MARKS: Final = 8
 #: Words that are counted by the tokenizer at once.
 _WORDS_AT_ONCE: Final = 4096
 #: A longer word is parted before it is counted: to some tokenizers it would be one unknown token.
@@ -59,11 +61,18 @@ class _Piece:
     ends: int
 
 
-def read_chunking(given: Mapping[str, Any] | None) -> Chunking:
-    """Return the chunking of a `chunks` section. Raises ExecutorError: BadInput for sizes that contradict."""
+def read_chunking(given: Mapping[str, Any] | None, max_tokens: int | None = None) -> Chunking:
+    """Return the chunking of a `chunks` section, for a model that reads `max_tokens` of a text.
+
+    Raises ExecutorError: BadInput for sizes that contradict, or that the model cannot read.
+    """
     given = given or {}
     unit: Unit = given.get("unit") or "tokens"
-    size = int(given.get("size") or DEFAULT_SIZES[unit])
+    limit = max_tokens if unit == "tokens" else None
+    default = DEFAULT_SIZES[unit] if limit is None else max(1, min(DEFAULT_SIZES[unit], limit - _MARKS))
+    size = int(given.get("size") or default)
+    if limit is not None and size > limit:
+        raise bad_input(f"chunks.size is {size} tokens, and the model reads {limit} of a text; give at most {limit}")
     overlap = given.get("overlap")
     overlap = size // 6 if overlap is None else int(overlap)
     if overlap > size // 2:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from executors.generation.prompts import read_prompts
 from tests.conformance import faulty_child
 from tests.fixtures.executor_child import Ended, child_environment, request_json
 from tests.fixtures.executor_here import run_here
@@ -146,6 +147,8 @@ def test_passages_are_the_result_where_no_model_answers(made: tuple[Path, Ended]
     assert first["prompt"] == f"{first['output']}\n\nQuestion: Where is the red car?"
     assert first["citations"][0]["text"] in first["output"]
     assert ended.result["retrieval"]["passages"] == 3
+    (asked, _) = read_prompts(ended.result["items"], {})  # by a stage of inference
+    assert asked.messages == ({"role": "user", "content": first["prompt"]},)
     assert json.loads((tmp_path / "responses.json").read_text())["items"][1]["input"] == "And the lamp?"
 
 

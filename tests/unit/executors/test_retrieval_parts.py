@@ -93,6 +93,10 @@ def test_hostile_texts_are_cut_as_fast_as_others_and_in_pieces() -> None:
 def test_sizes_that_contradict_are_refused() -> None:
     assert read_chunking(None) == Chunking(unit="tokens", size=200, overlap=33)
     assert read_chunking({"unit": "characters", "overlap": 0}) == Chunking(unit="characters", size=1000, overlap=0)
+    assert read_chunking({}, 128) == Chunking(size=120, overlap=20)
+    assert read_chunking({}, 8192).size == 200
+    with pytest.raises(ExecutorError, match=r"chunks\.size is 300 tokens, and the model reads 256"):
+        read_chunking({"size": 300}, 256)
     with pytest.raises(ExecutorError, match=r"at most half of chunks\.size"):
         read_chunking({"size": 10, "overlap": 6})
 

@@ -9,6 +9,7 @@ import pytest
 from gpuflow.errors import InvalidTemplate
 from gpuflow.spec import parse
 from gpuflow.spec.checking import canonical
+from gpuflow.spec.presets import list_presets, preset_path
 
 MODEL = {"embedding": {"model": "m"}}
 LISTED = {"type": "list", "items": ["x"]}
@@ -91,6 +92,14 @@ def test_sampling_without_a_model_is_told() -> None:
     }
 
     assert "without model.source the passages are the result" in str(parse(document).warnings)
+
+
+def test_the_shipped_pipeline_makes_an_index_and_asks_it() -> None:
+    make, ask = parse(preset_path("pipelines", "rag")).stages
+
+    assert make.spec["embedding"]["model"] in list_presets("models")
+    assert ask.spec["model"]["source"]["identifier"] in list_presets("models")
+    assert len(make.spec["data"]["items"]) <= 10
 
 
 def test_an_index_of_another_stage_is_a_dependency() -> None:
