@@ -32,13 +32,29 @@ def is_first() -> bool:
     return _is_alone() or dist.get_rank() == 0
 
 
-def any_rank(*answers: bool) -> tuple[bool, ...]:
-    """Return for each question whether any rank answers yes. Every rank asks at the same point."""
-    if _is_alone():
-        return answers
-    votes = torch.tensor(answers, dtype=torch.uint8)
-    dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=_Group.get())
-    return tuple(bool(vote) for vote in votes.tolist())
+class Votes:
+    """Questions that any rank may answer with yes. Every rank casts its votes at the same points.
+
+    The result of a vote is that of the one before: so it travels while the ranks compute, and no step waits for it.
+    """
+
+    def __init__(self, questions: int) -> None:
+        self._sent = torch.zeros(questions, dtype=torch.uint8)
+        self._work: dist.Work | None = None
+
+    def cast(self, *answers: bool) -> tuple[bool, ...]:
+        """Send the votes of this rank, and return what any rank has answered at the last point; at first no.
+
+        A process that trains alone gets its own answers at once.
+        """
+        if _is_alone():
+            return answers
+        if self._work is not None:
+            self._work.wait()
+        result = tuple(bool(vote) for vote in self._sent.tolist())
+        self._sent = torch.tensor(answers, dtype=torch.uint8)
+        self._work = dist.all_reduce(self._sent, op=dist.ReduceOp.MAX, group=_Group.get(), async_op=True)
+        return result
 
 
 def all_written() -> None:
@@ -55,9 +71,9 @@ def check_gradients(model: torch.nn.Module) -> None:
     """
     if _is_alone():
         return
-    gradients = (parameter.grad for parameter in model.parameters() if parameter.grad is not None)
-    first = next((gradient for gradient in gradients if type(gradient) is torch.Tensor), None)
-    own = None if first is None else float(first.double().abs().sum())
+    gradients = (parameter.grad for parameter in model.parameters() if type(parameter.grad) is torch.Tensor)
+    sums = (float(gradient.double().abs().sum()) for gradient in gradients)
+    own = next((one for one in sums if one), None)  # half the gradients of a new LoRA adapter are zero
     all_of_them: list[float | None] = [None] * dist.get_world_size()
     dist.all_gather_object(all_of_them, own, group=_Group.get())
     if len({str(one) for one in all_of_them}) > 1:

@@ -19,7 +19,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from executors import cancellation
 from executors.checkpoints import Checkpoint, mark_complete, remove_old
-from executors.distributed.agreement import all_written, any_rank, check_gradients, is_first
+from executors.distributed.agreement import Votes, all_written, check_gradients, is_first
 from gpuflow.protocol import Emitter, is_complete
 
 #: Time from one checkpoint to the next where the user has not said when to save, in seconds.
@@ -48,7 +48,8 @@ class Checkpoints(TrainerCallback):
         self._keep, arguments.save_total_limit = arguments.save_total_limit, None
         self._by_clock, self._clock = by_clock, clock
         self._save_at, self._saving_since = math.inf, math.nan
-        self._checked = False
+        self._votes = Votes(2)
+        self._is_due = self._asked = self._checked = False
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -64,6 +65,7 @@ class Checkpoints(TrainerCallback):
             now = self._clock()
             took = now - self._saving_since if self._saving_since <= now else 0.0
             self._save_at = now + max(SAVE_EVERY_SECONDS, took / SAVING_SHARE)
+            self._is_due = self._asked = False
 
     def _mark(self, args: TrainingArguments, state: TrainerState) -> None:
         folder = _folder(args, state)
@@ -85,8 +87,10 @@ class Checkpoints(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Leave after a notice: the step is done, all of it is in the model and the optimizer. Else save when due."""
-        is_due = self._by_clock and state.global_step < state.max_steps and self._clock() >= self._save_at
-        if _leave_if_noticed(is_due and is_first()):
+        asks = self._by_clock and not self._asked and is_first() and self._clock() >= self._save_at
+        self._asked = self._asked or asks
+        self._vote(asks)
+        if self._is_due and state.global_step < state.max_steps:
             control.should_save = True
         self._saving_since = self._clock()
 
@@ -98,19 +102,18 @@ class Checkpoints(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Leave an evaluation as well; it stands between two steps."""
-        _leave_if_noticed()
+        self._vote(False)
+
+    def _vote(self, asks_to_save: bool) -> None:
+        """Leave if any rank was given notice, note that a checkpoint is due if the first one says so: all, or none."""
+        noticed, is_due = self._votes.cast(cancellation.noticed(), asks_to_save)
+        self._is_due = self._is_due or is_due
+        if noticed:
+            raise cancellation.Preempted
 
 
 def _folder(args: TrainingArguments, state: TrainerState) -> Path:
     return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
-
-
-def _leave_if_noticed(is_due: bool = False) -> bool:
-    """Leave if any rank was given notice: all save together, or none. Return whether a checkpoint is due in any."""
-    noticed, due = any_rank(cancellation.noticed(), is_due)
-    if noticed:
-        raise cancellation.Preempted
-    return due
 
 
 @contextmanager

@@ -102,6 +102,21 @@ def test_the_rank_without_memory_is_named(monkeypatch, tmp_path):
     assert ended.named("result") == []
 
 
+def test_ranks_that_would_train_apart_do_not_train(monkeypatch, tmp_path):
+    model, environment = make_faulty_model(tmp_path, monkeypatch, kind="alone")
+    data = {**ROWS, "eval_split": 0.2}
+    spec = {"taskType": "lora_sft", "model": model, "data": data, "training": TWO, "lora": LORA}
+    child = Child(request_json("lora_sft", spec, tmp_path / "out"), environment)
+    try:
+        ended = child.end()
+    finally:
+        child.close()
+
+    assert ended.code == 1
+    assert "the 2 ranks do not exchange their gradients" in ended.error["message"]
+    assert losses(ended) == []
+
+
 def test_a_cancel_ends_every_process_and_no_secret_is_left(start, tmp_path):
     data = {"type": "list", "items": [{"prompt": "a", "completion": "TOP-SECRET"}] * 8}
     child = start("lora_sft", {"data": data, "training": FOR_EVER, "lora": LORA})
