@@ -50,6 +50,7 @@ def everything(settings: Settings) -> list[Check]:
         *broker(settings),
         *machine(),
         *built(settings),
+        *containers(settings),
         *locks(settings),
         folder("results folder", settings.results_dir, "RESULTS_DIR"),
         folder("state folder", settings.state_dir, "GPUFLOW_STATE_DIR"),
@@ -226,6 +227,13 @@ def built(settings: Settings) -> list[Check]:
     from gpuflow.cli.checks_environments import built_environments
 
     return built_environments(settings)
+
+
+def containers(settings: Settings) -> list[Check]:
+    """Check the container engine of this machine, and its container presets."""
+    from gpuflow.cli.checks_containers import container_checks
+
+    return container_checks(settings)
 
 
 def environments() -> list[Check]:

@@ -76,7 +76,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory, presets: Path) -> Iterator[
 def fleet(long_fleet: TestFleet, engine: FakeEngine, presets: Path) -> TestFleet:
     """One worker with an engine and one without, for all tests of this file."""
     long_fleet.env["GPUFLOW_CONTAINER_PRESETS"] = str(presets)
-    start_engine_worker(long_fleet, engine, ENGINE)
+    # What cleans up has all the time that a busy machine may take.
+    start_engine_worker(long_fleet, engine, ENGINE, GPUFLOW_GRACE_SEC=str(patient(60)))
     long_fleet.start_worker(PLAIN, "--label", f"box={PLAIN}", env={"GPUFLOW_CONTAINER_ENGINE": "none"})
     return long_fleet
 
@@ -323,8 +324,9 @@ def test_a_cancel_lets_it_clean_up_and_ends_it(fleet: TestFleet, engine: FakeEng
 
 
 def test_a_cancel_ends_one_that_does_not_listen(fleet: TestFleet, engine: FakeEngine) -> None:
+    start_engine_worker(fleet, engine, "strict", GPUFLOW_GRACE_SEC="0.5")
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('started', flush=True)\n"
-    task = submit(program(ENGINE, deaf + "time.sleep(3600)"), app=fleet.app)
+    task = submit(program("strict", deaf + "time.sleep(3600)"), app=fleet.app)
     started(fleet, task)
     (ours,) = of_task(engine, task)
 

@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from tests.gate import leftovers
+
 API: Final = "1.44"
 _STREAMS: Final = {"stdout": 1, "stderr": 2}
 #: Fields of a create request, and their types.
@@ -94,6 +96,7 @@ class FakeContainer:
         env = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", **self.image.env}
         env |= dict(text.split("=", 1) for text in self.config.get("Env") or ())
         env = {name: _outside(value, places) for name, value in env.items()}
+        env |= {name: os.environ[name] for name in (leftovers.VARIABLE,) if name in os.environ}  # of this test run
         try:
             self.process = subprocess.Popen(
                 [_outside(word, places) for word in argv],

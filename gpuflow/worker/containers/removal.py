@@ -9,7 +9,6 @@ appears later than the list is ever started.
 
 from __future__ import annotations
 
-import fcntl
 import http.client
 import json
 import os
@@ -120,6 +119,8 @@ def remove_lost(engine: str, locks: Path, removed: Callable[[str, str], None] = 
 
 def is_held(lock: Path) -> bool:
     """Say whether a living process holds a lock file."""
+    import fcntl  # not on Windows, where the command line imports this module
+
     try:
         descriptor = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:

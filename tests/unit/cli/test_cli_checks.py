@@ -12,6 +12,7 @@ from click.testing import Result
 
 from gpuflow.cli import checks
 from gpuflow.settings import Settings
+from tests.support.fake_engine import FakeEngine
 
 Invoke = Callable[..., Result]
 VALKEY = {"valkey_version": "9.1.2", "redis_version": "7.2.4"}
@@ -134,3 +135,20 @@ def test_a_module_that_hides_ours_is_found(tmp_path: Path) -> None:
     check = checks.shadowing(tmp_path)
     assert check.status == "fail"
     assert str(tmp_path / "tasks.py") in check.detail
+
+
+def test_the_container_engine_and_presets(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("image: a b")
+    own = {"GPUFLOW_CONTAINER_PRESETS": str(tmp_path)}
+
+    none, preset = checks.containers(settings(GPUFLOW_CONTAINER_ENGINE="none", **own))
+    assert (none.status, "presets run as plain processes" in none.detail) == ("ok", True)
+    assert (preset.name, preset.status) == ("container preset mine", "fail")
+    (gone,) = checks.containers(settings(GPUFLOW_CONTAINER_ENGINE=f"unix://{tmp_path}/no.sock"))
+    assert (gone.status, "does not answer" in gone.detail) == ("fail", True)
+    engine = FakeEngine(tmp_path)
+    try:
+        (there,) = checks.containers(settings(GPUFLOW_CONTAINER_ENGINE=engine.url))
+    finally:
+        engine.close()
+    assert (there.status, there.detail) == ("ok", f"engine 27.0.0 at {engine.path}")

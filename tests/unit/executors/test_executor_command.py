@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from executors.command import OUTPUT_CHARACTERS, Heard
 from executors.programs import running
+from executors.programs.heard import OUTPUT_CHARACTERS, Heard
 from gpuflow.protocol import Emitter
 from tests.fixtures.executor_child import Child, Ended
 from tests.support.waiting import eventually
