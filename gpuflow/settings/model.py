@@ -108,6 +108,9 @@ class Settings(BaseModel):
     gateway_max_file_bytes: PositiveCount = _setting(
         "GPUFLOW_GATEWAY_MAX_FILE_BYTES", 512 * 1024**3, "bytes, such as 549755813888"
     )
+    download_max_bytes: Annotated[ByteSize, Field(gt=0)] = _setting(
+        "GPUFLOW_DOWNLOAD_MAX_BYTES", "512GiB", "a size such as 100GiB, or bytes"
+    )
     gateway_max_uploads: PositiveCount = _setting("GPUFLOW_GATEWAY_MAX_UPLOADS", 256, "a count from 1 up")
     retention_days: Annotated[float, Field(gt=0, allow_inf_nan=False)] = _setting(
         "GPUFLOW_RETENTION_DAYS", 30, "days, such as 30"
