@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 
 import httpx
 
-from gpuflow.artifacts.http_client import MAX_ATTEMPTS, checked, connect, http_errors, persistently, token_for
+from gpuflow.artifacts.http_client import MAX_ATTEMPTS, answered, checked, connect, http_errors, persistently, token_for
 from gpuflow.artifacts.partial import disk_errors, has_content, left_over
 from gpuflow.artifacts.receiving import Meter, check_size, receive
 from gpuflow.artifacts.repr_digest import HEADER, WANT_HEADER, WANT_SHA256, parse_repr_digest
@@ -24,7 +24,7 @@ from gpuflow.settings import Settings
 
 _WHOLE: Final = 200
 _PARTIAL: Final = 206
-_CONTENT_RANGE: Final = re.compile(r"bytes (\d+)-\d+/(\d+|\*)")
+_CONTENT_RANGE: Final = re.compile(r"bytes ([0-9]{1,18})-[0-9]{1,18}/([0-9]{1,18}|\*)")
 
 
 def fetch_http(
@@ -50,7 +50,7 @@ def fetch_http(
     with (
         disk_errors(f"{name} cannot be fetched to {target}"),
         http_errors(action, url, token),
-        connect(token, follow_redirects=True) as client,
+        connect(token) as client,
     ):
         if has_content(target, sha256):
             size, digest = target.stat().st_size, str(sha256).lower()
@@ -91,7 +91,7 @@ class _Download:
 
     def _asked(self, begin: int) -> contextlib.AbstractContextManager[httpx.Response]:
         headers = {WANT_HEADER: WANT_SHA256, **({"Range": f"bytes={begin}-"} if begin else {})}
-        return self._client.stream("GET", self._url, headers=headers)
+        return answered(self._client, self._url, headers)
 
     def _take(self, answer: httpx.Response, begin: int) -> tuple[int, str]:
         checked(answer)
@@ -125,7 +125,7 @@ class _Download:
             headers["Range"] = f"bytes={offset}-"
         if offset and etag.startswith('"'):
             headers["If-Range"] = etag
-        with self._client.stream("GET", self._url, headers=headers) as answer:
+        with answered(self._client, self._url, headers) as answer:
             checked(answer)
             if answer.headers.get("ETag", "") != etag:
                 raise httpx.RemoteProtocolError("the file changed between two requests")
@@ -159,4 +159,4 @@ def _span(answer: httpx.Response, begin: int) -> tuple[int, int | None]:
         size = answer.headers["Content-Range"].rpartition("/")[2]
         return begin, int(size) if size.isdigit() else None
     length = answer.headers.get("Content-Length")
-    return 0, int(length) if length else None
+    return 0, int(length) if re.fullmatch("[0-9]{1,18}", length or "") else None
