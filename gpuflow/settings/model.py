@@ -137,6 +137,9 @@ class Settings(BaseModel):
         "GPUFLOW_SUBMIT_TIMEOUT_SEC", 30, "seconds that a submit goes on trying while the broker is away"
     )
     events_maxlen: PositiveCount = _setting("GPUFLOW_EVENTS_MAXLEN", 10_000, "a count of events a task keeps")
+    events_max_bytes: Annotated[ByteSize, Field(ge=65_536)] = _setting(
+        "GPUFLOW_EVENTS_MAX_BYTES", "16MiB", "a size such as 16MiB, or bytes, from 64KiB up"
+    )
     secrets_dir: Path | None = _setting("GPUFLOW_SECRETS_DIR", None, "a folder that holds one file for each secret")
     offline: bool = _setting("GPUFLOW_OFFLINE", False, "true or false")
     fallback_seconds: Seconds = _setting("GPUFLOW_FALLBACK_SEC", 60.0, "seconds, such as 60")
