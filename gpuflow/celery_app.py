@@ -106,6 +106,7 @@ class GPUFlow(Celery):  # type: ignore[misc]
             self.redis,
             self.keys,
             events_maxlen=self.settings.events_maxlen,
+            events_max_bytes=self.settings.events_max_bytes,
             retention_seconds=int(self.settings.retention_days * 86_400),
         )
 

@@ -12,6 +12,7 @@ from typing import Any
 import structlog
 
 from gpuflow.secrets import known
+from gpuflow.terminal import log_lines, log_value
 
 
 def get_logger(name: str) -> Any:
@@ -29,25 +30,27 @@ def get_logger(name: str) -> Any:
 
 
 def _masked(_logger: Any, _method: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Hide secrets in the values of a line: those that this process knows, and what looks like one."""
+    """Hide secrets in the values of a line, and what could forge another line or steer a terminal."""
     for name, value in line.items():
-        if isinstance(value, str):
-            line[name] = known.text(value)
-        elif isinstance(value, BaseException | list | tuple | dict):
-            line[name] = known.text(str(value))
+        if isinstance(value, str | BaseException | list | tuple | dict):
+            text = known.text(str(value))
+            line[name] = log_lines(text) if name == "exception" else log_value(text)
     return line
 
 
 class MaskingFormatter(logging.Formatter):
-    """Formats as another formatter does, tracebacks included, and hides secrets in what comes out."""
+    """Formats as another formatter does, tracebacks included; hides secrets and what steers a terminal.
+
+    The lines of a record after its first are indented, so that no text of a task looks like a record of its own.
+    """
 
     def __init__(self, inner: logging.Formatter | None) -> None:
         super().__init__()
         self._inner = inner or logging.Formatter()
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line without secrets."""
-        return known.text(self._inner.format(record))
+        """Return the record without secrets."""
+        return log_lines(known.text(self._inner.format(record)))
 
 
 def mask_handlers(logger: logging.Logger) -> None:

@@ -49,7 +49,8 @@ _WEB: Final = ("http://", "https://")
 #: Parts of a spec that are the user's data: never searched for names and URLs.
 _DATA_FIELDS: Final = frozenset({"items", "prompts", "preferences", "messages", "rows", "echo"})
 
-_URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s\"'<>\\]+")
+#: The length of a scheme is bounded: without a bound, the time would grow with the square of a run of letters.
+_URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,31}://[^\s\"'<>\\]+")
 _USER_PART: Final = re.compile(r"(?<=://)[^\s/?#\"'<>\\]+@")
 _HEADER: Final = re.compile(
     r"""((?:proxy-)?authorization|x-(?:api-key|auth-token|worker-token|amz-security-token))(\\*["']?\s*[:=]\s*\\*["']?)"""

@@ -9,7 +9,7 @@ from typing import Any
 from gpuflow.celery_app import app
 from gpuflow.ledger.backend import NOTIFY_TASK
 from gpuflow.ledger.records import TaskRecord
-from gpuflow.routing.families import CONTROL_QUEUE
+from gpuflow.routing.families import CONTROL_QUEUE, MAX_NOTICES, NOTICE_QUEUE
 from gpuflow.spec.references import UnresolvedReference, find_references, resolve_env
 from gpuflow.upkeep.notices import NotDelivered, body, deliver, wanted
 from gpuflow.upkeep.reconciler import Reconciler
@@ -26,14 +26,14 @@ def reconcile() -> dict[str, int]:
     return Reconciler(app).run()
 
 
-@app.task(bind=True, name=NOTIFY_TASK, queue=CONTROL_QUEUE, ignore_result=True, throws=(NotDelivered,))
+@app.task(bind=True, name=NOTIFY_TASK, queue=NOTICE_QUEUE, ignore_result=True, throws=(NotDelivered,))
 def notify(self: Any, task_id: str, number: int) -> None:
     """Call one URL of a task that has ended."""
     record = app.ledger.find(task_id)
     if record is None or not record.state.final:
         return
     entries = wanted(record)
-    if number >= len(entries):
+    if number >= min(len(entries), MAX_NOTICES):
         return
     try:
         deliver(_with_secrets(entries[number], record, str(self.request.hostname)), body(record))

@@ -16,7 +16,8 @@ from urllib.parse import unquote, urldefrag, urlsplit
 from gpuflow.artifacts.destination import FetchFailed, store_token
 from gpuflow.artifacts.marking import mark_used
 from gpuflow.artifacts.partial import disk_errors, file_digest
-from gpuflow.artifacts.store import fetch, file_url_path, shown_url
+from gpuflow.artifacts.reading import fetch
+from gpuflow.artifacts.store import file_url_path, shown_url
 from gpuflow.errors import ArtifactError
 from gpuflow.settings import Settings
 from gpuflow.spec.references import is_pending

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Final
 
+from gpuflow.artifacts.tar_headers import CheckedMember, HeaderStream
 from gpuflow.errors import ArtifactError
 
-#: tarfile reads a header and its extensions in one piece; a real one is far below this.
+#: Most that is read at once.
 _MAX_HEADER_BYTES: Final = 1 << 20
 #: What Linux and macOS take at most as a part of a path, and well within what they take as a path.
 _MAX_PART_BYTES: Final = 255
@@ -42,26 +43,6 @@ class Limits:
     max_depth: int = 64
 
 
-class _Guarded:
-    """A stream that refuses to read much at once, and remembers the last block: so a cut is told from an end."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
-        self.last = b""
-
-    def read(self, size: int = -1, /) -> bytes:
-        if size < 0 or size > _MAX_HEADER_BYTES:
-            raise ArtifactError("the archive has a header that is too large; make it with pack or a common tar")
-        self.last = self._stream.read(size)
-        return self.last
-
-    def tell(self) -> int:
-        return self._stream.tell()
-
-    def seek(self, offset: int, whence: int = 0, /) -> int:
-        return self._stream.seek(offset, whence)
-
-
 class _Extraction:
     def __init__(self, folder: Path, limits: Limits, archive_bytes: int) -> None:
         self.folder = folder.resolve()
@@ -72,7 +53,7 @@ class _Extraction:
         self.folders: set[PurePosixPath] = set()
         self.links: dict[PurePosixPath, str] = {}
 
-    def add(self, member: tarfile.TarInfo, stream: _Guarded) -> None:
+    def add(self, member: tarfile.TarInfo, stream: HeaderStream) -> None:
         self._count(member)
         name = self._name(member.name, member)
         if name in self.files or name in self.links or name in self.folders:
@@ -130,7 +111,7 @@ class _Extraction:
                 raise _refusal(member, f"lies below {str(part)!r}, which is no folder")
         (self.folder / name).mkdir(parents=True, exist_ok=True)
 
-    def _make_file(self, name: PurePosixPath, member: tarfile.TarInfo, stream: _Guarded) -> None:
+    def _make_file(self, name: PurePosixPath, member: tarfile.TarInfo, stream: HeaderStream) -> None:
         self._make_folder(name.parent, member)
         path = self.folder / name
         mode = 0o755 if member.mode & 0o100 else 0o644
@@ -192,10 +173,10 @@ def extract(stream: BinaryIO, folder: Path, limits: Limits, archive_bytes: int) 
     Raises ArtifactError for what it refuses (some of it may then lie in `folder`, nothing outside), tarfile.TarError
     for what is no tar or is cut, OSError from the disk.
     """
-    guarded = _Guarded(stream)
+    guarded = HeaderStream(stream, _MAX_HEADER_BYTES)
     going = _Extraction(folder, limits, archive_bytes)
     source: Any = guarded
-    with tarfile.open(fileobj=source, mode="r:") as tar:
+    with tarfile.open(fileobj=source, mode="r:", tarinfo=CheckedMember) as tar:
         while (member := tar.next()) is not None:
             going.add(member, guarded)
             tar.members.clear()  # type: ignore[attr-defined]
@@ -203,7 +184,7 @@ def extract(stream: BinaryIO, folder: Path, limits: Limits, archive_bytes: int) 
     going.finish()
 
 
-def _check_end(stream: _Guarded) -> None:
+def _check_end(stream: HeaderStream) -> None:
     """Read to the end, so that the compressor's own sum is checked; all of it must be zeros.
 
     tarfile takes a broken header for the end of the archive, and stops in silence.

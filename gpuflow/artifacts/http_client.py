@@ -6,8 +6,11 @@ Used by `http_store` and `http_download`. No token, query or user part of a URL 
 from __future__ import annotations
 
 import contextlib
+import json
 import ssl
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
@@ -24,6 +27,13 @@ T = TypeVar("T")
 MAX_ATTEMPTS: Final = 10
 #: Seconds. A long read: at the end of an upload the server brings the file to its disk.
 _TIMEOUT: Final = httpx.Timeout(connect=10, read=180, write=120, pool=10)
+#: Most that is read of an answer that is no file, in bytes: of an error, and of a page of a listing.
+MAX_ERROR_BYTES: Final = 64 << 10
+MAX_PAGE_BYTES: Final = 16 << 20
+#: An answer that is no file comes within this time, in seconds, however slowly its bytes drip.
+ANSWER_SECONDS: Final = 240.0
+#: Redirects of one download.
+MAX_REDIRECTS: Final = 5
 _PROBLEM: Final = "urn:gpuflow:problem:"
 _TRANSIENT_STATUS: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 _TRANSIENT_KINDS: Final = frozenset({"in-progress", "wrong-offset"})
@@ -39,12 +49,77 @@ class HttpFailure(Exception):
         self.status, self.kind = status, kind
 
 
-def connect(token: str | None, *, follow_redirects: bool) -> httpx.Client:
+def connect(token: str | None) -> httpx.Client:
     """Return a client. The token goes to the host that is asked, never to one that it redirects to."""
     headers = {"Accept-Encoding": "identity", "User-Agent": "gpuflow"}
     if token:
         headers["Authorization"] = f"Bearer {token}"
-    return httpx.Client(headers=headers, timeout=_TIMEOUT, follow_redirects=follow_redirects)
+    return httpx.Client(headers=headers, timeout=_TIMEOUT, follow_redirects=False)
+
+
+@contextlib.contextmanager
+def answered(client: httpx.Client, url: str, headers: Mapping[str, str]) -> Iterator[httpx.Response]:
+    """GET a URL, over a few redirects whose bodies are not read; the block reads the answer. Raises httpx.HTTPError."""
+    request = client.build_request("GET", url, headers=headers)
+    for _ in range(MAX_REDIRECTS + 1):
+        answer = client.send(request, stream=True)
+        try:
+            following = answer.next_request
+            if following is None:
+                yield answer
+                return
+            request = following
+        finally:
+            answer.close()
+    raise HttpFailure(
+        answer.status_code, "", f"more than {MAX_REDIRECTS} redirects; give the address of the file itself"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """An answer that is no file: its status, its headers, and its body, which is not decoded."""
+
+    status: int
+    headers: httpx.Headers
+    content: bytes
+
+    def json(self) -> dict[str, Any]:
+        """Return the object that it holds. Raises HttpFailure."""
+        try:
+            found = json.loads(self.content)
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            raise foreign(self.status)
+        return found
+
+
+def foreign(status: int) -> HttpFailure:
+    """Return the failure of an answer that a results service does not give."""
+    return HttpFailure(status, "", "it does not speak the protocol of `gpuflow gateway`; correct the address")
+
+
+def ask(client: httpx.Client, method: str, url: str, *, most_bytes: int = MAX_ERROR_BYTES, **more: Any) -> Answer:
+    """Send a request and return its answer, which is a success. Raises HttpFailure, httpx.HTTPError."""
+    with client.stream(method, url, **more) as response:
+        checked(response)
+        return Answer(status=response.status_code, headers=response.headers, content=_body(response, most_bytes))
+
+
+def _body(response: httpx.Response, most_bytes: int) -> bytes:
+    """Return a body as it was sent. Raises HttpFailure for one that is compressed, too long or too slow."""
+    if response.headers.get("content-encoding", "identity").lower() != "identity":
+        raise HttpFailure(response.status_code, "", "it answers compressed, which was not asked for")
+    until = time.monotonic() + ANSWER_SECONDS
+    found = bytearray()
+    for piece in response.iter_raw():
+        found += piece
+        if len(found) > most_bytes:
+            raise HttpFailure(response.status_code, "", f"it answers with more than {most_bytes} bytes")
+        if time.monotonic() > until:
+            raise httpx.ReadTimeout("its answer drips")
+    return bytes(found)
 
 
 def token_for(url: str, settings: Settings, token: str | None) -> str | None:
@@ -68,9 +143,8 @@ def checked(response: httpx.Response) -> httpx.Response:
         return response
     kind, detail = "", f"HTTP {response.status_code} {response.reason_phrase}".rstrip()
     if response.headers.get("content-type", "").startswith("application/problem+json"):
-        with contextlib.suppress(ValueError, httpx.HTTPError):
-            response.read()
-            told: Any = response.json()
+        with contextlib.suppress(ValueError, RecursionError, HttpFailure, httpx.HTTPError):
+            told: Any = json.loads(_body(response, MAX_ERROR_BYTES))
             if isinstance(told, dict):
                 kind = str(told.get("type", "")).removeprefix(_PROBLEM)
                 detail = str(told.get("detail") or detail)
@@ -126,6 +200,8 @@ def _told(error: HttpFailure) -> str:
 def _trouble(error: httpx.HTTPError, url: str) -> str:
     if _is_certificate(error):
         return f"the certificate of {url} is not trusted; name its authority in SSL_CERT_FILE"
+    if isinstance(error, httpx.LocalProtocolError) and "Illegal header" in str(error):
+        return "a header or the token holds a character that no header may have; correct it"
     if isinstance(error, httpx.LocalProtocolError):
         return "the file changed while it was sent; store it when nobody writes to it"
     if isinstance(error, httpx.TimeoutException):

@@ -15,16 +15,16 @@ from urllib.parse import unquote, urlsplit
 
 import httpx
 
-from gpuflow.artifacts.http_client import MAX_ATTEMPTS, checked, connect, http_errors, persistently, token_for
+from gpuflow.artifacts.http_client import MAX_ATTEMPTS, answered, checked, connect, http_errors, persistently, token_for
 from gpuflow.artifacts.partial import disk_errors, has_content, left_over
-from gpuflow.artifacts.receiving import Meter, receive
+from gpuflow.artifacts.receiving import Meter, check_size, receive
 from gpuflow.artifacts.repr_digest import HEADER, WANT_HEADER, WANT_SHA256, parse_repr_digest
 from gpuflow.artifacts.store import Progress, StoredFile, Throttle, shown_url
 from gpuflow.settings import Settings
 
 _WHOLE: Final = 200
 _PARTIAL: Final = 206
-_CONTENT_RANGE: Final = re.compile(r"bytes (\d+)-\d+/(\d+|\*)")
+_CONTENT_RANGE: Final = re.compile(r"bytes ([0-9]{1,18})-[0-9]{1,18}/([0-9]{1,18}|\*)")
 
 
 def fetch_http(
@@ -38,8 +38,9 @@ def fetch_http(
     progress: Progress | None = None,
     max_attempts: int = MAX_ATTEMPTS,
     name: str | None = None,
+    max_bytes: int | None = None,
 ) -> StoredFile:
-    """Bring the file at a URL of any web server to `target`, as `Store.get` does. Raises ArtifactError.
+    """Bring the file at a URL of any web server to `target`, as `Store.get` does. Raises ArtifactError, TooLarge.
 
     The worker's token is sent to the fleet's own gateway alone; `token` to the host of `url` alone.
     """
@@ -49,13 +50,13 @@ def fetch_http(
     with (
         disk_errors(f"{name} cannot be fetched to {target}"),
         http_errors(action, url, token),
-        connect(token, follow_redirects=True) as client,
+        connect(token) as client,
     ):
         if has_content(target, sha256):
             size, digest = target.stat().st_size, str(sha256).lower()
             Meter(progress).reached(size)
         else:
-            download = _Download(client, url, target, sha256, Meter(progress), throttle)
+            download = _Download(client, url, target, sha256, Meter(progress), throttle, max_bytes)
             size, digest = persistently(download.go_on, lambda: download.position, max_attempts)
     return StoredFile(name=name, size=size, sha256=digest, url=shown_url(url))
 
@@ -71,8 +72,9 @@ class _Download:
         sha256: str | None,
         meter: Meter,
         throttle: Throttle,
+        max_bytes: int | None,
     ) -> None:
-        self._client, self._url, self._target = client, url, target
+        self._client, self._url, self._target, self._max_bytes = client, url, target, max_bytes
         self._sha256, self._meter, self._throttle = sha256, meter, throttle
         self._version = secrets.token_hex(8)
         self.position = 0
@@ -89,11 +91,12 @@ class _Download:
 
     def _asked(self, begin: int) -> contextlib.AbstractContextManager[httpx.Response]:
         headers = {WANT_HEADER: WANT_SHA256, **({"Range": f"bytes={begin}-"} if begin else {})}
-        return self._client.stream("GET", self._url, headers=headers)
+        return answered(self._client, self._url, headers)
 
     def _take(self, answer: httpx.Response, begin: int) -> tuple[int, str]:
         checked(answer)
         start, size = _span(answer, begin)
+        check_size(size or 0, self._max_bytes, shown_url(self._url))
         etag = answer.headers.get("ETag", "")
         sha256 = self._sha256 or parse_repr_digest(answer.headers.get(HEADER))
         version = sha256 or etag or answer.headers.get("Last-Modified") or self._version
@@ -122,7 +125,7 @@ class _Download:
             headers["Range"] = f"bytes={offset}-"
         if offset and etag.startswith('"'):
             headers["If-Range"] = etag
-        with self._client.stream("GET", self._url, headers=headers) as answer:
+        with answered(self._client, self._url, headers) as answer:
             checked(answer)
             if answer.headers.get("ETag", "") != etag:
                 raise httpx.RemoteProtocolError("the file changed between two requests")
@@ -140,6 +143,7 @@ class _Download:
         for block in answer.iter_raw(self._throttle.block_bytes):
             self._throttle.take(len(block))
             at += len(block)
+            check_size(at, self._max_bytes, shown_url(self._url))
             self.position = max(self.position, at)
             yield block
 
@@ -155,4 +159,4 @@ def _span(answer: httpx.Response, begin: int) -> tuple[int, int | None]:
         size = answer.headers["Content-Range"].rpartition("/")[2]
         return begin, int(size) if size.isdigit() else None
     length = answer.headers.get("Content-Length")
-    return 0, int(length) if length else None
+    return 0, int(length) if re.fullmatch("[0-9]{1,18}", length or "") else None

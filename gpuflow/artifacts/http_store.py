@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote, urlsplit
@@ -17,9 +17,11 @@ import httpx
 
 from gpuflow.artifacts.http_client import (
     MAX_ATTEMPTS,
+    MAX_PAGE_BYTES,
     HttpFailure,
-    checked,
+    ask,
     connect,
+    foreign,
     http_errors,
     persistently,
     token_for,
@@ -68,7 +70,7 @@ class HttpStore:
         with (
             disk_errors(action),
             http_errors(action, self._base, self._token),
-            connect(self._token, follow_redirects=False) as client,
+            connect(self._token) as client,
         ):
             with source.open("rb") as stream:
                 sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
@@ -97,6 +99,7 @@ class HttpStore:
             progress=progress,
             max_attempts=self._max_attempts,
             name=name,
+            max_bytes=self._settings.download_max_bytes,
         )
 
     def list(self, prefix: str) -> list[StoredFile]:
@@ -104,7 +107,7 @@ class HttpStore:
         check_prefix(prefix)
         with (
             http_errors(f"{shown_url(self._base)} cannot be listed", self._base, self._token),
-            connect(self._token, follow_redirects=False) as client,
+            connect(self._token) as client,
         ):
             found = [
                 StoredFile(
@@ -124,7 +127,7 @@ class HttpStore:
         action = f"{prefix or 'all'} cannot be deleted in {shown_url(self._base)}"
         with (
             http_errors(action, self._base, self._token),
-            connect(self._token, follow_redirects=False) as client,
+            connect(self._token) as client,
         ):
             for item in list(self._listed(client, prefix)):
                 url = self.url(str(item["name"]))
@@ -144,14 +147,16 @@ class HttpStore:
         while True:
             params = {"prefix": prefix, "after": after, "limit": str(_LISTED_AT_ONCE)}
             page: Any = persistently(
-                lambda params=params: checked(client.get(self._base, params=params)).json(),  # type: ignore[misc]
+                lambda params=params: _page(client, self._base, params),  # type: ignore[misc]
                 lambda: 0,
                 self._max_attempts,
             )
             yield from page["files"]
-            after = str(page.get("next") or "")
+            before, after = after, str(page.get("next") or "")
             if not after:
                 return
+            if after.split("/", 1) <= before.split("/", 1):  # by task, then by name; or it would never end
+                raise foreign(200)
 
 
 class _Upload:
@@ -168,11 +173,14 @@ class _Upload:
     def go_on(self) -> None:
         """Send what the service lacks. Raises HttpFailure, httpx.HTTPError."""
         # Without a byte of the file first: a refusal in the midst of a body may get lost with the connection.
-        answer = checked(self._client.post(self._url, headers=self._headers))
+        answer = ask(self._client, "POST", self._url, headers=self._headers)
         while answer.headers.get("Upload-Complete") != "?1":
             if "Upload-Offset" not in answer.headers:
-                raise HttpFailure(answer.status_code, "", "it does not speak the protocol of `gpuflow gateway`")
-            self.offset = int(answer.headers["Upload-Offset"])
+                raise foreign(answer.status)
+            offset = answer.headers["Upload-Offset"]
+            if not (offset.isascii() and offset.isdigit() and len(offset) < 19 and int(offset) <= self._size):
+                raise foreign(answer.status)
+            self.offset = int(offset)
             self._meter.reached(self.offset)
             headers = {
                 **self._headers,
@@ -180,7 +188,7 @@ class _Upload:
                 "Content-Length": str(self._size - self.offset),
                 "Content-Type": "application/octet-stream",
             }
-            answer = checked(self._client.post(self._url, headers=headers, content=self._blocks()))
+            answer = ask(self._client, "POST", self._url, headers=headers, content=self._blocks())
         self._meter.reached(self._size)
 
     def _blocks(self) -> Iterator[bytes]:
@@ -193,9 +201,22 @@ class _Upload:
                 self._meter.reached(at)
 
 
+def _page(client: httpx.Client, url: str, params: Mapping[str, str]) -> dict[str, Any]:
+    """Return one page of a listing, whose form is checked. Raises HttpFailure, httpx.HTTPError."""
+    page = ask(client, "GET", url, params=params, most_bytes=MAX_PAGE_BYTES).json()
+    files = page.get("files")
+    if not isinstance(files, list) or len(files) > _LISTED_AT_ONCE:
+        raise foreign(200)
+    for item in files:
+        size = item.get("bytes") if isinstance(item, dict) else None
+        if not isinstance(size, int) or not all(isinstance(item.get(name), str) for name in ("name", "sha256")):
+            raise foreign(200)
+    return page
+
+
 def _deleted(client: httpx.Client, url: str) -> int:
     try:
-        checked(client.delete(url))
+        ask(client, "DELETE", url)
     except HttpFailure as error:
         if error.status == 404:  # somebody else was faster
             return 0

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
-from gpuflow.artifacts.archive import unpack
 from gpuflow.artifacts.data_files import DOCUMENTS, local_data
 from gpuflow.artifacts.destination import bearer_token, store_token
 from gpuflow.artifacts.marking import mark_used
 from gpuflow.artifacts.placeholders import filled, hiding
 from gpuflow.artifacts.program_files import ARCHIVES, local_program
+from gpuflow.artifacts.reading import fetch, unpack
 from gpuflow.artifacts.references import References
-from gpuflow.artifacts.store import fetch, file_url_path, shown_url
+from gpuflow.artifacts.store import file_url_path, shown_url
 from gpuflow.errors import ArtifactError
 from gpuflow.filelocks import holding
 from gpuflow.settings import Settings

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from gpuflow.artifacts.partial import PartFile
-from gpuflow.artifacts.store import Progress, Throttle
+from gpuflow.artifacts.store import Progress, Throttle, TooLarge
 from gpuflow.errors import ArtifactError
 
 
@@ -29,6 +29,15 @@ class Meter:
             count, self.offset = offset - self.offset, offset
             if self._progress is not None:
                 self._progress(count)
+
+
+def check_size(size: int, most_bytes: int | None, what: str) -> None:
+    """Raise TooLarge for more bytes than may be fetched."""
+    if most_bytes is not None and size > most_bytes:
+        raise TooLarge(
+            f"{what} is larger than {most_bytes} bytes, the most that is fetched; raise "
+            "GPUFLOW_DOWNLOAD_MAX_BYTES where it is fetched, or name a smaller file"
+        )
 
 
 def receive(

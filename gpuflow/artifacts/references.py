@@ -17,7 +17,8 @@ from urllib.parse import urlsplit
 
 from gpuflow.artifacts.destination import FetchFailed, fleet_store_url, store_token
 from gpuflow.artifacts.marking import mark_used
-from gpuflow.artifacts.store import Store, fetch, file_url_path, shown_url
+from gpuflow.artifacts.reading import fetch
+from gpuflow.artifacts.store import Store, TooLarge, file_url_path, shown_url
 from gpuflow.errors import ArtifactError
 from gpuflow.settings import Settings
 from gpuflow.spec.artifact_reference import MAX_BYTES, ArtifactReference, is_reference, read_reference
@@ -128,27 +129,15 @@ class References:
 
 def _fetch(reference: ArtifactReference, target: Path, settings: Settings) -> None:
     """Fetch what a reference names, and no more than it says. Raises FetchFailed, ArtifactError."""
-    url, left = reference.url, reference.size
-
-    def count(more: int) -> None:
-        nonlocal left
-        left -= more
-        if left < 0:
-            raise _TooLarge
-
-    token = store_token(url, settings)
+    url, token = reference.url, store_token(reference.url, settings)
     try:
-        fetch(url, target, settings=settings, sha256=reference.sha256, token=token, progress=count)
-    except _TooLarge:
+        fetch(url, target, settings=settings, sha256=reference.sha256, token=token, max_bytes=reference.size)
+    except TooLarge:
         raise ArtifactError(
             f"{shown_url(url)} is larger than its reference says ({reference.size} bytes); store it again"
         ) from None
     except ArtifactError as error:
         raise FetchFailed(str(error)) from error
-
-
-class _TooLarge(Exception):
-    """More came than the reference says."""
 
 
 def _allowed(url: str, settings: Settings) -> Path:

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Final
 from urllib.parse import quote, unquote, urlsplit
 
 from gpuflow.artifacts.partial import disk_errors, file_digest, has_content
-from gpuflow.artifacts.receiving import Meter, receive
+from gpuflow.artifacts.receiving import Meter, check_size, receive
 from gpuflow.artifacts.retrying import retrying
 from gpuflow.artifacts.s3_client import ANY_FAULT, PacedBody, connect, is_transient, s3_errors, tells_nothing
 from gpuflow.artifacts.store import Progress, StoredFile, Throttle, check_name, check_prefix, shown_url
@@ -39,7 +39,9 @@ _DIGEST_KEY: Final = "sha256"
 class S3Store:
     """Files below s3://bucket/prefix. An object is visible only when its last part is there."""
 
-    def __init__(self, url: str, *, throttle: Throttle, part_bytes: int = PART_BYTES) -> None:
+    def __init__(
+        self, url: str, *, throttle: Throttle, part_bytes: int = PART_BYTES, max_bytes: int | None = None
+    ) -> None:
         parts = urlsplit(url)
         if not parts.hostname or parts.username or parts.query:
             raise ArtifactError(
@@ -47,7 +49,7 @@ class S3Store:
             )
         self._bucket = parts.netloc
         self._prefix = unquote(parts.path).strip("/")
-        self._throttle, self._part_bytes = throttle, part_bytes
+        self._throttle, self._part_bytes, self._max_bytes = throttle, part_bytes, max_bytes
         self._in_parts = threading.BoundedSemaphore(_FILES_IN_PARTS)
         self._client: Any = connect()
 
@@ -164,6 +166,7 @@ class S3Store:
     def _get_once(self, key: str, target: Path, sha256: str | None, meter: Meter) -> tuple[int, str]:
         head = self._head(key)
         size, tag = int(head["ContentLength"]), str(head["ETag"])
+        check_size(size, self._max_bytes, f"{key} of s3://{self._bucket}")
         wanted = sha256 or head["Metadata"].get(_DIGEST_KEY)
         if has_content(target, wanted, size):
             meter.reached(size)
@@ -186,6 +189,8 @@ class S3Store:
                 self._throttle.take(len(block))
                 yield block
                 offset += len(block)
+                if offset > size:
+                    raise ArtifactError(f"{key} is longer than its service says; store it again")
         if offset < size:  # a line that is cut may look like the end
             raise ConnectionError(f"{key} ended at byte {offset} of {size}")
 

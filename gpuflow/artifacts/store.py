@@ -26,6 +26,7 @@ __all__ = [
     "Store",
     "StoredFile",
     "Throttle",
+    "TooLarge",
     "check_name",
     "check_prefix",
     "fetch",
@@ -51,6 +52,10 @@ class StoredFile:
     size: int
     sha256: str
     url: str
+
+
+class TooLarge(ArtifactError):
+    """A file is larger than may be fetched."""
 
 
 class Store(Protocol):
@@ -158,7 +163,7 @@ def open_store(destination_url: str, *, settings: Settings, token: str | None = 
     if scheme == "s3":
         from gpuflow.artifacts.s3_store import S3Store
 
-        return S3Store(destination_url, throttle=throttle)
+        return S3Store(destination_url, throttle=throttle, max_bytes=settings.download_max_bytes)
     raise _unknown(destination_url, scheme)
 
 
@@ -170,9 +175,15 @@ def fetch(
     sha256: str | None = None,
     token: str | None = None,
     progress: Progress | None = None,
+    max_bytes: int | None = None,
+    throttle: Throttle | None = None,
 ) -> StoredFile:
-    """Bring one file to `target` by its URL (file, http, https, s3), as `Store.get` does. Raises ArtifactError."""
-    throttle = shared_throttle(settings.worker_network_bandwidth_bytes_per_second)
+    """Bring one file to `target` by its URL (file, http, https, s3), as `Store.get` does.
+
+    Over a network at most `max_bytes` of it, and at most GPUFLOW_DOWNLOAD_MAX_BYTES. Raises ArtifactError, TooLarge.
+    """
+    throttle = throttle or shared_throttle(settings.worker_network_bandwidth_bytes_per_second)
+    most = min(max_bytes, settings.download_max_bytes) if max_bytes is not None else settings.download_max_bytes
     scheme = _scheme(url, settings)
     if scheme == "file":
         from gpuflow.artifacts.local_store import fetch_path
@@ -182,13 +193,22 @@ def fetch(
         from gpuflow.artifacts.http_store import fetch_http
 
         return fetch_http(
-            url, target, settings=settings, throttle=throttle, sha256=sha256, token=token, progress=progress
+            url,
+            target,
+            settings=settings,
+            throttle=throttle,
+            sha256=sha256,
+            token=token,
+            progress=progress,
+            max_bytes=most,
         )
     if scheme == "s3":
         from gpuflow.artifacts.s3_store import S3Store
 
         place, _, name = url.rpartition("/")
-        return S3Store(place, throttle=throttle).get(unquote(name), target, sha256=sha256, progress=progress)
+        return S3Store(place, throttle=throttle, max_bytes=most).get(
+            unquote(name), target, sha256=sha256, progress=progress
+        )
     raise _unknown(url, scheme)
 
 

@@ -39,7 +39,8 @@
 | `worker:<id>` | hash | one worker: capability, labels, state, `load`, `newer_load` since the last heartbeat |
 | `worker:<id>:hb` | string | its heartbeat; the key expires when the worker is silent |
 
-No queue may be named like one of them; `gpuflow.control` is the only queue whose name begins with `gpuflow.`.
+No queue may be named like one of them; `gpuflow.control` and `gpuflow.notices` are the only queues whose names begin
+with `gpuflow.`.
 The optional global prefix (GPUFLOW_KEY_PREFIX) stands before every one of them.
 """
 

@@ -58,10 +58,10 @@ class EventView(EventLines):
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
             columns = (
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(),
                 MofNCompleteColumn(),
-                TextColumn("{task.fields[more]}"),
+                TextColumn("{task.fields[more]}", markup=False),
             )
             self._bars = Progress(*columns, console=Console(stderr=True), transient=True)
             self._bar = self._bars.add_task("", total=None, visible=False, more="")

@@ -44,7 +44,7 @@ def queue_rows(app: GPUFlow) -> list[dict[str, Any]]:
     from gpuflow.broker.leases import held_leases
     from gpuflow.broker.priorities import list_keys, queue_of
     from gpuflow.fleet.registry import Fleet
-    from gpuflow.routing.families import CONTROL_QUEUE
+    from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUE
 
     fleet = Fleet(app.redis, app.keys)
     registered = fleet.queues()
@@ -56,7 +56,7 @@ def queue_rows(app: GPUFlow) -> list[dict[str, Any]]:
     for list_key, is_live in held_leases(app.redis, app.keys):
         (running if is_live else lost)[queue_of(list_key.removeprefix(prefix))] += 1
     rows = []
-    for name in [*registered, CONTROL_QUEUE, app.settings.task_topic]:
+    for name in [*registered, CONTROL_QUEUE, NOTICE_QUEUE, app.settings.task_topic]:
         pipe = app.redis.pipeline(transaction=False)
         for key in list_keys([name]):
             pipe.llen(f"{prefix}{key}")

@@ -10,6 +10,7 @@ as they were when it was taken.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -26,6 +27,12 @@ from gpuflow.gateway.problems import Problem
 
 _OWN_FOLDER: Final = f"{RESERVED_PREFIX}gateway"
 _BLOCK_BYTES: Final = 1 << 20
+_NO_FOLLOW: Final = getattr(os, "O_NOFOLLOW", 0)
+_FOLDER: Final = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | _NO_FOLLOW
+#: Without O_NONBLOCK a named pipe would hold us for ever.
+_FILE: Final = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | _NO_FOLLOW
+#: What opening says of a place that is not there, or has become a link since it was looked at.
+_NOT_THERE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +90,12 @@ class ResultsFolder:
         if not self._inside(path, task_id):
             raise _missing(name)
         try:
-            # Without O_NONBLOCK a named pipe would hold us for ever.
-            descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-        except (FileNotFoundError, NotADirectoryError):
+            place = path.resolve(strict=True)  # links inside of the task are followed here, and by nothing after this
+            with self._folder(place.parent) as folder:
+                descriptor = os.open(place.name, _FILE, dir_fd=folder)
+        except (OSError, RuntimeError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno not in _NOT_THERE:
+                raise
             raise _missing(name) from None
         try:
             found = os.fstat(descriptor)
@@ -139,7 +149,13 @@ class ResultsFolder:
         path = self.place(task_id, name)
         if not path.is_symlink() and not path.is_file():
             raise _missing(name)
-        path.unlink()
+        try:
+            with self._folder(path.parent.resolve(strict=True)) as parent:
+                os.unlink(path.name, dir_fd=parent)
+        except OSError as error:
+            if error.errno not in _NOT_THERE:
+                raise
+            raise _missing(name) from None
         self._digest_path(task_id, name).unlink(missing_ok=True)
         for folder in path.parents:
             if folder == self.root:
@@ -179,6 +195,23 @@ class ResultsFolder:
 
     def _digest_path(self, task_id: str, name: str) -> Path:
         return self.root / _OWN_FOLDER / "digests" / task_id / f"{hashlib.sha256(name.encode()).hexdigest()}.json"
+
+    @contextlib.contextmanager
+    def _folder(self, path: Path) -> Iterator[int]:
+        """Open a folder below the root step by step, through no link: a task may change one for a link meanwhile.
+
+        Raises OSError, ValueError for a path that is not below.
+        """
+        parts = path.relative_to(self.root).parts
+        descriptor = os.open(self.root, os.O_RDONLY)
+        try:
+            for part in parts:
+                deeper = os.open(part, _FOLDER, dir_fd=descriptor)
+                os.close(descriptor)
+                descriptor = deeper
+            yield descriptor
+        finally:
+            os.close(descriptor)
 
     def _inside(self, path: Path, task_id: str) -> bool:
         """Whether a path leads, through all links, to a place in the folder of its task."""

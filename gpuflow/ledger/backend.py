@@ -27,7 +27,7 @@ from gpuflow.ledger.joining import joining, joining_here
 from gpuflow.ledger.ledger import Holder, Ledger
 from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
-from gpuflow.routing.families import CONTROL_QUEUE, SUPERVISED_TASKS
+from gpuflow.routing.families import MAX_NOTICES, NOTICE_QUEUE, SUPERVISED_TASKS
 from gpuflow.secrets import known, public_spec
 
 log = get_logger("gpuflow.backend")
@@ -303,12 +303,12 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
         if not isinstance(spec, Mapping):
             return
         named = [entry for entry in spec.get("notify") or () if {str(state).lower(), "finished"} & set(entry["on"])]
-        for number in range(len(named)):
+        for number in range(min(len(named), MAX_NOTICES)):
             self.app.send_task(
                 NOTIFY_TASK,
                 args=(task_id, number),
                 task_id=str(uuid.uuid5(_NOTICES, f"{task_id}/{state}/{number}")),
-                queue=CONTROL_QUEUE,
+                queue=NOTICE_QUEUE,
                 ignore_result=True,
             )
 

@@ -64,8 +64,8 @@ def _unreadable(entry: str) -> dict[str, Any]:
 class Ledger:
     """The task records of one fleet.
 
-    `client` must decode responses. `events_maxlen` caps each event stream; `retention_seconds` is how long a final
-    record is kept.
+    `client` must decode responses. `events_maxlen` and `events_max_bytes` cap each event stream; `retention_seconds` is
+    how long a final record is kept.
     """
 
     def __init__(
@@ -73,11 +73,13 @@ class Ledger:
         client: redis.Redis,
         keys: Keys,
         events_maxlen: int = 10_000,
+        events_max_bytes: int = 16 << 20,
         retention_seconds: int = 30 * 86_400,
     ) -> None:
         self.client: Any = client
         self.keys = keys
         self.events_maxlen = events_maxlen
+        self.events_max_bytes = events_max_bytes
         self.retention_seconds = retention_seconds
 
     def get(self, task_id: str) -> TaskRecord:
@@ -198,6 +200,7 @@ class Ledger:
                 celery_meta,
                 self.retention_seconds,
                 uuid.uuid4().hex,
+                self.events_max_bytes,
                 *events,
             ],
         )

@@ -9,6 +9,12 @@ from gpuflow.protocol import is_user_type
 #: Served by every worker in slots of its own, whatever its -Q, load or drain state.
 CONTROL_QUEUE: Final = "gpuflow.control"
 
+#: Calls of the URLs of `notify`: served by every worker as the control queue is, in slots of their own, since a
+#: receiver may be slow.
+NOTICE_QUEUE: Final = "gpuflow.notices"
+#: Entries of `notify` that a task may have.
+MAX_NOTICES: Final = 10
+
 #: Task type of a template -> name of the Celery task of its family.
 TASK_OF_TYPE: Final[dict[str, str]] = {
     "echo": "gpuflow.echo",

@@ -110,6 +110,9 @@ class Settings(BaseModel):
     gateway_max_file_bytes: PositiveCount = _setting(
         "GPUFLOW_GATEWAY_MAX_FILE_BYTES", 512 * 1024**3, "bytes, such as 549755813888"
     )
+    download_max_bytes: Annotated[ByteSize, Field(gt=0)] = _setting(
+        "GPUFLOW_DOWNLOAD_MAX_BYTES", "512GiB", "a size such as 100GiB, or bytes"
+    )
     gateway_max_uploads: PositiveCount = _setting("GPUFLOW_GATEWAY_MAX_UPLOADS", 256, "a count from 1 up")
     retention_days: Annotated[float, Field(gt=0, allow_inf_nan=False)] = _setting(
         "GPUFLOW_RETENTION_DAYS", 30, "days, such as 30"
@@ -136,6 +139,9 @@ class Settings(BaseModel):
         "GPUFLOW_SUBMIT_TIMEOUT_SEC", 30, "seconds that a submit goes on trying while the broker is away"
     )
     events_maxlen: PositiveCount = _setting("GPUFLOW_EVENTS_MAXLEN", 10_000, "a count of events a task keeps")
+    events_max_bytes: Annotated[ByteSize, Field(ge=65_536)] = _setting(
+        "GPUFLOW_EVENTS_MAX_BYTES", "16MiB", "a size such as 16MiB, or bytes, from 64KiB up"
+    )
     secrets_dir: Path | None = _setting("GPUFLOW_SECRETS_DIR", None, "a folder that holds one file for each secret")
     offline: bool = _setting("GPUFLOW_OFFLINE", False, "true or false")
     fallback_seconds: Seconds = _setting("GPUFLOW_FALLBACK_SEC", 60.0, "seconds, such as 60")

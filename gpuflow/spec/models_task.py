@@ -107,7 +107,7 @@ class TaskSpec(Strict):
     parallel: Parallel | None = None
     env: dict[SettableEnvName, Text] | None = Field(None, description="Environment of the child")
     secrets: list[EnvName] | None = Field(None, max_length=100, description="Variables that the worker may pass on")
-    notify: list[Notification] | None = Field(None, max_length=100)
+    notify: list[Notification] | None = Field(None, max_length=10)
     retry: Retry | None = None
     timeout: Duration | None = Field(None, description="Seconds, or text such as 2h; after it the task fails")
     priority: Whole | None = Field(None, ge=0, le=9, description="9 first; 5 where unset")

@@ -21,8 +21,8 @@ _NAME: Final = r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}"
 _STEP: Final = re.compile(r"\.([A-Za-z_][A-Za-z0-9_-]*|\d{1,9})|\[(\d{1,9})\]")
 _STAGE: Final = re.compile(rf"({_NAME})((?:\.(?:[A-Za-z_][A-Za-z0-9_-]*|\d{{1,9}})|\[\d{{1,9}}\])+)")
 _ENV: Final = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]*)")
-_OPEN: Final = re.compile(r"(\$+)\{([^{}\n]{0,300}\})?")
-_ENV_OPEN: Final = re.compile(r"(\$+)\{env:(?:([A-Za-z_][A-Za-z0-9_]*)\})?")
+_OPEN: Final = re.compile(r"(?<!\$)(\$+)\{([^{}\n]{0,300}\})?")
+_ENV_OPEN: Final = re.compile(r"(?<!\$)(\$+)\{env:(?:([A-Za-z_][A-Za-z0-9_]*)\})?")
 
 
 class UnresolvedReference(GPUFlowError):

@@ -1,33 +1,28 @@
 """Calls the URLs that a task's `notify` names, once it has ended. At least once: a receiver must bear repetition.
 
-The call is a control task of its own, so that it is tried again without holding up anything.
+The call is a task of its own, in a queue and slots of its own, so that a slow receiver holds up nothing else.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import urllib.error
-import urllib.request
-from collections.abc import Mapping, Sequence
+import socket
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from gpuflow import __version__
 from gpuflow.errors import GPUFlowError
 from gpuflow.ledger.records import TaskRecord
+from gpuflow.terminal import one_line
 
-#: A receiver answers within this time, in seconds.
+#: A call takes no longer than this, from the connection to the status of the answer, in seconds.
 TIMEOUT_SECONDS: Final = 10.0
 
 
 class NotDelivered(GPUFlowError):
     """A URL could not be called; another try may reach it."""
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A redirect is an answer: the headers that a user wrote for one host go to no other."""
-
-    def redirect_request(self, *_: Any, **__: Any) -> None:
-        return None
 
 
 def wanted(record: TaskRecord) -> list[Mapping[str, Any]]:
@@ -42,27 +37,78 @@ def body(record: TaskRecord) -> dict[str, Any]:
     return {"event": "task", **record.public()}
 
 
-def deliver(entry: Mapping[str, Any], content: Mapping[str, Any]) -> None:
-    """POST `content` as JSON to the entry's URL. Raises NotDelivered without the URL's query or user part."""
+def deliver(entry: Mapping[str, Any], content: Mapping[str, Any], *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+    """POST `content` as JSON to the entry's URL; all of it ends within the time, and nothing but its status is read.
+
+    Redirects are not followed: the headers that a user wrote for one host go to no other. Raises NotDelivered without
+    the URL's query or user part, and without any header.
+    """
+    import httpx
+
     url = str(entry["url"])
-    shown = url.split("?", 1)[0].rsplit("@", 1)[-1]
+    shown = one_line(url.split("?", 1)[0].rsplit("@", 1)[-1])
     if not url.startswith(("http://", "https://")):
-        raise NotDelivered(f"{shown} is no http(s) URL")
-    request = urllib.request.Request(  # noqa: S310  (its scheme is checked)
-        url,
-        data=json.dumps(content, ensure_ascii=False).encode(),
-        headers={
-            "Content-Type": "application/json",
-            "User-Agent": f"gpuflow/{__version__}",
-            **(entry.get("headers") or {}),
-        },
-        method="POST",
-    )
-    opener = urllib.request.build_opener(_NoRedirects)
+        raise NotDelivered(f"{shown} is no http(s) URL; correct it in `notify`")
+    headers = {"Content-Type": "application/json", "User-Agent": f"gpuflow/{__version__}"}
+    line = _Line()
     try:
-        with opener.open(request, timeout=TIMEOUT_SECONDS):
-            return
-    except urllib.error.HTTPError as error:
-        raise NotDelivered(f"{shown} answered {error.code}") from None
-    except (OSError, ValueError) as error:
-        raise NotDelivered(f"{shown} could not be called: {getattr(error, 'reason', error)}") from None
+        with line.cut_after(timeout_seconds), httpx.Client(timeout=timeout_seconds) as client:
+            sending = client.build_request(
+                "POST",
+                url,
+                content=json.dumps(content, ensure_ascii=False).encode(),
+                headers={**headers, **(entry.get("headers") or {})},
+                extensions={"trace": line.opened},
+            )
+            answer = client.send(sending, stream=True)
+            status = answer.status_code
+            answer.close()
+    except httpx.LocalProtocolError:
+        raise NotDelivered(f"{shown} was not called: one of its headers is none; correct `notify.headers`") from None
+    except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
+        late = line.is_cut or isinstance(error, httpx.TimeoutException)
+        cause = f"it did not answer within {timeout_seconds:g} s" if late else type(error).__name__
+        raise NotDelivered(f"{shown} could not be called: {cause}; is its receiver there?") from None
+    if not 200 <= status < 300:
+        raise NotDelivered(f"{shown} answered {status}")
+
+
+class _Line:
+    """The connection of one call, which can be cut while a read waits on it: a time-out of a read begins anew with
+    each byte.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sockets: list[socket.socket] = []
+        self.is_cut = False
+
+    def opened(self, event: str, info: Mapping[str, Any]) -> None:
+        """Note a connection as soon as it is there (a trace of httpx)."""
+        if event.endswith("connect_tcp.complete"):
+            with self._lock:
+                self._sockets.append(info["return_value"].get_extra_info("socket").dup())
+            if self.is_cut:
+                self._cut()
+
+    def _cut(self) -> None:
+        self.is_cut = True
+        with self._lock:
+            for one in self._sockets:
+                with contextlib.suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)
+
+    @contextlib.contextmanager
+    def cut_after(self, seconds: float) -> Iterator[None]:
+        """Cut what the block has opened when it takes longer."""
+        timer = threading.Timer(seconds, self._cut)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            with self._lock:
+                for one in self._sockets:
+                    one.close()
+                self._sockets.clear()

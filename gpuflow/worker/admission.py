@@ -15,7 +15,7 @@ from typing import Final
 from gpuflow.broker.gate import Choice, Taste
 from gpuflow.fleet.gpu_locks import Hold
 from gpuflow.routing.capability import Capability
-from gpuflow.routing.families import CONTROL_QUEUE
+from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUE
 from gpuflow.routing.fit import match, shared_mib
 from gpuflow.routing.queues import is_demand_queue
 from gpuflow.routing.requirement import Requirement
@@ -279,6 +279,8 @@ class Admission:
         """Return which kind of slot a message of `queue` takes; a demand queue is known by its name."""
         if queue == CONTROL_QUEUE:
             return "control"
+        if queue == NOTICE_QUEUE:
+            return "notice"
         return "job" if is_demand_queue(queue) else "plain"
 
     def jobs(self) -> int:
@@ -297,9 +299,9 @@ class Admission:
             return self._books.on(uuid)
 
     def idle(self) -> bool:
-        """Whether nothing but control tasks is held."""
+        """Whether nothing but control tasks and notices is held."""
         with self._lock:
-            return all(held.slot == "control" for held in self._held.values())
+            return all(held.slot in ("control", "notice") for held in self._held.values())
 
     def has_had_its_job(self) -> bool:
         """Whether a worker for one job has had it, to the end."""
@@ -329,6 +331,8 @@ class Admission:
         slot = self.slot_of(queue)
         if slot == "control":
             return self._books.takes_control()
+        if slot == "notice":
+            return self._books.takes_notices()
         return slot == "plain" and not self.draining and self._books.takes_plain()
 
     def _served(self, ready: Sequence[str], barren: Collection[str]) -> Mapping[str, Requirement]:

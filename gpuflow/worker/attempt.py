@@ -22,6 +22,7 @@ from gpuflow.logs import get_logger
 from gpuflow.protocol import Event, Request, parse_line
 from gpuflow.secrets import Redactor, known
 from gpuflow.worker.child import ChildEnd, Work
+from gpuflow.worker.event_budget import MAX_ARTIFACTS, MAX_PROGRESS_BYTES, EventBudget
 from gpuflow.worker.given_result import GivenResult, ResultLost, shown_piece
 from gpuflow.worker.handed_back import HandedBack
 from gpuflow.worker.judging import StopReason, cannot_start, failed, stopped, succeeded
@@ -35,6 +36,8 @@ FLUSH_SECONDS: Final = 0.1
 ASK_SECONDS: Final = 1.0
 #: Most events of one flush; a child that floods its stdout is slowed down by the pipe, not stored at length.
 FLUSH_EVENTS: Final = 500
+#: Most bytes of one flush; a single event may be larger.
+FLUSH_BYTES: Final = 1 << 20
 
 #: Events whose texts are a result: known secrets are hidden in them, and nothing that merely looks like one.
 _CONTENT: Final = frozenset({"result", "text", "text_delta"})
@@ -114,6 +117,8 @@ class Attempt:
         self._log_tail = ""
         self._lock = threading.Lock()
         self._events: list[str] = []
+        self._events_bytes = 0
+        self._budget = EventBudget()
         self._progress: dict[str, Any] | None = None
         self._finish: Mapping[str, Any] | None = None
         self._began = False
@@ -192,6 +197,14 @@ class Attempt:
             raise
         end = child.wait()
         self._flush()
+        if self._budget.dropped:
+            log.warning(
+                "events_were_dropped",
+                task=self.request.task_id,
+                attempt=self.request.attempt,
+                events=self._budget.dropped,
+                bytes=self._budget.dropped_bytes,
+            )
         return self._judge(end, time.monotonic() - started)
 
     def _follow(self, child: Work, log_file: LogFile, started: float) -> None:
@@ -210,7 +223,8 @@ class Attempt:
                 self._note(Event(name="log", data={"message": shown_piece(self.redactor.line(line))}))
             now = time.monotonic()
             self._enforce(child, now, started)
-            due = self._events and (self._urgent or now - flushed >= FLUSH_SECONDS or len(self._events) >= FLUSH_EVENTS)
+            full = len(self._events) >= FLUSH_EVENTS or self._events_bytes >= FLUSH_BYTES
+            due = self._events and (self._urgent or now - flushed >= FLUSH_SECONDS or full)
             if due or now - asked >= ASK_SECONDS:
                 self._flush()
                 self._urgent = False
@@ -247,9 +261,12 @@ class Attempt:
             self._given.told(event.data)
             return
         elif event.name == "artifact":
-            self._artifacts.append(str(event.data["path"]))
+            if len(self._artifacts) < MAX_ARTIFACTS:
+                self._artifacts.append(str(event.data["path"]))
         elif event.name == "progress" and "child" not in event.data:  # that of one caller is not that of the task
-            self._progress = dict(event.data)
+            progress = dict(event.data)
+            if len(json.dumps(progress)) <= MAX_PROGRESS_BYTES:
+                self._progress = progress
         if event.name in ("checkpoint", "artifact") and self.on_checkpoint is not None:
             self.on_checkpoint()
         if event.name == "text_delta" and not self._has_text:
@@ -257,10 +274,21 @@ class Attempt:
         self._note(event)
 
     def _note(self, event: Event) -> None:
-        self._events.append(event.to_json())
+        line = event.to_json()
+        size = len(line) if line.isascii() else len(line.encode("utf-8", "replace"))
+        if not self._budget.takes(size):
+            if self._budget.dropped > 1:
+                return
+            log.warning("events_dropped", task=self.request.task_id, attempt=self.request.attempt, event_bytes=size)
+            note = "this attempt tells too much: from here on events are left out; its log file has all of its lines"
+            line = Event(name="log", data={"message": note, "dropped": event.name[:100]}).to_json()
+            size = len(line)
+        self._events.append(line)
+        self._events_bytes += size
 
     def _flush(self) -> None:
         events, self._events = self._events, []
+        self._events_bytes = 0
         progress, self._progress = self._progress, None
         text = json.dumps(progress) if progress is not None else ""
         meta = ""
@@ -272,7 +300,10 @@ class Attempt:
             answer = "behind"
             log.warning("events_not_reported", task=self.request.task_id, cause=str(error))
         if answer == "behind":  # The lease decides whether we go on.
-            self._events = events[-FLUSH_EVENTS:]
+            while events and len(self._events) < FLUSH_EVENTS and self._events_bytes < FLUSH_BYTES:
+                self._events.append(events.pop())
+                self._events_bytes += len(self._events[-1])
+            self._events.reverse()
             return
         self._reported = True
         if answer == "cancel":

@@ -12,7 +12,7 @@ from gpuflow.routing.capability import Capability
 from gpuflow.routing.requirement import Requirement
 from gpuflow.worker.sessions.pool import Sessions
 from gpuflow.worker.sessions.warm import Warm
-from gpuflow.worker.slots import CONTROL_SLOTS, Allocation, Limits, SlotClass
+from gpuflow.worker.slots import CONTROL_SLOTS, NOTICE_SLOTS, Allocation, Limits, SlotClass
 
 
 @dataclass(kw_only=True)
@@ -57,6 +57,10 @@ class Books:
     def takes_control(self) -> bool:
         """Whether one more control task may begin."""
         return self.count("control") < CONTROL_SLOTS
+
+    def takes_notices(self) -> bool:
+        """Whether one more URL may be called."""
+        return self.count("notice") < NOTICE_SLOTS
 
     def host_fits(
         self,

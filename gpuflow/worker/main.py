@@ -57,6 +57,8 @@ class Worker(CeleryWorker):  # type: ignore[misc]
         conf_view.install()
         for name in (None, "celery", "celery.task"):
             mask_handlers(logging.getLogger(name))
+        for name in ("httpx", "httpcore"):  # they log whole URLs, and the path of a web hook is often its key
+            logging.getLogger(name).setLevel(logging.WARNING)
 
     def install_platform_tweaks(self, worker: Any) -> None:
         """Install Celery's signal handlers, then our own for SIGTERM and SIGINT (`worker.stopping`)."""

@@ -25,9 +25,9 @@ from gpuflow.broker.answers import passes
 from gpuflow.broker.messages import ETA_HEADER
 from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
-from gpuflow.routing.families import CONTROL_QUEUE, SUPERVISED_TASKS
+from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUE, SUPERVISED_TASKS
 from gpuflow.worker.runtime import find
-from gpuflow.worker.slots import CONTROL_SLOTS
+from gpuflow.worker.slots import CONTROL_SLOTS, NOTICE_SLOTS
 
 log = get_logger("gpuflow.pool")
 
@@ -121,6 +121,7 @@ class SupervisorPool(TaskPool):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._control = ThreadPoolExecutor(max_workers=CONTROL_SLOTS, thread_name_prefix="gpuflow-control")
+        self._notices = ThreadPoolExecutor(max_workers=NOTICE_SLOTS, thread_name_prefix="gpuflow-notice")
         self._jobs: dict[str, Job] = {}
 
     def on_apply(
@@ -188,9 +189,10 @@ class SupervisorPool(TaskPool):  # type: ignore[misc]
                 job.close()
                 self._jobs.pop(job.task_id, None)
 
-        control = (request.get("delivery_info") or {}).get("routing_key") == CONTROL_QUEUE
+        queue = str((request.get("delivery_info") or {}).get("routing_key"))
+        lane = {CONTROL_QUEUE: self._control, NOTICE_QUEUE: self._notices}.get(queue) or self.executor
         self._jobs[job.task_id] = job
-        job.bind((self._control if control else self.executor).submit(run))
+        job.bind(lane.submit(run))
         return job
 
     def _soft(self, job: Job, seconds: float, timeout_callback: Callable[..., Any] | None) -> None:
@@ -228,6 +230,7 @@ class SupervisorPool(TaskPool):  # type: ignore[misc]
             runtime.stop_all("shutdown")
         self.executor.shutdown(cancel_futures=True)
         self._control.shutdown(cancel_futures=True)
+        self._notices.shutdown(cancel_futures=True)
         if runtime is not None:
             runtime.close()
         super().on_stop()

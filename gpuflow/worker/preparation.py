@@ -21,6 +21,7 @@ from gpuflow.artifacts.checkpoint_store import (
 )
 from gpuflow.artifacts.destination import destination_store
 from gpuflow.artifacts.inputs import localize
+from gpuflow.artifacts.reading import reading_by
 from gpuflow.artifacts.store import Store
 from gpuflow.errors import ArtifactError
 from gpuflow.logs import get_logger
@@ -30,6 +31,7 @@ from gpuflow.settings import Settings
 from gpuflow.worker.containers.local import local_container
 from gpuflow.worker.environment import child_environment, given_variables, python_path
 from gpuflow.worker.merged_inputs import MERGED, gather, refuse_variables, specs_of
+from gpuflow.worker.reader import ChildReader
 from gpuflow.worker.results import ResultsFolder, attempt_and_step
 from gpuflow.worker.secret_sources import redactor_of, reference_values, secrets_of
 from gpuflow.worker.starting import Start
@@ -81,14 +83,16 @@ def prepare(
     callers: list[dict[str, Any]] = []
     if MERGED in spec:
         callers = list(specs_of(spec))
-        gathered = gather(spec, secrets, settings, worker_id)
+        with _reader(output_dir, settings, wanted) as reader, reading_by(reader):
+            gathered = gather(spec, secrets, settings, worker_id)
         secrets, children = gathered.secrets, {MERGED: gathered.children}
         spec = {**{name: value for name, value in spec.items() if name != MERGED}, "env": gathered.env}
     values = reference_values(spec, secrets, settings)
     store = destination_store(spec, settings, values)
     chosen = _resume_from(folder, store, task_id, attempt, wanted)
     resume_from = str(chosen) if chosen else None
-    inputs = localize(spec, settings=settings, environment=values)
+    with _reader(output_dir, settings, wanted) as reader, reading_by(reader):
+        inputs = localize(spec, settings=settings, environment=values)
     checkpoint_dir = folder.checkpoint_dir(attempt)
     request = Request(
         task_id=task_id,
@@ -133,6 +137,10 @@ def prepare(
         output_dir=output_dir,
         checkpoint_dir=checkpoint_dir,
     )
+
+
+def _reader(cwd: Path, settings: Settings, wanted: Callable[[], bool]) -> ChildReader:
+    return ChildReader(settings=settings, cwd=cwd, wanted=wanted, cpu_seconds=settings.prepare_seconds)
 
 
 def _resume_from(

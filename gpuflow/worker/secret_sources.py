@@ -37,6 +37,10 @@ _LEFT_ALONE: Final = frozenset({"final_model", "final_lora", "checkpoints"})
 MAX_SCRUBBED_BYTES: Final = 64 << 20
 
 
+#: How errors name the folder of secrets.
+_FOLDER: Final = "$GPUFLOW_SECRETS_DIR"
+
+
 class MissingSecret(GPUFlowError):
     """A secret that the task names is not on this worker."""
 
@@ -68,14 +72,15 @@ def _value(name: str, environ: Mapping[str, str], folder: Path | None, worker: s
             f"not set; start the worker with {name} set, or with GPUFLOW_SECRETS_DIR naming a folder that holds the "
             f"file {name}"
         )
-    path = folder / name
+    # Where the folder lies is nothing that a task needs to know: errors are shown to whoever submitted it.
     try:
-        return _read(path, name, worker)
+        return _read(folder / name, name, worker)
     except OSError as error:
         cause = "there is none" if isinstance(error, FileNotFoundError) else error.strerror
         raise MissingSecret(
-            f"worker {worker} has no secret {name}: it is not in the worker's environment, and {path} cannot be read "
-            f"({cause}); write the value to that file with mode 600, or start the worker with {name} set"
+            f"worker {worker} has no secret {name}: it is not in the worker's environment, and "
+            f"{_FOLDER}/{name} cannot be read ({cause}); write the value to that file (mode 600), or start the worker "
+            f"with {name} set"
         ) from None
 
 
@@ -84,17 +89,20 @@ def _read(path: Path, name: str, worker: str) -> str:
     with path.open("rb") as file:
         state = os.fstat(file.fileno())
         if not stat.S_ISREG(state.st_mode):
-            raise MissingSecret(f"worker {worker} has no secret {name}: {path} is no plain file; put the value in one")
+            raise MissingSecret(
+                f"worker {worker} has no secret {name}: {_FOLDER}/{name} is no plain file; put the value in one"
+            )
         if state.st_mode & (stat.S_IRWXO | stat.S_IWGRP):
             raise MissingSecret(
-                f"worker {worker} does not use the secret {name}: others can read or change {path} "
+                f"worker {worker} does not use the secret {name}: others can read or change {_FOLDER}/{name} "
                 f"(mode {stat.S_IMODE(state.st_mode):03o}); run `chmod 600` on it"
             )
         raw = file.read(MAX_SECRET_BYTES + 1)
     text = raw.decode("utf-8", "replace").rstrip("\r\n")
     if not text or "\0" in text or "\ufffd" in text or len(raw) > MAX_SECRET_BYTES:
         raise MissingSecret(
-            f"worker {worker} has no secret {name}: {path} must hold UTF-8 text of 1 to {MAX_SECRET_BYTES} bytes"
+            f"worker {worker} has no secret {name}: {_FOLDER}/{name} must hold UTF-8 text of 1 to "
+            f"{MAX_SECRET_BYTES} bytes"
         )
     return text
 

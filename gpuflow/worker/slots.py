@@ -10,10 +10,12 @@ from gpuflow.routing.requirement import Requirement
 
 #: Control tasks (joins, dispatch) that may run at once, beside all other work.
 CONTROL_SLOTS: Final = 4
+#: Calls of the URLs of `notify` that may wait for their receivers at once.
+NOTICE_SLOTS: Final = 2
 
 #: `request`: it is answered by a warm session. `ending`: the child of a job has gone and its result is being committed;
 #: it holds no slot and no GPU any more.
-SlotClass = Literal["control", "plain", "job", "request", "ending"]
+SlotClass = Literal["control", "notice", "plain", "job", "request", "ending"]
 
 
 @dataclass(kw_only=True)
