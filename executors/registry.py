@@ -29,6 +29,7 @@ EXECUTORS: Final[Mapping[str, str]] = {
     "embedding": "executors.embedding:Embedding",
     "sft": "executors.sft:SupervisedTuning",
     "lora_sft": "executors.sft:SupervisedTuning",
+    "dpo": "executors.dpo:PreferenceTuning",
     "command": "executors.command:Command",
 }
 

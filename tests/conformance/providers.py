@@ -68,6 +68,13 @@ def _lora(model: Path, **training: Any) -> Spec:
     return {**_training(model, **training), "lora": {"r": 2, "lora_alpha": 4}}
 
 
+def _preferences(model: Path, **training: Any) -> Spec:
+    rows = [
+        {"prompt": pair["prompt"], "chosen": pair["completion"], "rejected": "I do not know."} for pair in PAIRS[:4]
+    ]
+    return {**_training(model, **training), "data": {"type": "preferences", "preferences": rows}}
+
+
 def _trained(result: Mapping[str, Any]) -> bool:
     return result["steps"] == 2 and result["train_loss"] > 0
 
@@ -141,5 +148,12 @@ PROVIDERS = (
         bad=lambda model: {**_lora(model), "data": _NO_ROWS},
         check=_trained,
         files=("final_lora",),
+    ),
+    Provider(
+        task_type="dpo",
+        good=lambda model: {**_preferences(model), "lora": {"r": 2, "lora_alpha": 4}},
+        bad=lambda model: {**_preferences(model), "data": _NO_ROWS},
+        check=_trained,
+        files=("final_lora", "loss.png"),
     ),
 )
