@@ -30,6 +30,9 @@ EXECUTORS: Final[Mapping[str, str]] = {
     "sft": "executors.sft:SupervisedTuning",
     "lora_sft": "executors.sft:SupervisedTuning",
     "dpo": "executors.dpo:PreferenceTuning",
+    "reward": "executors.reward:RewardTuning",
+    "grpo": "executors.grpo:GroupTuning",
+    "ppo": "executors.ppo:PolicyTuning",
     "command": "executors.command:Command",
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,8 @@ class Batch:
     size: int
     accumulation: int
     eval_size: int
+    #: An evaluation takes a multiple of so many rows at once: the answers to one prompt.
+    eval_group: int = 1
     before: Batch | None = None
 
     @classmethod
@@ -27,6 +30,7 @@ class Batch:
             size=arguments.per_device_train_batch_size,
             accumulation=arguments.gradient_accumulation_steps,
             eval_size=arguments.per_device_eval_batch_size,
+            eval_group=getattr(arguments, "num_generations_eval", None) or getattr(arguments, "num_generations", 1),
         )
 
     def halved(self) -> Batch | None:
@@ -36,11 +40,12 @@ class Batch:
         """
         if self.size < 2 or int(os.environ.get("WORLD_SIZE") or 1) > 1:
             return None
-        half = self.size // 2
+        half, eval_half = self.size // 2, max(1, self.eval_size // 2)
         return Batch(
             size=half,
             accumulation=-(-self.size * self.accumulation // half),
-            eval_size=max(1, self.eval_size // 2),
+            eval_size=self.eval_size if eval_half % self.eval_group else eval_half,
+            eval_group=self.eval_group,
             before=self,
         )
 
@@ -51,6 +56,13 @@ class Batch:
             "gradient_accumulation_steps": self.accumulation,
             "per_device_eval_batch_size": self.eval_size,
         }
+
+    def applied_to(self, training: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the section `training` with this batch; as many answers are generated at once as before."""
+        changed = {**training, **self.arguments()}
+        if self.before and training.get("steps_per_generation"):
+            changed["steps_per_generation"] = -(-training["steps_per_generation"] * self.before.size // self.size)
+        return changed
 
     def reason(self) -> str:
         """Say what is tried again, and how."""

@@ -16,13 +16,21 @@ from gpuflow.protocol import Emitter
 
 #: A log with none of these is no log of a step.
 _LOSSES: Final = ("loss", "eval_loss")
+#: Our names of what TRL's PPO logs under its own.
+_OF_PPO: Final = {
+    "loss": "loss/policy_avg",
+    "value_loss": "loss/value_avg",
+    "reward": "objective/scores",
+    "kl": "objective/kl",
+    "learning_rate": "lr",
+}
 #: Numbers of a log that are passed on: of every trainer, of preferences and rewards, of those that generate.
 _REPORTED: Final = frozenset(
     {
         *_LOSSES, "learning_rate", "grad_norm", "epoch", "mean_token_accuracy", "entropy",
         "rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected", "eval_rewards/accuracies",
         "eval_rewards/margins", "accuracy", "margin", "mean_reward", "eval_accuracy", "eval_margin",
-        "reward", "reward_std", "eval_reward", "kl", "completions/mean_length",
+        "reward", "reward_std", "eval_reward", "kl", "completions/mean_length", "value_loss",
     }
 )  # fmt: skip
 
@@ -62,7 +70,8 @@ class Progress(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Pass on the numbers of one log. Raises ExecutorError: NonFiniteLoss, unless the task filters such losses."""
-        logs = logs or {}
+        logs = dict(logs or {})
+        logs |= {name: logs[theirs] for name, theirs in _OF_PPO.items() if theirs in logs}
         if self._fails_on_nan:
             _check_finite(logs, state.global_step)
         numbers = _numbers(logs)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -103,6 +104,8 @@ class Training(Executor):
     #: Side on which batches are filled up; those who generate fill up on the left.
     padding_side: ClassVar[Literal["left", "right"]] = "right"
     lora_kind: ClassVar[Literal["CAUSAL_LM", "SEQ_CLS"]] = "CAUSAL_LM"
+    #: Whether the trainer can go on from a checkpoint.
+    resumes: ClassVar[bool] = True
 
     @abstractmethod
     def roles(self, rows: Sequence[Mapping[str, Any]], data: Mapping[str, Any]) -> Rows:
@@ -119,6 +122,9 @@ class Training(Executor):
     def check(self, request: Request) -> None:
         """Refuse what is wrong in the request, before its data is read. Raises ExecutorError."""
 
+    def check_rows(self, request: Request, rows: Rows) -> None:
+        """Refuse rows that the trainer cannot use, before the model is loaded. Raises ExecutorError."""
+
     def extra_arguments(self, request: Request) -> dict[str, Any]:
         """Return arguments of the trainer that come from other sections than `training`."""
         return {}
@@ -129,12 +135,17 @@ class Training(Executor):
 
         return load_model(location, options)
 
+    def trained_model(self, trainer: Any) -> Any:
+        """Return the model that was trained, to be saved."""
+        return trainer.accelerator.unwrap_model(trainer.model)
+
     def run(self, request: Request, emitter: Emitter) -> dict[str, Any]:
         """Do the training; once more with half the batch, where memory does not suffice."""
         self.check(request)
         check_requirements(request)
         train_rows, eval_rows = self._read_data(request, emitter)
-        resumed = to_resume(request.resume_from)
+        self.check_rows(request, train_rows)
+        resumed = to_resume(request.resume_from) if self.resumes else None
         prepare_libraries()
         prepare_tracking(request)
         job = Job(request=request, emitter=emitter, train_rows=train_rows, eval_rows=eval_rows, resumed=resumed)
@@ -182,10 +193,10 @@ class Training(Executor):
         trained_rows = _trained_rows(job, trainer)
         before = self._evaluate(trainer, emitter, "evaluating before the training") if eval_rows else None
         emitter.status("working", f"training on {trained_rows} rows")
-        with saved_on_notice(trainer, job.resumed, emitter):
+        with saved_on_notice(trainer, job.resumed, emitter) if self.resumes else nullcontext():
             outcome = _train(trainer, job.resumed)
             after = self._evaluate(trainer, emitter, "evaluating after the training") if eval_rows else None
-            train_loss = progress.mean_loss() if job.resumed else outcome.training_loss
+            train_loss = progress.mean_loss() if job.resumed or outcome is None else outcome.training_loss
             counts = {"train_loss": train_loss, "train_rows": trained_rows, "eval_rows": len(eval_rows)}
             result: dict[str, Any] = {
                 "steps": trainer.state.global_step,
@@ -195,13 +206,13 @@ class Training(Executor):
                 f"{self.measure}_after": after,
                 "model": parts.location.name,
                 "dtype": str(parts.model.dtype).removeprefix("torch."),
-                "metrics": {**outcome.metrics, **counts},
+                "metrics": {**(outcome.metrics if outcome else {}), **counts},
                 "checkpoints": [str(path) for path in complete_checkpoints(folder_of(job.request))],
             }
             if job.batch is not None:
                 result["out_of_memory_retry"] = job.batch.record()
             if job.training.get("save_model", True):
-                result |= _save(job, trainer, parts, emitter)
+                result |= self._save(job, trainer, parts)
             if trainer.is_world_process_zero():
                 _plot(job.request, progress.history, emitter)
                 declare_tracking(job.request, emitter)
@@ -214,15 +225,14 @@ class Training(Executor):
 
         from executors.modeling.loading import load_tokenizer, locate, merged
         from executors.modeling.precision import training_dtype
-        from executors.training.arguments import lora_config, saves_by_clock, trainer_arguments
-        from executors.training.checkpoints import Checkpoints
+        from executors.training.arguments import lora_config, trainer_arguments
         from executors.training.progress import Progress
 
         request, training, emitter = job.request, job.training, job.emitter
         datasets.disable_progress_bars()
         arguments = trainer_arguments(
             self.config(),
-            {**training, **(job.batch.arguments() if job.batch else {})},
+            job.batch.applied_to(training) if job.batch else training,
             str(folder_of(request)),
             has_eval=bool(job.eval_rows),
             extra=self.extra_arguments(request),
@@ -248,15 +258,39 @@ class Training(Executor):
             model=model,
             tokenizer=tokenizer,
             peft_config=lora_config(lora, model.config.model_type, kind=self.lora_kind) if job.is_lora else None,
-            callbacks=(progress, Checkpoints(emitter, arguments, by_clock=saves_by_clock(training))),
+            callbacks=[progress, *self._checkpoints(job, arguments)],
         )
         trainer = self.trainer(parts)
         trainer.remove_callback(PrinterCallback)
         return trainer, progress, parts
 
+    def _checkpoints(self, job: Job, arguments: Any) -> list[Any]:
+        from executors.training.arguments import saves_by_clock
+        from executors.training.checkpoints import Checkpoints
+
+        if not self.resumes:
+            return []
+        return [Checkpoints(job.emitter, arguments, by_clock=saves_by_clock(job.training))]
+
     def _evaluate(self, trainer: Any, emitter: Emitter, message: str) -> float:
         emitter.status("working", message)
         return float(trainer.evaluate()[self.measure])
+
+    def _save(self, job: Job, trainer: Any, parts: Parts) -> dict[str, Any]:
+        from executors.training.saving import save_final
+
+        if not trainer.is_world_process_zero():
+            return {}
+        merges = job.is_lora and job.training.get("merge_adapter", False)
+        name = "final_lora" if job.is_lora and not merges else "final_model"
+        job.emitter.status("cleaning_up", f"saving {name}")
+        model = self.trained_model(trainer)
+        if merges:
+            model = model.merge_and_unload()
+        target = Path(job.request.output_dir) / name
+        save_final(model, trainer.processing_class, target, base_name=parts.location.name)
+        job.emitter.artifact(name)
+        return {name: name}
 
 
 def _trained_rows(job: Job, trainer: Any) -> int:
@@ -282,23 +316,6 @@ def _train(trainer: Any, resumed: Checkpoint | None) -> Any:
     if resumed.finished:
         take_no_step(trainer)
     return trainer.train(resume_from_checkpoint=str(resumed.path))
-
-
-def _save(job: Job, trainer: Any, parts: Parts, emitter: Emitter) -> dict[str, Any]:
-    from executors.training.saving import save_final
-
-    if not trainer.is_world_process_zero():
-        return {}
-    merges = job.is_lora and job.training.get("merge_adapter", False)
-    name = "final_lora" if job.is_lora and not merges else "final_model"
-    emitter.status("cleaning_up", f"saving {name}")
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    if merges:
-        model = model.merge_and_unload()
-    target = Path(job.request.output_dir) / name
-    save_final(model, trainer.processing_class, target, base_name=parts.location.name)
-    emitter.artifact(name)
-    return {name: name}
 
 
 def _plot(request: Request, history: Sequence[Mapping[str, float]], emitter: Emitter) -> None:

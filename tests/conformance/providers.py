@@ -75,6 +75,26 @@ def _preferences(model: Path, **training: Any) -> Spec:
     return {**_training(model, **training), "data": {"type": "preferences", "preferences": rows}}
 
 
+def _prompts(model: Path) -> Spec:
+    training = _training(
+        model,
+        gradient_accumulation_steps=2,
+        num_generations=2,
+        learning_rate=1e-3,
+    )
+    return {
+        **training,
+        "data": {"prompts": [pair["prompt"] for pair in PAIRS[:4]], "type": "prompts"},
+        "training": {name: value for name, value in training["training"].items() if name != "max_length"},
+        "reward_model": {"type": "function", "identifier": "distinct_words"},
+        "generation": {"max_new_tokens": 4, "temperature": 1.0},
+    }
+
+
+def _stepped(result: Mapping[str, Any]) -> bool:
+    return result["steps"] == 2
+
+
 def _trained(result: Mapping[str, Any]) -> bool:
     return result["steps"] == 2 and result["train_loss"] > 0
 
@@ -155,5 +175,19 @@ PROVIDERS = (
         bad=lambda model: {**_preferences(model), "data": _NO_ROWS},
         check=_trained,
         files=("final_lora", "loss.png"),
+    ),
+    Provider(
+        task_type="reward",
+        good=_preferences,
+        bad=lambda model: {**_preferences(model), "data": _NO_ROWS},
+        check=_trained,
+        files=("final_model", "loss.png"),
+    ),
+    Provider(
+        task_type="grpo",
+        good=_prompts,
+        bad=lambda model: {**_prompts(model), "reward_model": {"type": "function", "identifier": "os.system"}},
+        check=_stepped,
+        files=("final_model", "loss.png"),
     ),
 )
