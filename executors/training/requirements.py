@@ -49,8 +49,8 @@ def check_requirements(request: Request) -> None:
             )
     if training.get("use_vllm"):
         raise bad_input(
-            "training.use_vllm: the environment of the trainers has no vLLM, which needs another transformers; leave it "
-            "out"
+            "training.use_vllm: the environment of the trainers has no vLLM, which needs another transformers; leave "
+            "it out"
         )
     is_lora = request.task_type == "lora_sft" or request.spec.get("lora") is not None
     if training.get("merge_adapter") and not is_lora:

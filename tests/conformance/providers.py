@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,6 +92,11 @@ def _prompts(model: Path) -> Spec:
     }
 
 
+def _policy(model: Path) -> Spec:
+    training = {"max_steps": 2, "per_device_train_batch_size": 1, "num_ppo_epochs": 1}
+    return {**_prompts(model), "training": training}
+
+
 def _stepped(result: Mapping[str, Any]) -> bool:
     return result["steps"] == 2
 
@@ -111,6 +117,7 @@ tell(event="result", value={"rows": 3})
 """
 _NO_ROWS = {"type": "list", "items": [{"nothing": "of use"}]}
 
+#: ppo is there where PPO_TRL names a folder with its TRL, as tox has it.
 PROVIDERS = (
     Provider(
         task_type="echo",
@@ -189,5 +196,19 @@ PROVIDERS = (
         bad=lambda model: {**_prompts(model), "reward_model": {"type": "function", "identifier": "os.system"}},
         check=_stepped,
         files=("final_model", "loss.png"),
+    ),
+    *(
+        (
+            Provider(
+                task_type="ppo",
+                good=_policy,
+                bad=lambda model: {**_policy(model), "reward_model": {"type": "function", "identifier": "os.system"}},
+                check=_stepped,
+                files=("final_model", "loss.png"),
+                environment={"PYTHONPATH": os.environ["PPO_TRL"]},
+            ),
+        )
+        if "PPO_TRL" in os.environ
+        else ()
     ),
 )
