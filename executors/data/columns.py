@@ -1,37 +1,143 @@
-"""Gives the columns of training rows their roles: prompt and completion, messages, or text. Pure.
+"""Gives the columns of training rows their roles: what a row is to its trainer. Pure.
 
 The data section names columns by `columns: {role: column}` or `column`; without either, usual names are recognised.
-Every row is checked, so that a mistake is told before a model is loaded.
+Every row is checked, so that a mistake is reported before a model is loaded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from executors.base import bad_input
 
-#: Roles of a training row, one group each; the first group whose columns are there is taken.
-FORMS: Final = (("messages",), ("prompt", "completion"), ("text",))
-#: Usual names of columns, where a data section names none.
-_USUAL: Final = (
-    {"messages": "messages"},
-    {"messages": "conversations"},
-    {"prompt": "prompt", "completion": "completion"},
-    {"prompt": "question", "completion": "answer"},
-    {"prompt": "instruction", "completion": "output"},
-    {"prompt": "input", "completion": "output"},
-    {"prompt": "prompt", "completion": "response"},
-    {"text": "text"},
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forms:
+    """The forms of a row that a trainer takes.
+
+    `groups` are the roles of each form, `usual` names of columns for them, where a data section names none: the first
+    whose columns are there is taken. `single` is the role of `data.column`; `words` say it to the user.
+    """
+
+    groups: tuple[tuple[str, ...], ...]
+    usual: tuple[Mapping[str, str], ...]
+    single: str
+    words: str
+    lacking: str
+
+
+SUPERVISED: Final = Forms(
+    groups=(("messages",), ("prompt", "completion"), ("text",)),
+    usual=(
+        {"messages": "messages"},
+        {"messages": "conversations"},
+        {"prompt": "prompt", "completion": "completion"},
+        {"prompt": "question", "completion": "answer"},
+        {"prompt": "instruction", "completion": "output"},
+        {"prompt": "input", "completion": "output"},
+        {"prompt": "prompt", "completion": "response"},
+        {"text": "text"},
+    ),
+    single="text",
+    words="messages, or prompt and completion, or text",
+    lacking="neither messages, nor prompt and completion, nor text",
+)
+PREFERENCES: Final = Forms(
+    groups=(("prompt", "chosen", "rejected"), ("chosen", "rejected")),
+    usual=(
+        *(
+            {"prompt": prompt, "chosen": "chosen", "rejected": "rejected"}
+            for prompt in ("prompt", "question", "instruction", "input")
+        ),
+        {"chosen": "chosen", "rejected": "rejected"},
+    ),
+    single="chosen",
+    words="prompt, chosen and rejected, or chosen and rejected",
+    lacking="no chosen and rejected",
+)
+PROMPTS: Final = Forms(
+    groups=(("prompt",), ("messages",)),
+    usual=(
+        {"prompt": "prompt"},
+        {"messages": "messages"},
+        {"messages": "conversations"},
+        {"prompt": "question"},
+        {"prompt": "instruction"},
+        {"prompt": "query"},
+        {"prompt": "text"},
+    ),
+    single="prompt",
+    words="prompt, or messages",
+    lacking="neither prompt nor messages",
 )
 
 
-def training_rows(rows: Sequence[Mapping[str, Any]], data: Mapping[str, Any]) -> list[dict[str, Any]]:
+def training_rows(rows: Sequence[Row], data: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return rows with the keys of one form: {messages}, {prompt, completion} or {text}.
 
     Raises ExecutorError: BadInput naming the columns found, or the row whose value is of a wrong type.
     """
-    roles = _roles(rows, data)
+    return _with_roles(rows, _roles(rows, data, SUPERVISED))
+
+
+def preference_rows(rows: Sequence[Row], data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return rows with {prompt, chosen, rejected}, or {chosen, rejected} where both begin with the prompt.
+
+    The values of a row are texts or chat messages. Raises ExecutorError: BadInput naming the columns found, or the row
+    that prefers nothing: an answer is empty, or both are equal.
+    """
+    done = _with_roles(rows, _roles(rows, data, PREFERENCES))
+    for index, row in enumerate(done):
+        empty = [role for role in ("chosen", "rejected") if not row[role]]
+        if empty:
+            raise bad_input(f"data row {index}: {empty[0]} is empty; give the answer, or leave the row out")
+        if row["chosen"] == row["rejected"]:
+            raise bad_input(f"data row {index}: chosen and rejected are equal; leave the row out")
+        if isinstance(row["chosen"], str) != isinstance(row["rejected"], str):
+            raise bad_input(f"data row {index}: chosen and rejected must both be text, or both be messages")
+    return done
+
+
+def prompt_rows(rows: Sequence[Row], data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return rows with {prompt}, a text or chat messages that end before the answer, and the other plain columns.
+
+    Reward functions read the other columns (`answer`, for example). Raises ExecutorError: BadInput naming the columns
+    found, or the row whose prompt is empty.
+    """
+    roles = _roles(rows, data, PROMPTS)
+    done = _with_roles(rows, roles)
+    (column,) = roles.values()
+    others = [name for name in rows[0] if name != column and all(_is_plain(row.get(name)) for row in rows)]
+    shaped = []
+    for index, (row, given) in enumerate(zip(done, rows, strict=True)):
+        prompt = row["prompt"] if "prompt" in row else _before_the_answer(row["messages"])
+        if not prompt:
+            raise bad_input(f"data row {index}: the prompt is empty; give a text, or messages that ask something")
+        shaped.append({"prompt": prompt, **{_free(name): str(given[name]) for name in others}})
+    return shaped
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, str | int | float) and not isinstance(value, bool)
+
+
+def _free(name: str) -> str:
+    """Return the name of another column: `prompt` is taken where the prompt comes from a column of another name."""
+    return f"{name}_column" if name in ("prompt", "prompts", "completions") else name
+
+
+def _before_the_answer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    asked = list(messages)
+    while asked and asked[-1]["role"] == "assistant":
+        asked.pop()
+    return asked
+
+
+def _with_roles(rows: Sequence[Row], roles: Mapping[str, str]) -> list[dict[str, Any]]:
     done = []
     for index, row in enumerate(rows):
         missing = [column for column in roles.values() if row.get(column) is None]
@@ -42,30 +148,36 @@ def training_rows(rows: Sequence[Mapping[str, Any]], data: Mapping[str, Any]) ->
     return done
 
 
-def _roles(rows: Sequence[Mapping[str, Any]], data: Mapping[str, Any]) -> dict[str, str]:
+def _roles(rows: Sequence[Row], data: Mapping[str, Any], forms: Forms) -> dict[str, str]:
     found = list(dict.fromkeys(str(column) for row in rows[:100] for column in row))
     listed = ", ".join(found) or "none"
     given: dict[str, str] = dict(data.get("columns") or {})
     if not given and data.get("column"):
-        given = {"text": str(data["column"])}
+        given = {forms.single: str(data["column"])}
     if given:
-        for form in FORMS:
+        for form in forms.groups:
             if set(form) == set(given):
                 absent = [column for column in given.values() if column not in found]
                 if absent:
                     raise bad_input(f"data.columns names {', '.join(absent)}, but the columns found are: {listed}")
                 return given
         raise bad_input(
-            f"data.columns has the roles {', '.join(given)}; training takes messages, or prompt and completion, "
-            f"or text (the columns found are: {listed})"
+            f"data.columns has the roles {', '.join(given)}; training takes {forms.words} "
+            f"(the columns found are: {listed})"
         )
-    for usual in _USUAL:
+    for usual in forms.usual:
         if all(column in found for column in usual.values()):
             return dict(usual)
-    raise bad_input(
-        "the data has neither messages, nor prompt and completion, nor text; the columns found are: "
-        f"{listed}; say which is which by data.columns, as in {{prompt: question, completion: answer}}"
+    example = ", ".join(
+        f"{role}: {_EXAMPLES[role]}" for role in next(form for form in forms.groups if "prompt" in form)
     )
+    raise bad_input(
+        f"the data has {forms.lacking}; the columns found are: {listed}; say which is which by data.columns, as in "
+        f"{{{example}}}"
+    )
+
+
+_EXAMPLES: Final = {"prompt": "question", "completion": "answer", "chosen": "better", "rejected": "worse"}
 
 
 def _checked(value: Any, role: str, index: int) -> Any:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from executors.base import bad_input
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-    from trl import SFTConfig
 
 #: Fields of a template's `training` that are ours, not the trainer's.
-OWN: Final = frozenset({"allow_multi_gpu", "nproc_per_node", "save_model"})
+OWN: Final = frozenset({"allow_multi_gpu", "nproc_per_node", "save_model", "merge_adapter"})
 #: Up to so many steps, every one is logged.
 _LOG_EVERY_STEP: Final = 200
 #: Checkpoints that are kept of a training that saves by the clock.
@@ -24,20 +23,26 @@ def saves_by_clock(training: Mapping[str, Any]) -> bool:
     return not any(name in training for name in ("save_strategy", "save_steps", "load_best_model_at_end"))
 
 
-def sft_arguments(training: Mapping[str, Any], output_dir: str, *, has_eval: bool) -> SFTConfig:
-    """Return the configuration of a supervised training; the user's fields win over every default.
+def trainer_arguments(
+    config: type[Any],
+    training: Mapping[str, Any],
+    output_dir: str,
+    *,
+    has_eval: bool,
+    extra: Mapping[str, Any] | None = None,
+) -> Any:
+    """Return the configuration of a training, an instance of `config`; the user's fields win over every default.
 
-    Raises ExecutorError: BadInput with the trainer's own words.
+    `extra` are values of ours that win over the user's. Raises ExecutorError: BadInput with the trainer's own words.
     """
     import torch
-    from trl import SFTConfig
 
     given = {name: value for name, value in training.items() if name not in OWN and name != "model_init_kwargs"}
     if not has_eval and given.get("eval_strategy", "no") != "no":
         raise bad_input("training.eval_strategy needs data to evaluate on; set data.eval_split, as in 0.1")
     defaults = _defaults(given, cuda=torch.cuda.is_available())
     try:
-        return SFTConfig(**{**defaults, **given, "output_dir": output_dir})
+        return config(**{**defaults, **given, **(extra or {}), "output_dir": output_dir})
     except (TypeError, ValueError) as error:
         raise bad_input(f"training: {error}") from error
 
@@ -51,6 +56,8 @@ def _defaults(given: Mapping[str, Any], *, cuda: bool) -> dict[str, Any]:
         "disable_tqdm": True,
         "logging_steps": 1 if 0 < steps <= _LOG_EVERY_STEP else 10,
         "logging_first_step": True,
+        # A loss that is no number is not hidden behind the mean of the others: it fails the training (`Progress`).
+        "logging_nan_inf_filter": False,
         "save_strategy": "no" if saves_by_clock(given) else "steps",
     }
     if saves_by_clock(given):
@@ -64,7 +71,9 @@ def _defaults(given: Mapping[str, Any], *, cuda: bool) -> dict[str, Any]:
     return defaults
 
 
-def lora_config(lora: Mapping[str, Any] | None, model_type: str) -> LoraConfig:
+def lora_config(
+    lora: Mapping[str, Any] | None, model_type: str, *, kind: Literal["CAUSAL_LM", "SEQ_CLS"] = "CAUSAL_LM"
+) -> LoraConfig:
     """Return the configuration of the adapter; PEFT's defaults for what the user left out.
 
     Where PEFT knows no target modules for a model, all its linear layers are tuned. Raises ExecutorError: BadInput.
@@ -72,7 +81,7 @@ def lora_config(lora: Mapping[str, Any] | None, model_type: str) -> LoraConfig:
     from peft import LoraConfig
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
 
-    fields = {"task_type": "CAUSAL_LM", **(lora or {})}
+    fields = {"task_type": kind, **(lora or {})}
     if not fields.get("target_modules") and not fields.get("target_parameters") and model_type not in KNOWN:
         fields["target_modules"] = "all-linear"
     try:

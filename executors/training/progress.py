@@ -11,16 +11,36 @@ from typing import Any, Final
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from executors import cancellation
+from executors.base import ExecutorError
 from gpuflow.protocol import Emitter
 
-_TOLD: Final = ("loss", "eval_loss", "learning_rate", "grad_norm", "epoch", "mean_token_accuracy")
+#: A log with none of these is no log of a step.
+_LOSSES: Final = ("loss", "eval_loss")
+#: Our names of what TRL's PPO logs under its own.
+_OF_PPO: Final = {
+    "loss": "loss/policy_avg",
+    "value_loss": "loss/value_avg",
+    "reward": "objective/scores",
+    "kl": "objective/kl",
+    "learning_rate": "lr",
+}
+#: Numbers of a log that are passed on: of every trainer, of preferences and rewards, of those that generate.
+_REPORTED: Final = frozenset(
+    {
+        *_LOSSES, "learning_rate", "grad_norm", "epoch", "mean_token_accuracy", "entropy",
+        "rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected", "eval_rewards/accuracies",
+        "eval_rewards/margins", "accuracy", "margin", "mean_reward", "eval_accuracy", "eval_margin",
+        "reward", "reward_std", "eval_reward", "kl", "completions/mean_length", "value_loss",
+    }
+)  # fmt: skip
 
 
 class Progress(TrainerCallback):
     """Emits a progress event for every log of the trainer; `history` holds the same numbers, one entry a log."""
 
-    def __init__(self, emitter: Emitter) -> None:
+    def __init__(self, emitter: Emitter, *, fails_on_nan: bool = False) -> None:
         self._emitter = emitter
+        self._fails_on_nan = fails_on_nan
         self._tokens = 0.0
         self._at = time.monotonic()
         self.history: list[dict[str, float]] = []
@@ -49,8 +69,11 @@ class Progress(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Pass on the numbers of one log."""
-        logs = logs or {}
+        """Pass on the numbers of one log. Raises ExecutorError: NonFiniteLoss, unless the task filters such losses."""
+        logs = dict(logs or {})
+        logs |= {name: logs[theirs] for name, theirs in _OF_PPO.items() if theirs in logs}
+        if self._fails_on_nan:
+            _check_finite(logs, state.global_step)
         numbers = _numbers(logs)
         if not state.is_world_process_zero or not numbers:
             return
@@ -72,9 +95,21 @@ class Progress(TrainerCallback):
         return round(speed, 1)
 
 
+def _check_finite(logs: Mapping[str, Any], step: int) -> None:
+    for name in _LOSSES:
+        value = logs.get(name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ExecutorError(
+                "NonFiniteLoss",
+                f"{name} is {value} at step {step}: the training has diverged; use a smaller training.learning_rate, "
+                "set max_grad_norm, or train in float32 or bf16 instead of fp16 "
+                "(training.logging_nan_inf_filter: true trains on)",
+            )
+
+
 def _numbers(logs: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers of a log that are told; none for a log without a loss."""
-    if not {"loss", "eval_loss"} & set(logs):
+    """Return the finite numbers of a log that are passed on; none for a log without a loss."""
+    if not set(_LOSSES) & set(logs):
         return {}
-    told = {name: logs[name] for name in _TOLD if isinstance(logs.get(name), int | float)}
-    return {name: value for name, value in told.items() if math.isfinite(value)}
+    found = {name: value for name, value in logs.items() if name in _REPORTED and isinstance(value, int | float)}
+    return {name: value for name, value in found.items() if math.isfinite(value)}

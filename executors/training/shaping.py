@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 Row = Mapping[str, Any]
+
+_ANSWERS: Final = ("chosen", "rejected")
 
 
 def shape(rows: Sequence[Row], *, chat: bool, separator: str | None) -> list[dict[str, Any]]:
@@ -15,6 +17,29 @@ def shape(rows: Sequence[Row], *, chat: bool, separator: str | None) -> list[dic
     sees what inference will send, unless `separator` asks for plain text. Without a template contents are joined.
     """
     return [_shaped(row, chat=chat, separator=separator) for row in rows]
+
+
+def shape_preferences(rows: Sequence[Row], *, chat: bool, separator: str | None) -> list[dict[str, Any]]:
+    """Return rows of preferences as TRL takes them: all of them chats, or all of them texts.
+
+    A row of texts with a prompt becomes a chat where the tokenizer has a template, unless `separator` asks for plain
+    text. Rows without a prompt stay what they are: TRL finds what both answers begin with.
+    """
+    as_chat = chat and separator is None and all("prompt" in row or not isinstance(row["chosen"], str) for row in rows)
+    return [_preference(row, as_chat=as_chat, separator=separator) for row in rows]
+
+
+def _preference(row: Row, *, as_chat: bool, separator: str | None) -> dict[str, Any]:
+    shaped = {role: _as_chat(row[role], "assistant") if as_chat else _joined(row[role]) for role in _ANSWERS}
+    if "prompt" not in row:
+        return shaped
+    between = "\n" if separator is None else separator
+    return {"prompt": _as_chat(row["prompt"], "user") if as_chat else _joined(row["prompt"]) + between, **shaped}
+
+
+def shape_prompts(rows: Sequence[Row], *, chat: bool) -> list[dict[str, Any]]:
+    """Return rows of prompts as TRL takes them, other columns unchanged: chats where the tokenizer has a template."""
+    return [{**row, "prompt": _as_chat(row["prompt"], "user") if chat else _joined(row["prompt"])} for row in rows]
 
 
 def _shaped(row: Row, *, chat: bool, separator: str | None) -> dict[str, Any]:

@@ -164,7 +164,12 @@ def training_section(task_type: str) -> Section:
         schema=schema,
         bounds=bounds.TRAINING,
         aliases=aliases,
-        own={"allow_multi_gpu": ("bool",), "nproc_per_node": ("int", "null"), "save_model": ("bool",)},
+        own={
+            "allow_multi_gpu": ("bool",),
+            "nproc_per_node": ("int", "null"),
+            "save_model": ("bool",),
+            "merge_adapter": ("bool",),
+        },
         managed=_TRAINING_MANAGED,
         hints=_TRAINING_HINTS,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,6 +80,38 @@ def _lora(model: Path, **training: Any) -> Spec:
     return {**_training(model, **training), "lora": {"r": 2, "lora_alpha": 4}}
 
 
+def _preferences(model: Path, **training: Any) -> Spec:
+    rows = [
+        {"prompt": pair["prompt"], "chosen": pair["completion"], "rejected": "I do not know."} for pair in PAIRS[:4]
+    ]
+    return {**_training(model, **training), "data": {"type": "preferences", "preferences": rows}}
+
+
+def _prompts(model: Path) -> Spec:
+    training = _training(
+        model,
+        gradient_accumulation_steps=2,
+        num_generations=2,
+        learning_rate=1e-3,
+    )
+    return {
+        **training,
+        "data": {"prompts": [pair["prompt"] for pair in PAIRS[:4]], "type": "prompts"},
+        "training": {name: value for name, value in training["training"].items() if name != "max_length"},
+        "reward_model": {"type": "function", "identifier": "distinct_words"},
+        "generation": {"max_new_tokens": 4, "temperature": 1.0},
+    }
+
+
+def _policy(model: Path) -> Spec:
+    training = {"max_steps": 2, "per_device_train_batch_size": 1, "num_ppo_epochs": 1}
+    return {**_prompts(model), "training": training}
+
+
+def _stepped(result: Mapping[str, Any]) -> bool:
+    return result["steps"] == 2
+
+
 def _trained(result: Mapping[str, Any]) -> bool:
     return result["steps"] == 2 and result["train_loss"] > 0
 
@@ -118,6 +151,7 @@ def container(folder: Path, engine: str = "none", **fields: Any) -> Spec:
 
 _NO_ROWS = {"type": "list", "items": [{"nothing": "of use"}]}
 
+#: ppo is there where PPO_TRL names a folder with its TRL, as tox has it.
 PROVIDERS = (
     Provider(
         task_type="echo",
@@ -192,5 +226,40 @@ PROVIDERS = (
         bad=lambda model: {**_lora(model), "data": _NO_ROWS},
         check=_trained,
         files=("final_lora",),
+    ),
+    Provider(
+        task_type="dpo",
+        good=lambda model: {**_preferences(model), "lora": {"r": 2, "lora_alpha": 4}},
+        bad=lambda model: {**_preferences(model), "data": _NO_ROWS},
+        check=_trained,
+        files=("final_lora", "loss.png"),
+    ),
+    Provider(
+        task_type="reward",
+        good=_preferences,
+        bad=lambda model: {**_preferences(model), "data": _NO_ROWS},
+        check=_trained,
+        files=("final_model", "loss.png"),
+    ),
+    Provider(
+        task_type="grpo",
+        good=_prompts,
+        bad=lambda model: {**_prompts(model), "reward_model": {"type": "function", "identifier": "os.system"}},
+        check=_stepped,
+        files=("final_model", "loss.png"),
+    ),
+    *(
+        (
+            Provider(
+                task_type="ppo",
+                good=_policy,
+                bad=lambda model: {**_policy(model), "reward_model": {"type": "function", "identifier": "os.system"}},
+                check=_stepped,
+                files=("final_model", "loss.png"),
+                environment={"PYTHONPATH": os.environ["PPO_TRL"]},
+            ),
+        )
+        if "PPO_TRL" in os.environ
+        else ()
     ),
 )

@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[3]
 def test_the_shipped_ones_are_valid_and_say_what_they_take() -> None:
     settings = Settings()
 
-    assert {"default", "vllm"} <= set(names(settings))
-    for name in ("default", "vllm"):
+    assert {"default", "ppo", "vllm"} <= set(names(settings))
+    for name in ("default", "ppo", "vllm"):
         definition = load(settings, name)
         assert definition.description
         assert set(definition.variants) == {"cpu", "cuda"}
@@ -39,6 +39,18 @@ def test_the_default_one_has_the_pins_of_the_packages_extras() -> None:
 
     for recipe in load(Settings(), "default").variants.values():
         assert wanted <= set(recipe.pins)
+
+
+def test_the_environment_of_ppo_is_the_default_one_with_the_trl_whose_fields_are_known() -> None:
+    default, ppo = (load(Settings(), name) for name in ("default", "ppo"))
+
+    for name, recipe in ppo.variants.items():
+        known = dict(pin.split("==") for pin in default.variants[name].pins)
+        pins = dict(pin.split("==") for pin in recipe.pins)
+        assert {**pins, "trl": known["trl"]} == known
+        source = json.loads((ROOT / "gpuflow" / "spec" / "schemas" / "ppo.json").read_text("utf-8"))["source"]
+        assert source == f"PPOConfig of trl {pins['trl']}"
+    assert "ppo" not in default.task_types
 
 
 def test_one_vllm_for_all_its_variants_the_packages_extra_and_the_fields_that_are_known() -> None:
@@ -99,7 +111,7 @@ def test_an_unknown_name_is_bad_input_and_near_ones_are_named(workshop: Workshop
 
     assert done.returncode == 2
     assert done.stderr == "gpuflow: no environment 'vlm'; did you mean vllm?\n"
-    with pytest.raises(UnknownEnvironment, match="there are: default, tiny, vllm"):
+    with pytest.raises(UnknownEnvironment, match="there are: default, ppo, tiny, vllm"):
         load(workshop.settings, "../../etc")
 
 
@@ -154,6 +166,9 @@ def test_what_is_installed_beside_gpuflow_stands_in_for_default(
     assert ready is not None
     assert (ready.python, ready.python_path) == (Path(sys.executable), None)
     assert ready.task_types == {"echo", "command", "container", "inference", "embedding", "rag"}
-    assert (installed.status, installed.detail) == ("installed", "not installed here: what lora_sft, sft need")
+    assert (installed.status, installed.detail) == (
+        "installed",
+        "not installed here: what dpo, grpo, lora_sft, reward, sft need",
+    )
     assert (cpu.status, cuda.status) == ("absent", "absent")
     assert find(workshop.settings, "vllm") is None

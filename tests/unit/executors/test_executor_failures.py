@@ -120,11 +120,10 @@ def test_a_cycle_of_causes_ends():
 
 
 def test_every_registered_place_has_the_task_type():
-    for task_type in ("echo", "inference", "sft", "lora_sft"):
+    trainers = {"sft", "lora_sft", "dpo", "reward", "grpo", "ppo"}
+    for task_type in ("echo", "inference", *trainers):
         assert task_type in find(task_type).task_types
-    assert set(EXECUTORS) == {
-        "echo", "inference", "embedding", "sft", "lora_sft", "dpo", "reward", "grpo", "command", "container", "rag",
-    }  # fmt: skip
+    assert set(EXECUTORS) == {"echo", "inference", "embedding", "rag", "command", "container", *trainers}
 
 
 def test_an_unknown_task_type_names_the_known():

@@ -8,6 +8,8 @@ import pytest
 
 from gpuflow.spec import Template, parse, parse_text, pick
 from gpuflow.spec.checking import canonical
+from gpuflow.spec.presets import list_presets
+from gpuflow.spec.sections import TRAINING_SCHEMAS
 
 SAMPLES = {
     "pipeline": 0,
@@ -137,3 +139,17 @@ def test_a_newer_stored_template_is_refused():
         Template.from_dict({"schema": 99})
     with pytest.raises(Exception, match="submit it again"):
         Template.from_dict({"api_version": "gpuflow/v1"})
+
+
+@pytest.mark.parametrize("name", list_presets("pipelines"))
+def test_every_shipped_pipeline_is_valid_and_says_nothing_for_nothing(name):
+    template = parse(name)
+
+    assert template.stages
+    assert template.warnings == ()
+
+
+def test_the_shipped_pipelines_show_each_task_type_that_trains():
+    shown = {stage.spec["taskType"] for name in list_presets("pipelines") for stage in parse(name).stages}
+
+    assert set(TRAINING_SCHEMAS) <= shown

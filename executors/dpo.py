@@ -1,0 +1,42 @@
+"""The task type `dpo`: direct preference optimisation with TRL, of all weights or (section `lora`) of an adapter."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from executors.data.columns import preference_rows
+from executors.training.run import Parts, Rows, Training
+
+
+class PreferenceTuning(Training):
+    """Trains on pairs of answers of which one is preferred."""
+
+    task_types: ClassVar[tuple[str, ...]] = ("dpo",)
+    bare: ClassVar[str] = "chosen"
+
+    def roles(self, rows: Sequence[Mapping[str, Any]], data: Mapping[str, Any]) -> Rows:
+        """Return rows with {prompt, chosen, rejected} or {chosen, rejected}."""
+        return preference_rows(rows, data)
+
+    def config(self) -> type[Any]:
+        """Return TRL's DPOConfig."""
+        from trl import DPOConfig
+
+        return DPOConfig
+
+    def trainer(self, parts: Parts) -> Any:
+        """Return TRL's DPOTrainer; the reference of a full training is a copy of the model as it is now."""
+        from trl import DPOTrainer
+
+        from executors.training.shaping import shape_preferences
+
+        shaped = [
+            shape_preferences(rows, chat=parts.has_template, separator=parts.separator)
+            for rows in (parts.job.train_rows, parts.job.eval_rows)
+        ]
+        # With an adapter, the model without it is the reference. TRL would load a full one from the hub again, and
+        # so without the adapters that were merged into this one.
+        reference = None if parts.peft_config is not None else copy.deepcopy(parts.model)
+        return DPOTrainer(**parts.common(*shaped), ref_model=reference)

@@ -1,0 +1,45 @@
+"""Where the trackers of `training.report_to` write: into the output folder, unless the environment says otherwise."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from executors.training.requirements import trackers_of
+from gpuflow.protocol import Emitter, Request
+
+#: Tracker -> its folder in the output folder.
+_FOLDERS: Final[Mapping[str, str]] = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlruns"}
+
+
+def prepare_tracking(request: Request) -> None:
+    """Set the variables of the trackers that a task asks for; what the environment has already wins.
+
+    W&B works offline where there is no WANDB_API_KEY, so that a task never waits for a login.
+    """
+    training: Mapping[str, Any] = request.spec.get("training") or {}
+    for name in trackers_of(training):
+        if name not in _FOLDERS:
+            continue
+        folder = Path(request.output_dir) / _FOLDERS[name]
+        if name == "tensorboard":
+            os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(folder))
+        elif name == "wandb":
+            Path(request.output_dir).mkdir(parents=True, exist_ok=True)
+            os.environ.setdefault("WANDB_DIR", request.output_dir)
+            if not os.environ.get("WANDB_API_KEY"):
+                os.environ.setdefault("WANDB_MODE", "offline")
+        else:
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+            os.environ.setdefault("MLFLOW_TRACKING_URI", folder.absolute().as_uri())
+
+
+def declare_tracking(request: Request, emitter: Emitter) -> None:
+    """Declare the folders that trackers have written to."""
+    training: Mapping[str, Any] = request.spec.get("training") or {}
+    for name in trackers_of(training):
+        folder = _FOLDERS.get(name)
+        if folder and (Path(request.output_dir) / folder).is_dir():
+            emitter.artifact(folder)
