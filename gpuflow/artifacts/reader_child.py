@@ -8,7 +8,6 @@ then orders (`fetch`, `unpack`), each answered by `done` or `failed`. Before byt
 from __future__ import annotations
 
 import json
-import resource
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -39,6 +38,8 @@ class _SharedThrottle(Throttle):
 
 
 def _limit(cpu_seconds: int, memory_bytes: int) -> None:
+    import resource  # there is none on Windows, where this module can be imported all the same
+
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds))
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -79,8 +79,8 @@ def _value(name: str, environ: Mapping[str, str], folder: Path | None, worker: s
         cause = "there is none" if isinstance(error, FileNotFoundError) else error.strerror
         raise MissingSecret(
             f"worker {worker} has no secret {name}: it is not in the worker's environment, and "
-            f"{_FOLDER}/{name} cannot be read ({cause}); write the value to that file (mode 600), or start the worker "
-            f"with {name} set"
+            f"{_FOLDER}/{name} cannot be read ({cause}); write the value to that file with mode 600, or start the "
+            f"worker with {name} set"
         ) from None
 
 

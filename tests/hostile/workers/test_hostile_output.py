@@ -13,12 +13,12 @@ from tests.support.waiting import patient
 #: Bytes of events that a task keeps here.
 MOST_BYTES = 1 << 20
 ENV = {"GPUFLOW_EVENTS_MAX_BYTES": str(MOST_BYTES)}
-#: Prints 60 events of a megabyte, then 60,000 small ones, one that is too large, and a last one.
+#: Prints 15 events of a megabyte, then 2,000 small ones, one that is too large, and a last one.
 FLOOD = """
 import json
-for n in range(60):
+for n in range(15):
     print(json.dumps({"event": "note", "text": "x" * 1_000_000}), flush=True)
-for n in range(60_000):
+for n in range(2_000):
     print(json.dumps({"event": "note", "n": n}))
 print(json.dumps({"event": "progress", "current": 1, "metrics": {"m" * 2_000_000: 1}}), flush=True)
 """
