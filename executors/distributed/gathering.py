@@ -11,7 +11,7 @@ def whole_state(trainer: Any) -> Mapping[str, Any] | None:
 
     Every rank calls it: it gathers. The ranks but the first get weights that they must not use.
     """
-    if not trainer.is_fsdp_enabled:
+    if not getattr(trainer, "is_fsdp_enabled", False):
         return None
     state: Mapping[str, Any] = trainer.accelerator.get_state_dict(trainer.model)
     return state

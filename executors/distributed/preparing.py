@@ -32,7 +32,7 @@ def before_training(trainer: Any) -> Iterator[None]:
 
     A model that is to be sharded is evaluated whole, on each rank. With one process there is nothing to do.
     """
-    sharded = trainer.is_fsdp_enabled
+    sharded = getattr(trainer, "is_fsdp_enabled", False)
     trainer.is_fsdp_enabled = False
     try:
         yield
