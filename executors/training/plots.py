@@ -42,6 +42,7 @@ def plot_history(history: Sequence[Mapping[str, float]], path: Path) -> bool:
     axes.set_ylabel("loss")
     axes.legend()
     axes.grid(alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f".{path.name}.new")
     try:
         figure.savefig(fresh, format="png", dpi=100)

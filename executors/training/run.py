@@ -159,7 +159,8 @@ class Training(Executor):
                 raise without_room(error, job.loaded) from error
             emitter.status("retrying", f"{batch.reason()}: {str(error)[:300]}")
         free_memory()
-        newest = to_resume(str(folder_of(request))) if complete_checkpoints(folder_of(request)) else resumed
+        is_begun = self.resumes and complete_checkpoints(folder_of(request))
+        newest = to_resume(str(folder_of(request))) if is_begun else resumed
         again = replace(job, batch=batch, loaded=None, resumed=newest)
         try:
             return self._complete(again)
