@@ -92,12 +92,13 @@ def test_a_shim_that_is_killed_takes_nothing_of_its_task_with_it_and_leaves_noth
     assert [entry.error["type"] for entry in fleet.app.ledger.attempts(task.id) if entry.error] == ["ChildLost"]
 
 
-def test_every_view_says_the_same_of_a_worker_that_is_gone(fleet: TestFleet) -> None:
-    # Given a worker that runs a task and is killed
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_every_view_says_the_same_of_a_worker_that_is_gone(fleet: TestFleet, how: signal.Signals) -> None:
+    # Given a worker that runs a task and is killed, or frozen
     worker = fleet.start_worker("w1", env={**LEASE, "HEARTBEAT_INTERVAL_SEC": "1"})
     task = submit(fleet.echo(until_exists="/nowhere"), app=fleet.app)
     eventually(lambda: task.state == "RUNNING", what="the task running")
-    worker.send(signal.SIGKILL)
+    worker.send(how)
 
     # When its lease has ended, and its next heartbeat is overdue
     eventually(lambda: shown(fleet, "status", task.id)["state"] == "QUEUED", within=60, what="the loss")
