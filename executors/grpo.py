@@ -83,7 +83,15 @@ class GroupTuning(Training):
 
         from executors.training.shaping import shape_prompts
 
-        request = parts.job.request
+        request, arguments = parts.job.request, parts.arguments
+        group = arguments.num_generations_eval or arguments.num_generations
+        if parts.job.eval_rows and (arguments.per_device_eval_batch_size * arguments.world_size) % group:
+            raise bad_input(
+                f"training.per_device_eval_batch_size is {arguments.per_device_eval_batch_size}; for an evaluation it "
+                f"must be a multiple of the {group} answers to a prompt (num_generations)"
+            )
+        if arguments.beta and arguments.fsdp and parts.peft_config is None:
+            raise bad_input("training.beta needs a second model, which training.fsdp does not spread; use section lora")
         reward, reward_tokenizer = load_reward(request, parts.job.emitter)
         shaped = [shape_prompts(rows, chat=parts.has_template) for rows in (parts.job.train_rows, parts.job.eval_rows)]
         needs_reference = bool(parts.arguments.beta) and parts.peft_config is None

@@ -47,7 +47,7 @@ class ChildEmitter(Emitter):
         self._parent = parent
         self._id = child_id
 
-    def emit(self, name: str, **data: Any) -> None:
+    def emit(self, name: str, /, **data: Any) -> None:
         """Write one event with the child's id."""
         if name == "artifact":
             data["path"] = f"children/{self._id}/{data['path']}"

@@ -30,7 +30,7 @@ class _Terminal(Emitter):
         super().__init__(stream)
         self._open_line = False
 
-    def emit(self, name: str, **data: Any) -> None:
+    def emit(self, name: str, /, **data: Any) -> None:
         if name == "worker" and data.get("message"):
             self._say(data["message"])
         elif name == "progress" and data.get("total") and self._stream.isatty():

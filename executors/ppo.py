@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -85,10 +86,11 @@ class PolicyTuning(Training):
 
         arguments, request = parts.arguments, parts.job.request
         rows = shape_prompts(parts.job.train_rows, chat=parts.has_template)
-        step = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
+        ranks = int(os.environ.get("WORLD_SIZE") or 1)
+        step = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * ranks
         if len(rows) < step:
             raise bad_input(
-                f"data: a step takes {step} prompts (per_device_train_batch_size times gradient_accumulation_steps), "
+                f"data: a step takes {step} prompts (batch size times gradient_accumulation_steps times processes), "
                 f"and there are {len(rows)}; give more, or a smaller batch"
             )
         if arguments.max_steps > 0 and arguments.total_episodes is None:

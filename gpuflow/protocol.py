@@ -210,7 +210,7 @@ class Emitter:
         sys.stdout = sys.stderr
         return cls(stream)
 
-    def emit(self, name: str, **data: Any) -> None:
+    def emit(self, name: str, /, **data: Any) -> None:
         """Write one event."""
         line = Event(name=name, data=data).to_json()
         with self._lock:
@@ -221,7 +221,7 @@ class Emitter:
         """Say what the child is doing: loading, working, cleaning_up, ..."""
         self.emit("worker", status=status, message=message)
 
-    def progress(self, current: float, total: float | None = None, unit: str = "step", **metrics: float) -> None:
+    def progress(self, current: float, total: float | None = None, unit: str = "step", /, **metrics: float) -> None:
         """Say how far the work is; `metrics` are numbers such as loss or tokens_per_second."""
         self.emit("progress", current=current, total=total, unit=unit, metrics=metrics)
 

@@ -25,6 +25,8 @@ _CALL_SECONDS: Final = 60
 #: What the engine keeps of the output for `docker logs`, until the container is removed.
 _LOG: Final = {"max-size": "10m", "max-file": "1"}
 _HIGHEST_SIGNAL: Final = 64
+#: What an engine answers to a signal for a container that has ended: it is gone, or does not run.
+_ENDED: Final = (404, 409)
 #: A container that runs so long after its output has ended has lost it, in seconds.
 _SILENT_SECONDS: Final = 5.0
 _CPU_PERIOD: Final = 1_000_000_000
@@ -225,8 +227,12 @@ class Container:
         """Send a signal to its first process; nothing for one that has ended."""
         from docker.errors import APIError
 
-        with contextlib.suppress(APIError), engine_errors(self._engine.path):
-            self._engine.api.kill(self.id, signal=signal.Signals(number).name)
+        with engine_errors(self._engine.path):
+            try:
+                self._engine.api.kill(self.id, signal=signal.Signals(number).name)
+            except APIError as error:
+                if error.status_code not in _ENDED:
+                    raise
 
     def remove(self, lock: Path) -> None:
         """Kill and remove it, and then its lock file; where the engine does not let us, that is left to the shim."""

@@ -148,7 +148,8 @@ def follow(program: Running, *, on_stdout: OnLine, on_stderr: OnLine, timeout_se
             pass
         raise
     except BaseException:
-        _stop(program)
+        with contextlib.suppress(ExecutorError):  # what ended it counts, not that it has gone
+            _stop(program)
         raise
     for reader in readers:
         reader.finish()
@@ -219,7 +220,9 @@ class _Reader(threading.Thread):
         super().__init__(name="gpuflow-output", daemon=True)
         self._stream, self._on_line = stream, on_line
         self._bytes = 0
-        self._over = False
+        #: How often it has asked for more, whether it waits for that, and whether no line is passed on any more.
+        self._reads = 0
+        self._waits = self._over = False
         self._passing = threading.Lock()
         self._error: BaseException | None = None
         self.start()
@@ -242,16 +245,25 @@ class _Reader(threading.Thread):
             raise self._error
 
     def _chunks(self) -> Iterator[bytes]:
-        while chunk := os.read(self._stream.fileno(), _CHUNK_BYTES):
+        while True:
+            self._reads, self._waits = self._reads + 1, True
+            chunk = os.read(self._stream.fileno(), _CHUNK_BYTES)
+            self._waits = False
+            if not chunk:
+                return
             self._bytes += len(chunk)
             yield chunk
 
     def finish(self) -> None:
         """Read what is there after the end of the program. What it has left running may hold the stream open."""
-        before, ends_at = -1, time.monotonic() + _MOST_SECONDS
-        while self.is_alive() and self._bytes != before and time.monotonic() < ends_at:
-            before = self._bytes
+        ends_at = time.monotonic() + _MOST_SECONDS
+        while self.is_alive():
+            size, reads = self._bytes, self._reads
             self.join(timeout=_QUIET_SECONDS)
+            # What has been read is passed on, however long that takes; it is what comes after it that has its time.
+            is_quiet = self._waits and self._bytes == size
+            if is_quiet or (time.monotonic() >= ends_at and (self._waits or self._reads != reads)):
+                break
         with self._passing:
             self._over = True
         self.check()

@@ -30,7 +30,7 @@ class RequestEmitter(Emitter):
         self._id = request_id
         self._ended = False
 
-    def emit(self, name: str, **data: Any) -> None:
+    def emit(self, name: str, /, **data: Any) -> None:
         """Write one event of the request."""
         with self._lock:
             if not self._ended:
@@ -47,7 +47,7 @@ class SessionEmitter(Emitter):
 
     gone: Callable[[], None] | None = None
 
-    def emit(self, name: str, **data: Any) -> None:
+    def emit(self, name: str, /, **data: Any) -> None:
         """Write one event."""
         try:
             super().emit(name, **data)

@@ -81,7 +81,7 @@ class Checkpoints(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Make sure, before the first step, that several ranks train one model."""
-        if not self._checked:
+        if not self._checked and not args.fsdp:
             self._checked = True
             check_gradients(kwargs["model"])
 

@@ -34,16 +34,17 @@ class Batch:
         )
 
     def halved(self) -> Batch | None:
-        """Return half the batch, with as many more of them a step that it sees no fewer rows; None for one row.
+        """Return half the batch, or its largest part below, and more of them a step of the same rows; None for one row.
 
         None also in a training of several processes, which cannot begin again one by one.
         """
         if self.size < 2 or int(os.environ.get("WORLD_SIZE") or 1) > 1:
             return None
-        half, eval_half = self.size // 2, max(1, self.eval_size // 2)
+        half = next(size for size in range(self.size // 2, 0, -1) if self.size % size == 0)
+        eval_half = max(1, self.eval_size // 2)
         return Batch(
             size=half,
-            accumulation=-(-self.size * self.accumulation // half),
+            accumulation=self.size // half * self.accumulation,
             eval_size=self.eval_size if eval_half % self.eval_group else eval_half,
             eval_group=self.eval_group,
             before=self,

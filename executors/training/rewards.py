@@ -115,21 +115,36 @@ def load_scorer(request: Request, emitter: Emitter) -> tuple[Any, Any, str]:
     from transformers import AutoModelForSequenceClassification
 
     from executors.modeling.loading import load_model, load_tokenizer
-    from executors.modeling.location import local, resolve, weights_folder
+    from executors.modeling.location import adapter_folder, local, resolve, weights_folder
 
     section = _section(request)
+    if section.get("path") and adapter_folder(section["path"]):
+        raise bad_input("reward_model.path is an adapter; train the reward with training.merge_adapter: true")
     if section.get("path"):
         location = local(weights_folder(section["path"]), name=section["path"])
     else:
         names = {key: section[key] for key in ("revision", "trust_remote_code") if section.get(key)}
         source = {"identifier": section.get("identifier") or DEFAULT_SENTIMENT, **names}
         location = resolve({"source": source}, request.cache_dir, emitter)
+    _check_head(location)
     options = {"num_labels": 1} if _kind(request) == "model" else {}
     model = load_model(location, {"dtype": "float32", **options}, AutoModelForSequenceClassification).eval()
     tokenizer = load_tokenizer(location, padding_side="right")
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
     return model, tokenizer, location.name
+
+
+def _check_head(location: Any) -> None:
+    """Raise ExecutorError: BadInput for a model that scores nothing: it would be given a head of random weights."""
+    from transformers import AutoConfig
+
+    kinds = AutoConfig.from_pretrained(location.place, **location.options).architectures or []
+    if not any(kind.endswith("ForSequenceClassification") for kind in kinds):
+        raise bad_input(
+            f"reward_model: {location.name} has no head that scores ({', '.join(kinds) or 'none is named'}); name a "
+            "reward model, such as final_model of a task of type reward"
+        )
 
 
 def _sentiment(model: Any, tokenizer: Any, name: str) -> RewardFunction:

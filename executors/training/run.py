@@ -5,6 +5,7 @@ A task type derives from `Training` and adds its own: which rows it takes, TRL's
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -144,7 +145,8 @@ class Training(Executor):
         self.check(request)
         check_requirements(request)
         train_rows, eval_rows = self._read_data(request, emitter)
-        self.check_rows(request, train_rows)
+        for rows in (train_rows, eval_rows):
+            self.check_rows(request, rows)
         resumed = to_resume(request.resume_from) if self.resumes else None
         prepare_libraries()
         prepare_tracking(request)
@@ -253,7 +255,7 @@ class Training(Executor):
             **((request.spec.get("model") or {}).get("transformers") or {}),
         }
         if quantised(request):
-            options.setdefault("device_map", {"": 0})
+            options.setdefault("device_map", {"": int(os.environ.get("LOCAL_RANK") or 0)})
         model = merged(self.load_model(location, options), adapters)
         job.loaded = job.batch or Batch.of(arguments)
         progress = Progress(emitter, fails_on_nan=not arguments.logging_nan_inf_filter)

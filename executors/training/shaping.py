@@ -33,8 +33,13 @@ def _preference(row: Row, *, as_chat: bool, separator: str | None) -> dict[str, 
     shaped = {role: _as_chat(row[role], "assistant") if as_chat else _joined(row[role]) for role in _ANSWERS}
     if "prompt" not in row:
         return shaped
+    prompt = _as_chat(row["prompt"], "user") if as_chat else _joined(row["prompt"])
+    # Public sets of preferences often repeat the prompt at the front of both answers: it is asked once.
+    begin = len(prompt)
+    if all(answer[:begin] == prompt and len(answer) > begin for answer in shaped.values()):
+        shaped = {role: answer[begin:] for role, answer in shaped.items()}
     between = "\n" if separator is None else separator
-    return {"prompt": _as_chat(row["prompt"], "user") if as_chat else _joined(row["prompt"]) + between, **shaped}
+    return {"prompt": prompt if as_chat else prompt + between, **shaped}
 
 
 def shape_prompts(rows: Sequence[Row], *, chat: bool) -> list[dict[str, Any]]:

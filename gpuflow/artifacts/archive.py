@@ -145,15 +145,28 @@ def _compressor(stream: _Hashing, compression: Compression) -> contextlib.Abstra
     return gzip.GzipFile(filename="", mode="wb", fileobj=stream, compresslevel=GZIP_LEVEL, mtime=0)
 
 
-def unpack(archive: Path, target: Path, *, limits: Limits = Limits()) -> None:  # noqa: B008  (frozen)
+def fresh_folder(target: Path) -> Path:
+    """Make the folder beside `target` in which it is unpacked. Raises OSError."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix=f".{target.name[:100]}.", dir=target.parent))
+
+
+def unpack(
+    archive: Path,
+    target: Path,
+    *,
+    limits: Limits = Limits(),  # noqa: B008  (frozen)
+    fresh: Path | None = None,
+) -> None:
     """Unpack an untrusted archive into the new folder `target`, which appears by rename when all of it is there.
+
+    `fresh` is an empty `fresh_folder`, for a caller who removes it whatever becomes of this process.
 
     Read are tar, tar.gz and tar.zst, whatever the name. Raises ArtifactError for what is no archive, is cut or
     corrupt, holds more than plain files, folders and links inside it, names one place twice, or exceeds `limits`;
     OSError from the disk.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(prefix=f".{target.name[:100]}.", dir=target.parent))
+    fresh = fresh_folder(target) if fresh is None else fresh
     try:
         with disk_errors(f"{archive.name} cannot be unpacked"), _opened(archive) as stream:
             extract(stream, fresh, limits, archive.stat().st_size)

@@ -40,15 +40,20 @@ class _SharedThrottle(Throttle):
 def _limit(cpu_seconds: int, memory_bytes: int) -> None:
     import resource  # there is none on Windows, where this module can be imported all the same
 
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds))
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for what, most in (
+        (resource.RLIMIT_CPU, cpu_seconds),
+        (resource.RLIMIT_AS, memory_bytes),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        hard = resource.getrlimit(what)[1]
+        bound = most if hard == resource.RLIM_INFINITY else min(most, hard)  # one that the worker has stays
+        resource.setrlimit(what, (bound, bound))
 
 
 def _do(order: Mapping[str, Any], settings: Settings) -> Mapping[str, Any]:
     target = Path(order["target"])
     if order["do"] == "unpack":
-        unpack(Path(order["source"]), target)
+        unpack(Path(order["source"]), target, fresh=Path(order["fresh"]))
         return {}
     stored = fetch(
         order["url"],

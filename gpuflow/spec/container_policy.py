@@ -126,7 +126,7 @@ def _glob(pattern: str, text: str) -> bool:
 
 def _full_name(path: str) -> str:
     first, slash, rest = path.partition("/")
-    if slash and ("." in first or ":" in first or first == "localhost"):
+    if slash and ("." in first or ":" in first or first == "localhost" or first != first.lower()):
         host, name = first.lower(), rest
         if host == "index.docker.io":
             host = _DEFAULT_HOST

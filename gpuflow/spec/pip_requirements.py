@@ -17,7 +17,7 @@ _OPTIONS: Final = (
     (("-r", "--requirement"), "list its lines here"),
     (("-c", "--constraint"), "write the versions here"),
     (("-e", "--editable"), "bring the code by command.project, or build a wheel of it"),
-    (("-i", "--index-url", "--pypi-url"), "set PIP_INDEX_URL in env"),
+    (("-i", "--index-url", "--pypi-url"), "the index is PIP_INDEX_URL of the worker"),
     (("--extra-index-url",), "set PIP_EXTRA_INDEX_URL in env"),
     (("-f", "--find-links"), "set PIP_FIND_LINKS in env"),
     (("--trusted-host",), "set PIP_TRUSTED_HOST in env"),

@@ -49,15 +49,16 @@ def deliver(entry: Mapping[str, Any], content: Mapping[str, Any], *, timeout_sec
     shown = one_line(url.split("?", 1)[0].rsplit("@", 1)[-1])
     if not url.startswith(("http://", "https://")):
         raise NotDelivered(f"{shown} is no http(s) URL; correct it in `notify`")
-    headers = {"Content-Type": "application/json", "User-Agent": f"gpuflow/{__version__}"}
     line = _Line()
     try:
+        headers = httpx.Headers({"Content-Type": "application/json", "User-Agent": f"gpuflow/{__version__}"})
+        headers.update(entry.get("headers") or {})
         with line.cut_after(timeout_seconds), httpx.Client(timeout=timeout_seconds) as client:
             sending = client.build_request(
                 "POST",
                 url,
                 content=json.dumps(content, ensure_ascii=False).encode(),
-                headers={**headers, **(entry.get("headers") or {})},
+                headers=headers,
                 extensions={"trace": line.opened},
             )
             answer = client.send(sending, stream=True)

@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
+from gpuflow.artifacts.archive import fresh_folder
 from gpuflow.artifacts.partial import DiskTrouble
 from gpuflow.artifacts.store import StoredFile, TooLarge, shown_url
 from gpuflow.artifacts.throttle import shared_throttle
@@ -71,9 +73,14 @@ class ChildReader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._child is not None:
-            self._child.kill()
-            self._end(self._child)
+        self._kill()
+
+    def _kill(self) -> None:
+        """End the process, if there is one; the next order starts another."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            self._end(child)
 
     def fetch(
         self,
@@ -90,8 +97,16 @@ class ChildReader:
         return StoredFile(**self._ask({**order, "target": str(target)}, f"{target.name} of {shown_url(url)}"))
 
     def unpack(self, source: Path, target: Path) -> None:
-        """Unpack an archive."""
-        self._ask({"do": "unpack", "source": str(source), "target": str(target)}, source.name)
+        """Unpack an archive; nothing half unpacked is left, also when the reader is killed."""
+        fresh = fresh_folder(target)
+        order = {"do": "unpack", "source": str(source), "target": str(target), "fresh": str(fresh)}
+        try:
+            self._ask(order, source.name)
+        except BaseException:
+            self._kill()
+            raise
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
 
     def _ask(self, order: Mapping[str, Any], name: str) -> dict[str, Any]:
         child = self._child or self._start()

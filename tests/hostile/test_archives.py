@@ -92,14 +92,14 @@ def test_a_reader_that_nobody_waits_for_is_killed(settings: Settings, tmp_path: 
 
     thread = threading.Thread(target=read)
     thread.start()
-    eventually(lambda: list(tmp_path.glob(".target.*")), what="the reader at work")
-    reading = readers()
+    reading = eventually(readers, what="the reader at work")
+    assert list(tmp_path.glob(".target.*"))
 
     wanted.clear()
 
     thread.join(timeout=patient(30))
     assert [type(error) for error in ended] == [NotWaitedFor]
-    assert reading
+    assert list(tmp_path.glob(".target.*")) == [], "what was half unpacked is left"
     assert not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in reading)
 
 

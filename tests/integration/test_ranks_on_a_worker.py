@@ -20,13 +20,12 @@ def test_a_killed_rank_is_named_and_the_retry_goes_on_from_the_checkpoint(
 ) -> None:
     model, environment = make_faulty_model(tmp_path, monkeypatch, kind="kill", rank=1, call=6)
     with Box(fleet, "two", "2xA100-40GB") as box:
-        box.start("w1")
+        box.start("w1", **environment)
 
         task = box.submit(
             "A100:2",
             taskType="lora_sft",
             model=model,
-            env=environment,
             data={"type": "list", "items": [dict(pair) for pair in PAIRS[:16]]},
             training={"max_steps": 8, "batch_size": 2, "save_steps": 2, "logging_steps": 1, "max_length": 64},
             lora={"r": 8, "target_modules": "all-linear"},

@@ -25,6 +25,7 @@ from gpuflow.spec.models_kinds import Container
 from gpuflow.spec.units import cpu_count, duration_seconds, memory_mib
 from gpuflow.worker.containers import removal
 from gpuflow.worker.containers.engines import find_engine
+from gpuflow.worker.merged_inputs import refuse_variables
 
 #: Folder of the state folder with the lock files of running containers.
 LOCKS: Final = "containers"
@@ -67,7 +68,11 @@ def _local(spec: Mapping[str, Any], section: Mapping[str, Any], settings: Settin
     if missing:
         raise InvalidTemplate(f"container: there is no {missing[0]} on this worker; correct it, or put it there")
     engine = find_engine(settings.container_engine)
+    if engine.path is None:
+        refuse_variables(section.get("env_vars") or {})
     run = uuid.uuid4().hex
+    # A template may run what it likes where a container confines it, and only there.
+    confined = next((name for name in ("command", "entrypoint", "workdir") if section.get(name)), "")
     return {
         **_limits(preset, section, spec),
         "preset": section.get("preset"),
@@ -83,9 +88,9 @@ def _local(spec: Mapping[str, Any], section: Mapping[str, Any], settings: Settin
         "metrics": section.get("metrics") or {},
         "init": preset.init,
         "pull": preset.pull,
-        "process": _process(preset, section, folder),
+        "process": None if confined else _process(preset, folder),
         "engine": engine.path,
-        "no_engine": engine.why,
+        "no_engine": f"{engine.why}, without which {confined} of a template is not run" if confined else engine.why,
         "run": run,
         "lock": str(settings.state_dir / LOCKS / f"{run}.lock"),
     }
@@ -162,11 +167,11 @@ def _limits(preset: ContainerPreset, section: Mapping[str, Any], spec: Mapping[s
     }
 
 
-def _process(preset: ContainerPreset, section: Mapping[str, Any], folder: Path | None) -> dict[str, Any] | None:
+def _process(preset: ContainerPreset, folder: Path | None) -> dict[str, Any] | None:
     """Return how it runs as a plain process, which only a preset can say."""
     if preset.process is None or folder is None:
         return None
-    command = section.get("command") or preset.process.command or preset.command
+    command = preset.process.command or preset.command
     place = (folder / Path(preset.process.folder).expanduser()).resolve() if preset.process.folder else None
     return {"folder": str(place) if place else None, "command": _argv(command, "command")}
 

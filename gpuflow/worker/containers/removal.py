@@ -123,8 +123,10 @@ def is_held(lock: Path) -> bool:
 
     try:
         descriptor = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW)
-    except OSError:
+    except FileNotFoundError:
         return False
+    except OSError:
+        return True  # nobody can tell: a container that lives is not removed for that
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

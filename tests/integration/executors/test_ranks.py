@@ -54,8 +54,9 @@ def test_two_ranks_end_as_one_process(start, run, tmp_path):
     assert len(losses(ranks)) == 6
     assert ranks.result["steps"] == 6
     assert len(ranks.named("result")) == len(ranks.named("finish")) == len(ranks.named("connection")) == 1
-    assert ranks.named("artifact") == [{"path": "final_model"}, {"path": "responses.json"}]
-    assert {path.name for path in (tmp_path / "two").iterdir()} <= {"final_model", "responses.json", "checkpoints"}
+    files = ["final_model", "loss.png", "responses.json"]
+    assert ranks.named("artifact") == [{"path": name} for name in files]
+    assert {path.name for path in (tmp_path / "two").iterdir()} <= {*files, "checkpoints"}
     expected, found = weights(tmp_path / "one" / "final_model"), weights(tmp_path / "two" / "final_model")
     assert expected.keys() == found.keys()
     for name, value in expected.items():

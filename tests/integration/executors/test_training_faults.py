@@ -66,14 +66,14 @@ def test_one_row_that_does_not_fit_fails_and_says_so(tmp_path, tiny_model):
     assert [one for one in ended.named("worker") if one["status"] == "retrying"] == []
 
 
-def test_half_a_batch_takes_as_many_rows_a_step_or_more():
+def test_half_a_batch_takes_as_many_rows_a_step():
     assert Batch(size=4, accumulation=3, eval_size=8).halved().arguments() == {
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 6,
         "per_device_eval_batch_size": 4,
     }
     odd = Batch(size=5, accumulation=1, eval_size=1).halved()
-    assert (odd.size, odd.accumulation, odd.eval_size) == (2, 3, 1)
+    assert (odd.size, odd.accumulation, odd.eval_size) == (1, 5, 1)
     groups = Batch(size=8, accumulation=1, eval_size=8, eval_group=8).halved()
     assert groups.eval_size == 8
     assert groups.applied_to({"steps_per_generation": 2})["steps_per_generation"] == 4

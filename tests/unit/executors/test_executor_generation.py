@@ -11,7 +11,7 @@ from executors.generation.answers import batches
 from executors.generation.parameters import Sampling, read_sampling
 from executors.generation.prompts import Rendered, encoded, read_prompts, render
 from executors.generation.rows import Row
-from executors.training.shaping import shape
+from executors.training.shaping import shape, shape_preferences
 
 END = 256
 
@@ -255,3 +255,23 @@ def test_a_prompt_that_leaves_too_little_room_goes_alone(room, expected):
 )
 def test_rows_take_the_shape_of_the_trainer(row, chat, separator, expected):
     assert shape([row], chat=chat, separator=separator) == [expected]
+
+
+def test_preferences_that_repeat_the_prompt_ask_it_once():
+    chat = [{"role": "user", "content": "Why?"}]
+    good, bad = ([*chat, {"role": "assistant", "content": text}] for text in ("So.", "No."))
+    asked_once = [{"prompt": chat, "chosen": good[1:], "rejected": bad[1:]}]
+
+    assert (
+        shape_preferences([{"prompt": "Why?", "chosen": good, "rejected": bad}], chat=True, separator=None)
+        == asked_once
+    )
+    assert (
+        shape_preferences([{"prompt": chat, "chosen": good, "rejected": bad}], chat=True, separator=None) == asked_once
+    )
+    text = {"prompt": "Why?", "chosen": "Why? So.", "rejected": "Why? No."}
+    assert shape_preferences([text], chat=False, separator="") == [
+        {"prompt": "Why?", "chosen": " So.", "rejected": " No."}
+    ]
+    other = {"prompt": "Why?", "chosen": "Why? So.", "rejected": "No."}
+    assert shape_preferences([other], chat=False, separator="") == [other]
