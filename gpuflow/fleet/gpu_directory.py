@@ -277,7 +277,17 @@ class LockDirectory:
         return descriptor
 
     def _new(self, name: str) -> int | None:
-        """Return a new file, locked for us alone; None when there is one of that name. Raises OSError."""
+        """Return a new file, locked for us alone; None when there is one of that name. Raises OSError.
+
+        The mutex itself is made without the mutex: whoever has it already may take our file for a leftover, and remove
+        it before it is locked.
+        """
+        for _ in range(_TRIES - 1):
+            with contextlib.suppress(FileNotFoundError, BlockingIOError):
+                return self._made(name)
+        return self._made(name)
+
+    def _made(self, name: str) -> int | None:
         unfinished = f"{_NEW}{secrets.token_hex(8)}"
         descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS, _FILE_MODE, dir_fd=self._fd)
         try:

@@ -179,3 +179,36 @@ def test_the_default_is_the_same_for_all_users(tmp_path: Path, monkeypatch: pyte
     assert default_directory() == run / "gpuflow"
     (run / "gpuflow").symlink_to(tmp)
     assert default_directory() == tmp / "gpuflow-locks"
+
+
+@pytest.mark.parametrize("how", ["removed", "looked at"])
+def test_a_file_that_is_tidied_away_while_it_is_made_is_made_again(
+    directory: LockDirectory, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    # Given another process that tidies up between the making of our file and our lock on it
+    real, struck = os.fchmod, []
+
+    def tidied(descriptor: int, mode: int) -> None:
+        real(descriptor, mode)
+        if struck:
+            return
+        (unfinished,) = (path for path in directory.path.iterdir() if path.name.startswith(".new-"))
+        if how == "removed":
+            unfinished.unlink()
+            struck.append(-1)
+        else:
+            struck.append(os.open(unfinished, os.O_RDONLY))
+            fcntl.flock(struck[0], fcntl.LOCK_EX)
+
+    monkeypatch.setattr(gpu_directory.os, "fchmod", tidied)
+
+    # When the mutex is taken for the first time, then it is made all the same
+    made = directory.lock("machine.lock")
+
+    assert made is not None
+    assert struck
+    unlock(made)
+    for descriptor in struck:
+        if descriptor >= 0:
+            os.close(descriptor)
+    assert [path.name for path in directory.path.iterdir()] == ["machine.lock"]
