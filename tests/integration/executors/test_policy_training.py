@@ -45,11 +45,21 @@ def test_the_folder_holds_the_pin_of_the_environment(overlay):
     assert [path.name for path in overlay.glob("trl-*.dist-info")] == [f"trl-{pin[5:]}.dist-info"]
 
 
+def scoring(model: Path, folder: Path) -> str:
+    """Return the folder of a model that scores: the tiny one with a head of one output."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    made = folder / "reward"
+    AutoModelForSequenceClassification.from_pretrained(model, num_labels=1).save_pretrained(made)
+    AutoTokenizer.from_pretrained(model).save_pretrained(made)
+    return str(made)
+
+
 @pytest.mark.parametrize("kind", ["function", "model"])
 def test_ppo_trains_and_its_model_answers(overlay, run, tmp_path, tiny_model, kind):
     spec = {**SPEC, "taskType": "ppo", "model": {"source": {"type": "local", "identifier": str(tiny_model)}}}
     if kind == "model":
-        spec |= {"reward_model": {"type": "model", "path": str(tiny_model)}, "lora": {"r": 2}}
+        spec |= {"reward_model": {"type": "model", "path": scoring(tiny_model, tmp_path)}, "lora": {"r": 2}}
     path = os.pathsep.join([str(overlay), str(ROOT)])
     child = Child(request_json("ppo", spec, tmp_path / "tune"), {"PYTHONPATH": path})
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from executors.base import ExecutorError
+from executors.modeling.location import local
 from executors.training import rewards
 from tests.fixtures.tiny_model import PAIRS
 
@@ -41,6 +43,11 @@ def test_a_reward_model_learns_and_scores_for_grpo(start, run, tmp_path):
     tuned = run("grpo", {**spec, "lora": {"r": 4, "target_modules": "all-linear"}}, out="grpo")
     assert tuned.result["steps"] == 2
     assert all("reward" in one["metrics"] for one in tuned.named("progress") if one["metrics"])
+
+
+def test_a_model_without_a_head_scores_nothing(tiny_model):
+    with pytest.raises(ExecutorError, match="has no head that scores"):
+        rewards._check_head(local(tiny_model))
 
 
 def test_a_reward_model_can_be_an_adapter(run, tmp_path):
