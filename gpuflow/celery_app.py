@@ -32,6 +32,8 @@ from gpuflow.ledger.eventlog import EventLog
 from gpuflow.ledger.joining import joining_here
 from gpuflow.ledger.ledger import Ledger
 from gpuflow.ledger.records import RECORD_SCHEMA, SCHEMA_HEADER
+from gpuflow.merge.completion import Merger
+from gpuflow.merge.store import MergeStore
 from gpuflow.pipelines.engine import SETTLE_TASK, Engine
 from gpuflow.pipelines.store import PipelineStore
 from gpuflow.routing.families import CONTROL_QUEUE, SUPERVISED_TASKS
@@ -130,11 +132,18 @@ class GPUFlow(Celery):  # type: ignore[misc]
         """What brings pipelines forward."""
         return Engine(self, self.pipelines, self.ledger)
 
+    @cached_property
+    def merger(self) -> Merger:
+        """What ends merged calls."""
+        ledger = self.ledger
+        return Merger(self, MergeStore(self.redis, self.keys, ledger.events_maxlen, ledger.retention_seconds))
+
     def cancel_task(self, task_id: str, reason: str = "cancelled by a user") -> str:
         """Cancel a task: `cancelled`, `requested` or `final`. Raises UnknownTask.
 
         One that waits ends at once, for Celery too (its chord is counted); one that runs is stopped by its worker,
-        which is told now and asks by itself every second.
+        which is told now and asks by itself every second. One that was merged into a run leaves it, and the run goes
+        on for its other callers; without any it is stopped.
         """
         verdict, state = self.ledger.cancel(task_id, reason)
         if verdict == "final" and state == "CANCELLED" and self._is_untold(task_id):
@@ -144,9 +153,11 @@ class GPUFlow(Celery):  # type: ignore[misc]
         elif verdict == "cancelled":
             self.backend.mark_as_revoked(task_id, reason, request=self._request_of(task_id))
         if verdict != "final":
-            pipeline = self.ledger.get(task_id).pipeline
-            if pipeline:
-                self.send_task(SETTLE_TASK, args=(pipeline,), queue=CONTROL_QUEUE, ignore_result=True)
+            record = self.ledger.get(task_id)
+            if record.run and self.ledger.is_to_be_cancelled(record.run):
+                self.control.broadcast("gpuflow_cancel", arguments={"task_id": record.run})
+            if record.pipeline:
+                self.send_task(SETTLE_TASK, args=(record.pipeline,), queue=CONTROL_QUEUE, ignore_result=True)
         return verdict
 
     def _is_untold(self, task_id: str) -> bool:

@@ -11,12 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from gpuflow import __version__
 from gpuflow.artifacts.destination import data_store
 from gpuflow.artifacts.large_values import refer_large
 from gpuflow.broker.wire import portable
 from gpuflow.errors import InvalidTemplate
 from gpuflow.fleet.seen_fleet import SeenFleet
 from gpuflow.ledger.records import new_record_fields
+from gpuflow.merge.keys import merge_key
+from gpuflow.protocol import whole_text
 from gpuflow.routing.affinity import hints
 from gpuflow.routing.families import task_of
 from gpuflow.routing.fit import match
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
 _IDEMPOTENCY: Final = uuid.UUID("6f1d4c1e-6a0b-5f0e-9b57-0f9f2f1f7f10")
 #: Task types that need no GPU unless they ask for one.
 _LIGHT_TYPES: Final = frozenset({"echo"})
+#: Options of a Celery call that are its own: a call that has one is not merged.
+_LIMITS: Final = frozenset({"countdown", "eta", "expires", "soft_time_limit", "time_limit"})
 #: Refusal of one task whose data is to be split.
 SPLIT: Final = (
     "spec.parallel (or resources.replicas) splits the data over several tasks; submit it with submit_pipeline(), which "
@@ -106,9 +111,44 @@ def submission_header(
             [{"queue": queue_name(one), "requirement": json.dumps(one.to_dict())} for one in alternatives]
         )
         header["fallback_seconds"] = fields["fallback_seconds"] = str(app.settings.fallback_seconds)
+    if not _LIMITS & {name for name, value in options.items() if value is not None}:
+        _note_call(app, spec, owner, queue_text, header)
     return Prepared(
         task_id=task_id, queue=queue_text, kwargs={"spec": portable(spec)}, summary=f"<{task_type}>", header=header
     )
+
+
+def _note_call(app: GPUFlow, spec: Mapping[str, Any], owner: str, queue: str, header: dict[str, Any]) -> None:
+    """Make a call of a task that may be merged: with what its run is, if it begins one (broker/lua/join.lua)."""
+    settings, fields = app.settings, header["fields"]
+    alternatives = json.loads(fields["alternatives"]) if "alternatives" in fields else [{"queue": queue}]
+    key = merge_key(
+        spec,
+        owner="" if settings.merge_across_owners else owner,
+        queues=[one["queue"] for one in alternatives],
+        version=__version__,
+        enabled=settings.enable_task_merge,
+    )
+    if key is None:
+        return
+    ttl = spec.get("resultTtlSeconds") or 0
+    run_fields = {name: value for name, value in fields.items() if name not in ("pipeline", "stage", "spec")}
+    header["kind"] = "call"
+    header["call"] = {
+        "kwargs": {"spec": portable(key.spec)},
+        "spec": whole_text(json.dumps(key.spec, ensure_ascii=False)),
+        "fields": {**run_fields, "spec": whole_text(json.dumps(key.spec, ensure_ascii=False))},
+        "options": {
+            "run": str(uuid.uuid4()),
+            "call": key.call,
+            "batch": key.batch,
+            "tokens": key.tokens,
+            "max_calls": settings.task_merge_max_batch_size,
+            "max_tokens": settings.task_merge_max_batch_tokens,
+            "result_ttl": ttl,
+            "retention": int(settings.retention_days * 86_400),
+        },
+    }
 
 
 def _refuse_uploads(spec: Mapping[str, Any]) -> None:

@@ -21,6 +21,7 @@ from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
 from gpuflow.broker.answers import passes
+from gpuflow.broker.calls import RUN_HEADER
 from gpuflow.broker.installed import installed
 from gpuflow.broker.wire import needs_care, wrapped
 from gpuflow.ledger.joining import joining, joining_here
@@ -178,7 +179,7 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
         if _until_told(request, lambda: self._refused(task_id, request, TaskState.FAILED, exc)):
             return None
         tail = super().mark_as_failure
-        return _until_told(
+        answer = _until_told(
             request,
             lambda: tail(
                 task_id,
@@ -190,6 +191,8 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
                 state=state,
             ),
         )
+        self._complete_calls(task_id, request)
+        return answer
 
     def mark_as_revoked(
         self,
@@ -204,10 +207,17 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
         if _until_told(request, lambda: self._refused(task_id, request, TaskState.CANCELLED, revoked)):
             return None
         tail = super().mark_as_revoked
-        return _until_told(
+        answer = _until_told(
             request,
             lambda: tail(task_id, reason=reason, request=request, store_result=store_result, state=state),
         )
+        self._complete_calls(task_id, request)
+        return answer
+
+    def _complete_calls(self, task_id: str, request: Any) -> None:
+        """Give the callers of a run of merged calls their ends; it is acknowledged after that."""
+        if getattr(request, RUN_HEADER, None):
+            _until_told(request, lambda: self.app.merger.complete(task_id))
 
     def on_chord_part_return(self, request: Any, state: str, result: Any, propagate: Any = None, **kwargs: Any) -> None:
         """Count the part; as long as all parts are counted and the body is not sent, see that it is.
@@ -292,6 +302,7 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
         answer = _until_told(request, lambda: tail(task_id, result, request, *args, **kwargs))
         if getattr(request, "task", None) in SUPERVISED_TASKS:
             _until_told(request, lambda: self._notify(task_id, TaskState.SUCCEEDED, request))
+        self._complete_calls(task_id, request)
         return answer
 
     def _notify(self, task_id: str, state: TaskState, request: Any) -> None:

@@ -6,14 +6,14 @@ Each entry has an id (`<ms>-<n>`) from which reading can go on after a break, as
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import redis
 
 from gpuflow.broker.keys import Keys
+from gpuflow.ledger.states import FINAL, TaskState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,19 +58,6 @@ class EventLog:
             found += [self._event(names[key], entry_id, fields) for entry_id, fields in batch]
         return sorted(found, key=lambda event: tuple(int(part) for part in event.id.split("-")))
 
-    def follow(self, source: str, after: str = "0", timeout_seconds: float | None = None) -> Iterator[LoggedEvent]:
-        """Yield events as they come, until the caller stops or `timeout_seconds` pass without one."""
-        position, quiet_since = after, time.monotonic()
-        while True:
-            events = self.wait({source: position}, 1.0)
-            for event in events:
-                position = event.id
-                yield event
-            if events:
-                quiet_since = time.monotonic()
-            elif timeout_seconds is not None and time.monotonic() - quiet_since > timeout_seconds:
-                return
-
     def append(self, source: str, data: Mapping[str, Any], maxlen: int) -> None:
         """Add one event (a mapping with the key `event`)."""
         self.client.xadd(
@@ -83,3 +70,60 @@ class EventLog:
     def _event(self, source: str, entry_id: str, fields: Mapping[str, str]) -> LoggedEvent:
         data = json.loads(fields["event"])
         return LoggedEvent(id=entry_id, source=source, name=str(data.pop("event", "log")), data=data)
+
+
+class EventCursor:
+    """Reads on in the streams of several tasks and pipelines. What the run of a merged call tells is told by its
+    caller.
+
+    A run's final state is left out: its caller has one of its own.
+    """
+
+    def __init__(self, log: EventLog, sources: Iterable[str]) -> None:
+        self._log = log
+        self._sources = set(sources)
+        self._positions = dict.fromkeys(self._sources, "0")
+        #: Run -> its callers among the sources, each with the key of its call.
+        self._callers: dict[str, dict[str, str]] = {}
+
+    def add(self, source: str) -> None:
+        """Read another stream, too."""
+        if source not in self._sources:
+            self._sources.add(source)
+            self._positions.setdefault(source, "0")
+
+    def wait(self, timeout_seconds: float) -> list[LoggedEvent]:
+        """Return new events, waiting up to `timeout_seconds` for the first."""
+        found: list[LoggedEvent] = []
+        for event in self._log.wait(self._positions, timeout_seconds):
+            self._positions[event.source] = event.id
+            if event.source in self._sources:
+                self._note_run(event)
+                found.append(event)
+            found += self._as_callers(event)
+        return found
+
+    def _note_run(self, event: LoggedEvent) -> None:
+        if event.name != "state":
+            return
+        for run, callers in list(self._callers.items()):
+            callers.pop(event.source, None)
+            if not callers:
+                del self._callers[run]
+                if run not in self._sources:
+                    self._positions.pop(run, None)
+        run_id = event.data.get("run")
+        if event.data.get("state") == TaskState.MERGED and run_id:
+            self._callers.setdefault(str(run_id), {})[event.source] = str(event.data.get("call", ""))
+            self._positions.setdefault(str(run_id), "0")
+
+    def _as_callers(self, event: LoggedEvent) -> list[LoggedEvent]:
+        if event.name == "state" and event.data.get("state") in FINAL:
+            return []
+        child = event.data.get("child")
+        data = {name: value for name, value in event.data.items() if name != "child"}
+        return [
+            replace(event, source=caller, data=data)
+            for caller, call in self._callers.get(event.source, {}).items()
+            if child in (None, call)
+        ]

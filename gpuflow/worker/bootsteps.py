@@ -16,7 +16,8 @@ from celery.signals import task_postrun
 from celery.worker.consumer.mingle import Mingle
 from celery.worker.control import control_command
 
-import gpuflow.worker.inspecting  # noqa: F401  (registers its commands)
+import gpuflow.worker.inspecting
+import gpuflow.worker.revoking  # noqa: F401  (both register their commands)
 from gpuflow.broker import installed, leases
 from gpuflow.broker.lease import new_token
 from gpuflow.errors import GPUFlowError, InvalidSettings

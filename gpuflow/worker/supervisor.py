@@ -19,11 +19,15 @@ from gpuflow.artifacts.destination import stored_name, upload_attempt
 from gpuflow.artifacts.manifest import SealedResults, seal_results
 from gpuflow.artifacts.store import Store
 from gpuflow.broker.answers import passes
+from gpuflow.broker.calls import RUN_HEADER
 from gpuflow.errors import GPUFlowError
 from gpuflow.ledger.ledger import Holder, StartVerdict
 from gpuflow.ledger.records import RECORD_SCHEMA, SCHEMA_HEADER, new_record_fields
+from gpuflow.ledger.retries import AVOID_SECONDS, Again, decide
 from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
+from gpuflow.merge.sealing import named_by_engine, seal_calls
+from gpuflow.merge.specs import run_spec
 from gpuflow.routing.affinity import model_key
 from gpuflow.spec.units import duration_seconds
 from gpuflow.worker.attempt import ASK_SECONDS, Attempt, Outcome, handed_back
@@ -34,7 +38,6 @@ from gpuflow.worker.judging import stopped
 from gpuflow.worker.preparation import prepare
 from gpuflow.worker.preparing import Preparing, Stopped
 from gpuflow.worker.results import ResultsFolder
-from gpuflow.worker.retries import AVOID_SECONDS, Again, decide
 from gpuflow.worker.runtime import Runtime, current
 from gpuflow.worker.secret_sources import scrubbed
 from gpuflow.worker.starting import EnvironmentNotReady, Start
@@ -75,6 +78,9 @@ class Delivery:
         self.ledger = runtime.app.ledger
         self.failures = 0
         self.alone = False
+        #: Whether it is a run of merged calls, and the calls that it executes: digest -> spec.
+        self.is_run = bool(self.request.get(RUN_HEADER))
+        self.calls: dict[str, dict[str, Any]] = {}
         self.start_call = uuid.uuid4().hex
         self._asked_at = 0.0
         self.store: Store | None = None
@@ -94,11 +100,15 @@ class Delivery:
             self._pass_on(started.verdict)
         if started.verdict == "final":
             return self._replay()
+        if started.verdict == "merged":
+            return self._fetch()
         holder = Holder(attempt=started.attempt, token=self.runtime.leases.owner)
         self.failures, self.alone = started.failures, started.alone
         self.runtime.app.attempts.begin(self.id, holder)
         self.runtime.leases.begin(self.tag, self.id, started.attempt)
         log.info("task_started", task=self.id, attempt=started.attempt, worker=self.runtime.worker_id)
+        if self.is_run:
+            self._take_calls(holder)
         outcome = self._attempt(holder)
         if outcome.completed:
             return self._succeed(holder, outcome)
@@ -133,6 +143,23 @@ class Delivery:
             call=self.start_call,
             returned=self.runtime.leases.returned(self.tag),
         )
+
+    def _take_calls(self, holder: Holder) -> None:
+        """Read what this run is to execute; nothing joins it any more but equal calls. Without a caller it ends."""
+        merger = self.runtime.app.merger
+        self.calls = self._until_told(lambda: merger.store.calls(self.id))
+        if not self.calls:
+            left = {"type": "Cancelled", "message": "every caller of this run has left", "retryable": False}
+            self._finish(holder, TaskState.CANCELLED, left, Outcome(completed=False))
+        self.spec = run_spec(self.calls)
+
+    def _fetch(self) -> dict[str, Any]:
+        """Return the end of a call that was merged into a run which has ended."""
+        merger = self.runtime.app.merger
+        self._until_told(lambda: merger.fetch(self.ledger.get(self.id)))
+        if not self._until_told(lambda: self.ledger.get(self.id)).state.final:
+            raise Ignore  # it waits for another run now, or for a worker of its own
+        return self._replay()
 
     def _attempt(self, holder: Holder) -> Outcome:
         runtime, number, settings = self.runtime, holder.attempt, self.runtime.app.settings
@@ -233,8 +260,7 @@ class Delivery:
     def _by_engine(self, outcome: Outcome, start: Start) -> Outcome:
         """Name the engine in the result, and the environment in the error of a child that it did not even begin."""
         if outcome.completed:
-            engine = {"engine": start.engine} if start.engine and "children" not in outcome.result else {}
-            return replace(outcome, result={**engine, **outcome.result})
+            return replace(outcome, result=named_by_engine(outcome.result, start.engine))
         if outcome.began or outcome.stop is not None or not start.use.variant:
             return outcome
         broken = EnvironmentNotReady(
@@ -289,14 +315,16 @@ class Delivery:
     def _seal(self, number: int, outcome: Outcome) -> SealedResults:
         """Close the attempt's folder, and store it where the task wants it. Raises OSError, ArtifactError."""
         folder, store = self.folder.attempt_dir(number), self.store
-        if store is None:
-            return seal_results(folder, outcome.result, outcome.artifacts, self.spec)
 
         def url_of(name: str) -> str:
-            return store.url(stored_name(self.id, number, name))
+            return store.url(stored_name(self.id, number, name)) if store is not None else (folder / name).as_uri()
 
-        sealed = seal_results(folder, outcome.result, outcome.artifacts, self.spec, url_of)
-        upload_attempt(store, folder, self.id, number, sealed.names)
+        if self.is_run:
+            sealed = seal_calls(folder, outcome.result, outcome.artifacts, self.calls, url_of)
+        else:
+            sealed = seal_results(folder, outcome.result, outcome.artifacts, self.spec, url_of)
+        if store is not None:
+            upload_attempt(store, folder, self.id, number, sealed.names)
         return sealed
 
     def _commit(self, step: Callable[[], bool]) -> bool:

@@ -79,3 +79,20 @@ def reject_first(self: Any) -> bool:
 @app.task(bind=True)
 def asked_eta(self: Any) -> str | None:
     return self.request.eta  # type: ignore[no-any-return]
+
+
+@app.task
+def outputs(results: list[dict[str, Any]]) -> list[Any]:
+    """The body of a chord; counts itself."""
+    app.redis.rpush("bodies", 1)
+    return [result["output"] for result in results]
+
+
+@app.task
+def outputs_of_one(result: dict[str, Any]) -> Any:
+    return result["output"]
+
+
+@app.task
+def note_output(result: dict[str, Any]) -> None:
+    app.redis.rpush("noted", str(result["output"]))

@@ -27,16 +27,21 @@ local function remember(record, attempts, seconds, outcome, error, log_tail)
   redis.call('HSET', attempts, attempt, cjson.encode(entry))
 end
 
+-- The prefix of all keys, by the record of a task.
+local function prefix_before(record, id) return string.sub(record, 1, -#id - #'task:' - 1) end
+
 -- Whether a pipeline that has not ended needs the record: a later stage, or a resume, may read its result.
 -- Its end lets the record expire (pipeline_end.lua).
 local function is_needed(record, id)
   local pipeline = redis.call('HGET', record, 'pipeline')
-  local prefix = string.sub(record, 1, -#id - #'task:' - 1)
-  return pipeline and redis.call('HGET', prefix .. 'pipeline:' .. pipeline, 'state') == 'RUNNING'
+  return pipeline and redis.call('HGET', prefix_before(record, id) .. 'pipeline:' .. pipeline, 'state') == 'RUNNING'
 end
+
+local leave_run
 
 -- Make the record final. It expires after `ttl` seconds, or so long after the end of its pipeline.
 local function finish(record, events, attempts, dead, unfinished, cap, ttl, seconds, state, error)
+  local before, run, call = unpack(redis.call('HMGET', record, 'state', 'run', 'call'))
   redis.call('HSET', record, 'state', state, 'finished_at', seconds, 'updated_at', seconds)
   if error ~= '' then redis.call('HSET', record, 'error', error) end
   redis.call('HDEL', record, 'tag', 'owner_token', 'cancel_requested', 'not_before')
@@ -49,4 +54,48 @@ local function finish(record, events, attempts, dead, unfinished, cap, ttl, seco
     for _, key in ipairs({record, events, attempts}) do redis.call('EXPIRE', key, ttl) end
   end
   if state == 'DEAD' then redis.call('ZADD', dead, seconds, id) end
+  if before == 'MERGED' then leave_run(prefix_before(record, id), id, run, call, dead, unfinished, cap, ttl, seconds) end
+end
+
+-- End a task that no attempt runs: its message is taken away.
+local function take_message(ready, delayed, parked, record)
+  local list, message = unpack(redis.call('HMGET', record, 'list', 'message'))
+  if not list or not message then return end
+  take_out(ready, list, message)
+  local tag = cjson.decode(message)['properties']['delivery_tag']
+  redis.call('ZREM', delayed, tag)
+  redis.call('HDEL', parked, tag)
+  forget_return(ready, tag)
+end
+
+local function cancelled_error(message) return cjson.encode({type = 'Cancelled', message = message, retryable = false}) end
+
+-- A caller has ended before the run that it was merged into (broker/lua/join.lua). The run stops when nobody is left: at
+-- once while it waits, by request while it runs.
+leave_run = function(prefix, id, run, call, dead, unfinished, cap, ttl, seconds)
+  local record, keys = prefix .. 'task:' .. run, prefix .. 'merge:' .. run .. ':'
+  local state, batch = unpack(redis.call('HMGET', record, 'state', 'merge_batch'))
+  if not state or is_final(state) then return end
+  redis.call('SREM', keys .. 'callers:' .. call, id)
+  local calls, left = redis.call('HKEYS', keys .. 'calls'), 0
+  for _, one in ipairs(calls) do left = left + redis.call('SCARD', keys .. 'callers:' .. one) end
+  local function drop(one)
+    redis.call('HDEL', keys .. 'calls', one)
+    if redis.call('GET', prefix .. 'merge:call:' .. one) == run then redis.call('DEL', prefix .. 'merge:call:' .. one) end
+  end
+  if left > 0 then
+    if not runs(state) and redis.call('SCARD', keys .. 'callers:' .. call) == 0 then drop(call) end
+    return
+  end
+  for _, one in ipairs(calls) do drop(one) end
+  if batch and redis.call('GET', prefix .. 'merge:batch:' .. batch) == run then
+    redis.call('DEL', prefix .. 'merge:batch:' .. batch)
+  end
+  if runs(state) then
+    redis.call('HSETNX', record, 'cancel_requested', seconds)
+    return
+  end
+  take_message(prefix .. 'gpuflow.ready', prefix .. 'gpuflow.delayed', prefix .. 'gpuflow.parked', record)
+  finish(record, prefix .. 'events:' .. run, record .. ':attempts', dead, unfinished, cap, ttl, seconds, 'CANCELLED',
+    cancelled_error('every caller of this run has left'))
 end

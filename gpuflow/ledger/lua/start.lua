@@ -15,7 +15,8 @@
 --
 -- Returns {verdict, state, attempt, failures, alone}: 'begin'; 'final' (replay the tail and ack); 'live' (another attempt
 -- runs: ack and drop); 'lost' (our lease of this delivery has ended: change nothing); 'avoid' (another worker
--- is to take it, give it back); 'newer' (written by a newer version, give it back).
+-- is to take it, give it back); 'newer' (written by a newer version, give it back); 'merged' (a caller that was merged into
+-- a run has come for its end).
 local seconds = clock()
 local held = redis.call('HGET', KEYS[3], ARGV[4])
 local ours = held and string.sub(held, 1, string.find(held, '\n', 1, true) - 1) == ARGV[3]
@@ -37,6 +38,7 @@ alone = alone and 1 or 0
 attempt, failures = tonumber(attempt or '0'), tonumber(failures or '0')
 if tonumber(schema or '1') > tonumber(ARGV[7]) then return {'newer', state, attempt, failures, alone} end
 if is_final(state) then return {'final', state, attempt, failures, alone} end
+if state == 'MERGED' then return {'merged', state, attempt, failures, alone} end
 if runs(state) and tag == ARGV[4] and call == ARGV[10] then return {'begin', state, attempt, failures, alone} end
 if runs(state) and tag and tag ~= ARGV[4] then
   local ends = redis.call('ZSCORE', KEYS[2], tag)
@@ -44,8 +46,8 @@ if runs(state) and tag and tag ~= ARGV[4] then
 end
 if redis.call('HEXISTS', KEYS[1], 'cancel_requested') == 1 then
   if runs(state) then remember(KEYS[1], KEYS[6], seconds, 'lost', worker_lost(KEYS[1]), '') end
-  local error = cjson.encode({type = 'Cancelled', retryable = false, message = 'cancelled by a user'})
-  finish(KEYS[1], KEYS[4], KEYS[6], KEYS[7], KEYS[8], ARGV[6], ARGV[9], seconds, 'CANCELLED', error)
+  finish(KEYS[1], KEYS[4], KEYS[6], KEYS[7], KEYS[8], ARGV[6], ARGV[9], seconds, 'CANCELLED',
+    cancelled_error('cancelled by a user'))
   return {'final', 'CANCELLED', attempt, failures, alone}
 end
 if worker == ARGV[2] and tonumber(until_ or '0') > tonumber(seconds) then

@@ -1,0 +1,238 @@
+"""Ends merged calls: when a run has ended, each of its callers gets the end of its own call.
+
+Called by whoever ends a run (its worker, through the result backend), and again by whoever finds callers left over.
+Every step is compared and set, so it may be begun anew at any point, and by two at once. The run's message is
+acknowledged after this; a worker that dies before has it redelivered.
+
+A caller that nothing follows on is told here: Celery's result is stored, and its event is sent. One with links, a
+chain, a chord or notices gets its own message published to the control queue in the step that makes it final; there
+it is an ordinary Celery task that returns what its record says.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from celery.app.task import Context
+from kombu.utils.json import dumps
+
+from gpuflow.broker.calls import arguments, control_message, hints_text, read_message, run_message
+from gpuflow.broker.wire import portable
+from gpuflow.ledger.records import RECORD_SCHEMA, TaskRecord
+from gpuflow.ledger.retries import Again, decide
+from gpuflow.ledger.states import TaskState
+from gpuflow.logs import get_logger
+from gpuflow.merge.ends import CallEnd, call_ends
+from gpuflow.merge.folders import link_results
+from gpuflow.merge.store import Completion, MergeStore
+from gpuflow.protocol import whole_text
+from gpuflow.routing.families import CONTROL_QUEUE
+
+log = get_logger("gpuflow.merge")
+
+#: Callers completed in one step.
+PAGE: Final = 100
+_RUNS: Final = uuid.UUID("5d1c2b5e-3a0f-5c39-9a5f-0c9f2b7a6e11")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Caller:
+    """A caller as it is stored: its Celery message, and what follows on it."""
+
+    id: str
+    message: Mapping[str, Any]
+
+    @property
+    def request(self) -> Context:
+        """The request that Celery would make of its message."""
+        args, kwargs, embed = arguments(self.message)
+        return Context(self.message["headers"], args=args, kwargs=kwargs, **embed)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing follows on its success but a stored result."""
+        _, kwargs, embed = arguments(self.message)
+        spec = kwargs.get("spec") or {}
+        return not any(embed.values()) and not spec.get("notify")
+
+
+class Merger:
+    """Completes the merged calls of one app's fleet."""
+
+    def __init__(self, app: Any, store: MergeStore) -> None:
+        self.app = app
+        self.store = store
+
+    def complete(self, run_id: str, *, of_caller: str = "") -> bool:
+        """Give every caller of a run its end; False for a run that has not ended, or that is gone.
+
+        `of_caller` is the digest of a caller that asks after the run was closed. Raises redis errors.
+        """
+        run = self.app.ledger.find(run_id)
+        if run is None or not run.state.final:
+            return False
+        calls = self.store.calls(run_id)
+        ends = call_ends(run, sorted({*calls, *filter(None, [of_caller])}))
+        for digest, end in ends.items():
+            spec = calls.get(digest)
+            decision = self._decide(run, end, spec)
+            if isinstance(decision, CallEnd):
+                self._complete_call(run, digest, decision)
+            elif spec is not None:
+                self._regroup(run, digest, spec, decision.delay_seconds, is_failure=end.is_failure)
+        settings = self.app.settings
+        return self.store.close(
+            run_id,
+            {digest: _result_bytes(end) for digest, end in ends.items()},
+            max_results=settings.merge_max_results,
+            max_bytes=settings.merge_max_result_bytes,
+        )
+
+    def fetch(self, caller: TaskRecord) -> None:
+        """Bring a caller, whose message has come for its end, as far as it can be brought now. Raises redis errors."""
+        if caller.run is None:
+            return
+        if self.app.ledger.find(caller.run) is None:
+            self.store.release(caller.id)
+        else:
+            self.complete(caller.run, of_caller=caller.call or "")
+
+    def _decide(self, run: TaskRecord, end: CallEnd, spec: Mapping[str, Any] | None) -> CallEnd | Again:
+        """Return the end of a call, or when it is tried again by itself."""
+        if end.is_alone and spec is not None:
+            return Again(delay_seconds=0.0)
+        if not end.is_failure:
+            return end
+        error = dict(end.error or {})
+        if spec is None:  # of a run that was closed before: there is nothing to try again
+            error["retryable"] = False
+        decision = decide(error, run.failures, (spec or {}).get("retry"))
+        return decision if isinstance(decision, Again) else CallEnd(state=decision.state, error=decision.error)
+
+    def _complete_call(self, run: TaskRecord, digest: str, end: CallEnd) -> None:
+        total = 0
+        while page := self.store.callers(run.id, digest, PAGE):  # each of them leaves the set, whatever comes of it
+            callers = self._read(page)
+            completions = [self._completion(run, digest, end, caller) for caller in callers]
+            untold = self.store.complete(
+                run.id, digest, end.state, completions, error=end.error, manifest=run.manifest or ""
+            )
+            self._tell([caller for caller in callers if caller.id in untold])
+            self.store.told(run.id, digest, sorted(untold))
+            total += len(callers)
+        if end.result is not None:
+            self._count_saved(end.result, total)
+
+    def _read(self, ids: Sequence[str]) -> list[_Caller]:
+        pipe = self.store.client.pipeline(transaction=False)
+        for caller_id in ids:
+            pipe.hget(self.store.keys.task(caller_id), "message")
+        return [
+            _Caller(id=caller_id, message=read_message(text)[0] if text else {})
+            for caller_id, text in zip(ids, pipe.execute(), strict=True)
+        ]
+
+    def _completion(self, run: TaskRecord, digest: str, end: CallEnd, caller: _Caller) -> Completion:
+        result = ""
+        if end.result is not None:
+            folder = link_results(self.app.settings.results_dir, run.id, run.attempt, digest, caller.id)
+            own = dict(end.result) if folder is None else {**end.result, "result_dir": str(folder)}
+            result = json.dumps(own, ensure_ascii=False)
+        is_told_here = not caller.message or (end.state is TaskState.SUCCEEDED and caller.is_plain)
+        message = "" if is_told_here else dumps(control_message(caller.message, CONTROL_QUEUE))
+        return Completion(caller=caller.id, result=result, message=message)
+
+    def _tell(self, callers: Sequence[_Caller]) -> None:
+        """Store Celery's result of callers that have succeeded and on which nothing follows, and send their events."""
+        if not callers:
+            return
+        records = self.app.ledger.find_many([caller.id for caller in callers])
+        told = [(caller, record) for caller, record in zip(callers, records, strict=True) if record and caller.message]
+        pipe = self.store.client.pipeline(transaction=False)
+        for caller, record in told:
+            request = caller.request
+            if request.ignore_result:
+                continue
+            key = self.store.keys.celery_result(caller.id)
+            text = self.app.backend.meta("SUCCESS", record.result, request)
+            pipe.setex(key, self.store.retention_seconds, text)
+            pipe.publish(key, text)
+        pipe.execute()
+        self._send_events([record for _, record in told])
+
+    def _send_events(self, records: Sequence[TaskRecord]) -> None:
+        """Let Flower see the end of calls that no worker has received."""
+        if not self.app.conf.worker_send_task_events:
+            return
+        try:
+            with self.app.events.default_dispatcher() as dispatcher:
+                for record in records:
+                    runtime = (record.finished_at or 0.0) - record.created_at
+                    dispatcher.send("task-succeeded", uuid=record.id, result="", runtime=runtime)
+        except Exception as error:  # noqa: BLE001  (an event that nobody sees ends no call)
+            log.info("events_not_sent", cause=str(error))
+
+    def _regroup(
+        self, run: TaskRecord, digest: str, spec: Mapping[str, Any], delay_seconds: float, *, is_failure: bool
+    ) -> None:
+        """Let one call be answered by a run of its own."""
+        text, message_list = self.store.client.hmget(self.store.keys.task(run.id), "message", "list")
+        message, hints = read_message(text)
+        new_run = str(uuid.uuid5(_RUNS, f"{run.id}/{digest}"))
+        made = run_message(message, new_run, {"spec": portable(spec)})
+        stored = whole_text(json.dumps(spec, ensure_ascii=False))
+        fields = {
+            "schema": str(RECORD_SCHEMA),
+            "state": str(TaskState.QUEUED),
+            "name": run.name,
+            "owner": run.owner,
+            "task_type": run.task_type,
+            "queue": run.queue,
+            "requirement": json.dumps(run.requirement) if run.requirement is not None else "",
+            "attempt": "0",
+            "spec": stored,
+            "merge_tokens": "0",
+            "merge_batch": "",
+            "result_ttl": str(self.store.client.hget(self.store.keys.task(run.id), "result_ttl") or "0"),
+            "failures": str(run.failures + 1 if is_failure else 0),
+        }
+        moved = self.store.regroup(
+            run.id,
+            digest,
+            new_run,
+            message=dumps(made),
+            tag=made["properties"]["delivery_tag"],
+            hints=hints_text(hints),
+            message_list=message_list,
+            spec=stored,
+            fields={name: value for name, value in fields.items() if value != ""},
+            delay_seconds=delay_seconds,
+        )
+        if moved:
+            log.info(
+                "calls_regrouped", run=run.id, new_run=new_run, callers=moved, delay_seconds=round(delay_seconds, 1)
+            )
+
+    def _count_saved(self, result: Mapping[str, Any], callers: int) -> None:
+        """Count what the callers beyond the first did not have to generate."""
+        usage = result.get("usage") or {}
+        tokens = usage.get("completion_tokens") if isinstance(usage, Mapping) else 0
+        if callers > 1:
+            saved = callers - 1
+            self.store.add_counts(
+                {"saved_generations": saved, "saved_tokens": saved * (tokens if isinstance(tokens, int) else 0)}
+            )
+
+
+def _result_bytes(end: CallEnd) -> int:
+    """Return the bytes of a result that may be used again; 0 for none."""
+    if end.state is not TaskState.SUCCEEDED or end.result is None:
+        return 0
+    return max(1, len(json.dumps(end.result)))
+
+
+__all__ = ["PAGE", "Merger"]
