@@ -79,11 +79,12 @@ def merge_key(
         return None
     call = {name: value for name, value in spec.items() if name not in _OF_THE_CALLER}
     scope = {"owner": owner, "queues": sorted(queues), "version": version}
-    is_batched = call["taskType"] not in _NOT_BATCHED and not _ALONE & call.keys() and _is_inline(call.get("data"))
+    data = call.get("data")
+    is_alone = call["taskType"] in _NOT_BATCHED or _ALONE & call.keys() or not _is_inline(data) or _is_shard(data)
     shared = {name: value for name, value in call.items() if name not in OF_THE_CHILD}
     return MergeKey(
         call=_digest({**scope, "call": _normalised(call)}),
-        batch=_digest({**scope, "shared": _normalised(shared)}) if is_batched else "",
+        batch=_digest({**scope, "shared": _normalised(shared)}) if not is_alone else "",
         tokens=_tokens(call),
         spec=call,
     )
@@ -93,9 +94,7 @@ def _may_merge(spec: Mapping[str, Any], wish: str) -> bool:
     task_type = str(spec["taskType"])
     if wish == "always":
         return task_type in MERGEABLE | _ON_DEMAND or is_user_type(task_type)
-    return (
-        wish == "auto" and task_type in MERGEABLE and _is_deterministic(spec) and _is_fixed(spec.get("data"))
-    )
+    return wish == "auto" and task_type in MERGEABLE and _is_deterministic(spec) and _is_fixed(spec.get("data"))
 
 
 def _is_deterministic(spec: Mapping[str, Any]) -> bool:
@@ -108,6 +107,10 @@ def _is_deterministic(spec: Mapping[str, Any]) -> bool:
 
 def _is_inline(data: Any) -> bool:
     return not isinstance(data, Mapping) or data.get("type") in _INLINE
+
+
+def _is_shard(data: Any) -> bool:
+    return isinstance(data, Mapping) and "shard" in data
 
 
 def _is_fixed(data: Any) -> bool:

@@ -18,7 +18,11 @@ ECHO = "gpuflow.echo"
 
 
 def call(output: Any, **more: Any) -> dict[str, Any]:
-    echo = {name: more.pop(name) for name in list(more) if name in ("until_exists", "fail", "artifact", "steps", "exit_code")}
+    echo = {
+        name: more.pop(name)
+        for name in list(more)
+        if name in ("until_exists", "fail", "artifact", "steps", "exit_code")
+    }
     return {"taskType": "echo", "echo": {"output": output, **echo}, "merge": "always", **more}
 
 
@@ -135,7 +139,9 @@ def test_a_run_that_waits_ends_with_its_last_caller_and_leaves_nothing(fleet: Te
     first, second = submit(call(1), app=fleet.app), submit(call(2), app=fleet.app)
     run = run_of(first)
     first.cancel()
-    assert run.state == "QUEUED" and list(fleet.app.merger.store.calls(run.id).values())[0]["echo"]["output"] == 2
+    assert run.state == "QUEUED" and [
+        one["echo"]["output"] for one in fleet.app.merger.store.calls(run.id).values()
+    ] == [2]
     second.cancel()
     assert run.state == "CANCELLED"
     assert fleet.broker.client.llen("cpu") == 0
@@ -170,7 +176,9 @@ def test_a_chord_a_group_with_links_and_a_chain_complete(fleet: TestFleet) -> No
 
     joined = chord(header, app=fleet.app)(body)
     grouped = linked.apply_async()
-    chained = chain(echo(ECHO, kwargs={"spec": call("chained")}), fleet.app.signature("plain_tasks.outputs_of_one")).apply_async()
+    chained = chain(
+        echo(ECHO, kwargs={"spec": call("chained")}), fleet.app.signature("plain_tasks.outputs_of_one")
+    ).apply_async()
 
     assert joined.get(timeout=patient(60)) == [number % 3 for number in range(12)]
     assert [one["output"] for one in grouped.get(timeout=patient(60))] == ["linked"] * 3
