@@ -17,6 +17,8 @@ from kombu.utils.json import dumps
 
 #: Header of a run's message: it executes the calls that wait for it in Redis.
 RUN_HEADER: Final = "gpuflow_run"
+#: Priority of callers in the control queue: thousands of them may come at once, and pipelines are not to wait for them.
+CALLER_PRIORITY: Final = 3
 #: What a message consists of; what else stands at the top of it are the hints of a demand queue.
 _PARTS: Final = frozenset({"body", "content-encoding", "content-type", "headers", "properties"})
 #: Headers that tie a message to other tasks of its sender, or limit it.
@@ -86,4 +88,4 @@ def _encoded(body: Any) -> str:
     return base64.b64encode(dumps(body).encode()).decode()
 
 
-__all__ = ["RUN_HEADER", "arguments", "control_message", "hints_text", "read_message", "run_message"]
+__all__ = ["CALLER_PRIORITY", "RUN_HEADER", "arguments", "control_message", "hints_text", "read_message", "run_message"]

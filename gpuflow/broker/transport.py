@@ -20,7 +20,7 @@ from kombu.utils.encoding import bytes_to_str
 from kombu.utils.json import dumps, loads
 from redis.exceptions import NoScriptError, ResponseError
 
-from gpuflow.broker.calls import control_message, hints_text, run_message
+from gpuflow.broker.calls import CALLER_PRIORITY, control_message, hints_text, run_message
 from gpuflow.broker.installed import installed
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.lease import NEVER
@@ -195,7 +195,7 @@ class Channel(stock.Channel):  # type: ignore[misc]
                 keys.events(record["id"]),
                 keys.tasks,
                 keys.unfinished,
-                self.global_keyprefix + list_key(CONTROL, None),
+                self.global_keyprefix + list_key(CONTROL, CALLER_PRIORITY),
                 keys.merge,
             ],
             [

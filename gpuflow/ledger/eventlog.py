@@ -8,12 +8,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import redis
 
 from gpuflow.broker.keys import Keys
 from gpuflow.ledger.states import FINAL, TaskState
+
+#: How long to wait for events that are there already, in seconds.
+_AT_ONCE_SECONDS: Final = 0.001
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +59,7 @@ class EventLog:
         for key, entries in pairs:
             batch = entries[0] if entries and isinstance(entries[0], list) else entries
             found += [self._event(names[key], entry_id, fields) for entry_id, fields in batch]
-        return sorted(found, key=lambda event: tuple(int(part) for part in event.id.split("-")))
+        return sorted(found, key=lambda event: _order(event.id))
 
     def append(self, source: str, data: Mapping[str, Any], maxlen: int) -> None:
         """Add one event (a mapping with the key `event`)."""
@@ -83,8 +86,8 @@ class EventCursor:
         self._log = log
         self._sources = set(sources)
         self._positions = dict.fromkeys(self._sources, "0")
-        #: Run -> its callers among the sources, each with the key of its call.
-        self._callers: dict[str, dict[str, str]] = {}
+        #: Run -> its callers among the sources: the key of the call, and the event with which it waited no more, or "".
+        self._callers: dict[str, dict[str, tuple[str, str]]] = {}
 
     def add(self, source: str) -> None:
         """Read another stream, too."""
@@ -93,9 +96,16 @@ class EventCursor:
             self._positions.setdefault(source, "0")
 
     def wait(self, timeout_seconds: float) -> list[LoggedEvent]:
-        """Return new events, waiting up to `timeout_seconds` for the first."""
+        """Return new events in order, waiting up to `timeout_seconds` for the first."""
+        known = set(self._callers)
+        found = self._read(self._positions, timeout_seconds)
+        if new := {run: self._positions[run] for run in self._callers if run not in known}:
+            found += self._read(new, _AT_ONCE_SECONDS)
+        return sorted(found, key=lambda event: _order(event.id))
+
+    def _read(self, positions: Mapping[str, str], timeout_seconds: float) -> list[LoggedEvent]:
         found: list[LoggedEvent] = []
-        for event in self._log.wait(self._positions, timeout_seconds):
+        for event in self._log.wait(positions, timeout_seconds):
             self._positions[event.source] = event.id
             if event.source in self._sources:
                 self._note_run(event)
@@ -104,17 +114,16 @@ class EventCursor:
         return found
 
     def _note_run(self, event: LoggedEvent) -> None:
-        if event.name != "state":
+        """Learn from a state of a source whether it waits for a run, from now on or no more."""
+        if event.name != "state" or event.data.get("state") in (TaskState.STARTING, TaskState.RUNNING):
             return
-        for run, callers in list(self._callers.items()):
-            callers.pop(event.source, None)
-            if not callers:
-                del self._callers[run]
-                if run not in self._sources:
-                    self._positions.pop(run, None)
+        for callers in self._callers.values():
+            if event.source in callers:
+                call, until = callers[event.source]
+                callers[event.source] = (call, until or event.id)
         run_id = event.data.get("run")
         if event.data.get("state") == TaskState.MERGED and run_id:
-            self._callers.setdefault(str(run_id), {})[event.source] = str(event.data.get("call", ""))
+            self._callers.setdefault(str(run_id), {})[event.source] = (str(event.data.get("call", "")), "")
             self._positions.setdefault(str(run_id), "0")
 
     def _as_callers(self, event: LoggedEvent) -> list[LoggedEvent]:
@@ -124,6 +133,10 @@ class EventCursor:
         data = {name: value for name, value in event.data.items() if name != "child"}
         return [
             replace(event, source=caller, data=data)
-            for caller, call in self._callers.get(event.source, {}).items()
-            if child in (None, call)
+            for caller, (call, until) in self._callers.get(event.source, {}).items()
+            if child in (None, call) and not (until and _order(event.id) > _order(until))
         ]
+
+
+def _order(event_id: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in event_id.split("-"))

@@ -13,6 +13,7 @@ from typing import Any
 
 import redis
 
+from gpuflow.broker.calls import CALLER_PRIORITY
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.priorities import list_key
 from gpuflow.broker.scripts import Script, load_script, script_text
@@ -50,8 +51,8 @@ class MergeStore:
 
     @property
     def control_list(self) -> str:
-        """The list of the control queue, with the prefix."""
-        return self.keys.prefix + list_key(CONTROL_QUEUE, None)
+        """The list of the control queue for callers, with the prefix: what joins pipelines goes before them."""
+        return self.keys.prefix + list_key(CONTROL_QUEUE, CALLER_PRIORITY)
 
     def calls(self, run_id: str) -> dict[str, dict[str, Any]]:
         """Return the different calls of a run: digest -> spec. Those of a run that has begun stay the same."""

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from celery import chain, chord, group
 
-from gpuflow.client import Task, get, submit
-from gpuflow.errors import TaskCancelled, TaskFailed
+from gpuflow.celery_app import GPUFlow
+from gpuflow.client import Task, get, submit, submit_pipeline
+from gpuflow.errors import TaskCancelled, TaskFailed, UnknownTask
+from gpuflow.explaining import explain
 from tests.support.fleet import TestFleet
 from tests.support.waiting import eventually, patient
 
@@ -229,3 +231,119 @@ def test_a_more_urgent_caller_raises_the_run(fleet: TestFleet) -> None:
         task.get(timeout=patient(30))
     assert (low.record().started_at or 0) == (high.record().started_at or 0)
     assert run_of(low).record().started_at < other.record().started_at
+
+
+def test_a_caller_tells_what_its_run_tells_of_its_call(fleet: TestFleet) -> None:
+    one, other = (submit(call(number, steps=number), app=fleet.app) for number in (2, 3))
+    fleet.start_worker()
+
+    def steps(task: Task) -> list[Any]:
+        return [
+            event.data["current"]
+            for event in task.events()
+            if event.name == "progress" and event.data.get("unit") != "child" and event.source == task.id
+        ]
+
+    def states(task: Task) -> list[Any]:
+        return [event.data["state"] for event in task.events() if event.name == "state"]
+
+    assert (steps(one)[-1], steps(other)[-1]) == (2, 3)
+    assert states(one) == ["MERGED", "QUEUED", "STARTING", "RUNNING", "SUCCEEDED"]
+
+
+def test_a_merged_call_is_explained_by_its_run_and_counted(fleet: TestFleet) -> None:
+    first = submit(call(1, resources={"accelerators": "A100:1"}), app=fleet.app)
+    submit(call(1, resources={"accelerators": "A100:1"}), app=fleet.app)
+    (told,) = explain(first.id, app=fleet.app)
+    assert told.outcome == "cannot" and told.queue.name == "gpu-a100"
+    assert first.status()["coalescedInto"] == run_of(first).id
+    assert counts(fleet) == {"calls": 2, "coalesced": 1, "new": 1}
+
+
+def test_a_stage_of_equal_calls_is_one_execution(fleet: TestFleet) -> None:
+    fleet.start_worker()
+    spec = call("same")
+    run = submit_pipeline(
+        {
+            "apiVersion": "gpuflow/v1",
+            "kind": "Pipeline",
+            "metadata": {"name": "twice"},
+            "spec": {
+                "stages": [
+                    {"name": "ask", "spec": spec},
+                    {"name": "again", "dependsOn": ["ask"], "spec": call("${ask.result.output}")},
+                ]
+            },
+        },
+        app=fleet.app,
+    )
+    run.wait(timeout=patient(60))
+    assert (run["ask"].result or {})["output"] == (run["again"].result or {})["output"] == "same"
+
+
+def test_a_retried_caller_runs_by_itself_and_a_run_has_no_retry(fleet: TestFleet, tmp_path: Path) -> None:
+    fleet.start_worker()
+    flag = tmp_path / "flag"
+    fail = {"type": "Boom", "message": "not yet", "retryable": False, "unless_exists": str(flag)}
+    one, other = (submit(call(1, fail=fail), app=fleet.app) for _ in range(2))
+    for task in (one, other):
+        with pytest.raises(TaskFailed, match="not yet"):
+            task.get(timeout=patient(30))
+    run = run_of(one)
+    flag.touch()
+
+    assert one.retry()
+    assert one.get(timeout=patient(30))["output"] == 1
+    assert one.record().run is None
+    assert other.state == "FAILED"
+    with pytest.raises(UnknownTask, match="retry the tasks that it served"):
+        run.retry()
+
+
+def test_an_operator_who_cancels_a_run_cancels_its_callers(fleet: TestFleet) -> None:
+    tasks = [submit(call(1), app=fleet.app) for _ in range(2)]
+    fleet.start_worker("w1", "-Q", "gpu-a100")  # serves the control queue, and not this one
+    assert run_of(tasks[0]).cancel() == "cancelled"
+    for task in tasks:
+        with pytest.raises(TaskCancelled):
+            task.get(timeout=patient(30))
+        assert eventually(lambda task=task: fleet.app.AsyncResult(task.id).state == "FAILURE")
+    assert not fleet.broker.client.keys("merge:*")
+
+
+def test_owners_do_not_share_unless_the_operator_says_so(fleet: TestFleet) -> None:
+    for owner in ("ana", "bo"):
+        submit(call(1), app=fleet.app, owner=owner)
+    assert counts(fleet)["new"] == 2
+    shared = GPUFlow("shared", settings=fleet.settings.model_copy(update={"merge_across_owners": True}))
+    try:
+        for owner in ("ana", "bo"):
+            submit(call(1), app=shared, owner=owner)
+    finally:
+        shared.close()
+        shared.redis.close()
+    assert counts(fleet)["new"] == 3
+
+
+def test_nothing_is_merged_where_it_is_switched_off(fleet: TestFleet) -> None:
+    plain = GPUFlow("plain", settings=fleet.settings.model_copy(update={"enable_task_merge": False}))
+    try:
+        assert submit(call(1), app=plain).state == "QUEUED"
+    finally:
+        plain.close()
+        plain.redis.close()
+    limited = fleet.app.send_task(ECHO, kwargs={"spec": call(1)}, countdown=60)
+    assert fleet.state(limited.id) == "QUEUED"
+    assert counts(fleet) == {}
+
+
+def test_results_are_bounded_in_number_and_bytes(fleet: TestFleet) -> None:
+    fleet.env["GPUFLOW_MERGE_MAX_RESULTS"] = "2"
+    fleet.start_worker()
+    for number in range(4):
+        submit(call(number, resultTtlSeconds=600), app=fleet.app).get(timeout=patient(30))
+        eventually(lambda: not fleet.broker.client.keys("merge:*:calls"))
+    assert fleet.broker.client.zcard("gpuflow.merge.results") == 2
+    assert len(fleet.broker.client.keys("merge:call:*")) == 2
+    kept = [int(entry.split()[1]) for entry in fleet.broker.client.zrange("gpuflow.merge.results", 0, -1)]
+    assert counts(fleet)["kept_bytes"] == sum(kept)
