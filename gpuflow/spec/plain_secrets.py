@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from gpuflow.secrets import written_secrets
+from gpuflow.spec.env_names import problem_of
 from gpuflow.spec.report import Findings, Path
 
 _WHAT: Final = {
@@ -22,9 +23,14 @@ _NAMED: Final = "name it in `secrets` and give its value to the workers"
 
 
 def check_plain_secrets(spec: Mapping[str, Any], findings: Findings, *, foreign: bool) -> None:
-    """Note a mistake for each secret in plain text; a warning in a template of flowmesh/v1 or mloc/v1 (`foreign`)."""
+    """Note a mistake for each secret in plain text; a warning in a template of flowmesh/v1 or mloc/v1 (`foreign`).
+
+    A variable that no task may set is left to the check of its name.
+    """
     note = findings.warn if foreign else findings.add
     for path, kind in written_secrets(spec):
+        if kind == "variable" and problem_of(str(path[-1])):
+            continue
         note(path, f"{_WHAT[kind]}, and plain text stays readable in Redis; {_mend(path, kind)}")
 
 

@@ -48,9 +48,10 @@ def template(spec: dict[str, Any], version: str = "gpuflow/v1") -> dict[str, Any
 
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("version", ["gpuflow/v1", "flowmesh/v1", "mloc/v1"])
-def test_a_variable_that_changes_how_programs_start_is_refused(name: str, version: str) -> None:
+@pytest.mark.parametrize("value", ["/", "/no/such/path"])
+def test_a_variable_that_changes_how_programs_start_is_refused(name: str, version: str, value: str) -> None:
     with pytest.raises(InvalidTemplate, match=name) as refused:
-        parse(template({**ECHO, "env": {name: "/tmp/x"}}, version))
+        parse(template({**ECHO, "env": {name: value}}, version))
     assert [mistake.path.rpartition(".")[0] for mistake in refused.value.mistakes] == ["spec.env"]
 
 
