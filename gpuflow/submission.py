@@ -18,7 +18,8 @@ from gpuflow.broker.wire import portable
 from gpuflow.errors import InvalidTemplate
 from gpuflow.fleet.seen_fleet import SeenFleet
 from gpuflow.ledger.records import new_record_fields
-from gpuflow.merge.keys import merge_key
+from gpuflow.merge.folders import SAFE_ID
+from gpuflow.merge.keys import MergeKey, merge_key, plain_key
 from gpuflow.protocol import whole_text
 from gpuflow.routing.affinity import hints
 from gpuflow.routing.families import task_of
@@ -121,32 +122,80 @@ def submission_header(
 def _note_call(app: GPUFlow, spec: Mapping[str, Any], owner: str, queue: str, header: dict[str, Any]) -> None:
     """Make a call of a task that may be merged: with what its run is, if it begins one (broker/lua/join.lua)."""
     settings, fields = app.settings, header["fields"]
-    alternatives = json.loads(fields["alternatives"]) if "alternatives" in fields else [{"queue": queue}]
+    only = [{"queue": queue, "requirement": header["requirement"]}]
+    alternatives = json.loads(fields["alternatives"]) if "alternatives" in fields else only
     key = merge_key(
         spec,
-        owner="" if settings.merge_across_owners else owner,
-        queues=[one["queue"] for one in alternatives],
+        owner=None if settings.merge_across_owners else owner,
+        asks=[[one["queue"], one["requirement"]] for one in alternatives],
         version=__version__,
         enabled=settings.enable_task_merge,
     )
-    if key is None:
+    if key is None or not SAFE_ID.fullmatch(header["id"]):
         return
-    ttl = spec.get("resultTtlSeconds") or 0
     run_fields = {name: value for name, value in fields.items() if name not in ("pipeline", "stage", "spec")}
+    stored = whole_text(json.dumps(key.spec, ensure_ascii=False))
     header["kind"] = "call"
     header["call"] = {
         "kwargs": {"spec": portable(key.spec)},
-        "spec": whole_text(json.dumps(key.spec, ensure_ascii=False)),
-        "fields": {**run_fields, "spec": whole_text(json.dumps(key.spec, ensure_ascii=False))},
-        "options": {
-            "run": str(uuid.uuid4()),
-            "call": key.call,
-            "batch": key.batch,
-            "tokens": key.tokens,
-            "max_calls": settings.task_merge_max_batch_size,
-            "max_tokens": settings.task_merge_max_batch_tokens,
-            "result_ttl": ttl,
-            "retention": int(settings.retention_days * 86_400),
+        "spec": stored,
+        "fields": {**run_fields, "spec": stored},
+        "options": _join_options(app, key, ttl=spec.get("resultTtlSeconds") or 0),
+    }
+
+
+def _join_options(app: GPUFlow, key: MergeKey, *, ttl: float) -> dict[str, Any]:
+    """Return what the join of a call is told beside its messages and records (broker/lua/join.lua)."""
+    settings = app.settings
+    return {
+        "run": str(uuid.uuid4()),
+        "call": key.call,
+        "batch": key.batch,
+        "tokens": key.tokens,
+        "max_calls": settings.task_merge_max_batch_size,
+        "max_tokens": settings.task_merge_max_batch_tokens,
+        "result_ttl": ttl,
+        "retention": int(settings.retention_days * 86_400),
+    }
+
+
+def plain_call_header(
+    app: GPUFlow,
+    name: str,
+    args: Sequence[Any] | None,
+    kwargs: Mapping[str, Any],
+    options: Mapping[str, Any],
+    demand: Mapping[str, Any] | None,
+) -> dict[str, Any] | None:
+    """Return the record of a call of a team's own task that is merged with equal ones, or None for one that is not.
+
+    The task says so by `@app.task(merge=True)`, or by a function of its arguments that returns the key (None: not
+    merged).
+    """
+    task_type = options.get("task_type") or (app._tasks.get(name) if app.finalized else None)
+    merge = getattr(task_type, "merge", None)
+    limits = _LIMITS | {"retries"}
+    if not merge or not app.settings.enable_task_merge or any(options.get(limit) for limit in limits):
+        return None
+    positional, named = list(args or ()), dict(kwargs)
+    plain = json.dumps([positional, named], sort_keys=True, default=str)
+    key = plain if merge is True else merge(*positional, **named)
+    if key is None:
+        return None
+    queue = str(getattr(options.get("queue"), "name", options.get("queue")) or "")
+    call = plain_key(name, str(key), queue=queue, version=__version__)
+    requirement = json.loads(demand["requirement"]) if demand is not None else None
+    fields = new_record_fields(name=name, task_type=name, spec={}, requirement=requirement)
+    return {
+        "kind": "call",
+        "id": options["task_id"],
+        "requirement": demand["requirement"] if demand is not None else "",
+        "fields": fields,
+        "call": {
+            "kwargs": None,
+            "spec": "{}",
+            "fields": fields,
+            "options": _join_options(app, call, ttl=getattr(task_type, "merge_result_ttl", 0) or 0),
         },
     }
 

@@ -29,7 +29,8 @@
 | `gpuflow.tasks` | zset | task id -> when it was submitted |
 | `gpuflow.unfinished` | set | ids of the tasks that are not final |
 | `gpuflow.merge` | hash | counts of merged calls: `calls`, `new`, `coalesced`, `batched`, `hit`, ...; `kept_bytes` |
-| `gpuflow.merge.results` | zset | `<digest> <bytes>` of a result that may be used again -> when it is forgotten |
+| `gpuflow.merge.results` | zset | digest of a call whose result may be used again -> when it is forgotten |
+| `gpuflow.merge.sizes` | hash | digest -> bytes of that result |
 | `merge:call:<digest>` | string | the run that answers this very call, or holds its result |
 | `merge:batch:<digest>` | string | the run that takes compatible calls while it waits |
 | `merge:<run>:calls` | hash | digest -> spec of each different call of a run |
@@ -177,6 +178,15 @@ class Keys:
     def merge_results(self) -> str:
         """Results that may be used again."""
         return f"{self.prefix}gpuflow.merge.results"
+
+    @property
+    def merge_sizes(self) -> str:
+        """Bytes of the results that may be used again."""
+        return f"{self.prefix}gpuflow.merge.sizes"
+
+    def merge_call(self, digest: str) -> str:
+        """The run that answers a call, or holds its result."""
+        return f"{self.prefix}merge:call:{digest}"
 
     def merge_calls(self, run_id: str) -> str:
         """The different calls of a run."""

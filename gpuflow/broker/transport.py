@@ -20,7 +20,7 @@ from kombu.utils.encoding import bytes_to_str
 from kombu.utils.json import dumps, loads
 from redis.exceptions import NoScriptError, ResponseError
 
-from gpuflow.broker.calls import CALLER_PRIORITY, control_message, hints_text, run_message
+from gpuflow.broker.calls import CALLER_PRIORITY, control_message, hints_text, is_readable, run_message
 from gpuflow.broker.installed import installed
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.lease import NEVER
@@ -144,7 +144,7 @@ class Channel(stock.Channel):  # type: ignore[misc]
             self.keys.delayed,
             self.keys.parked,
         ]
-        if record is not None and record["kind"] == "call":
+        if record is not None and record["kind"] == "call" and is_readable(message):
             self._join(queue, message, record, keys[0])
             return
         args: list[Any] = [dumps(message), BELL_SECONDS, delay, properties["delivery_tag"]]

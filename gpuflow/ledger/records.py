@@ -10,8 +10,8 @@ from typing import Any, Final
 from gpuflow.ledger.states import TaskState
 from gpuflow.protocol import whole_text
 
-#: Schema number of a record; readers accept this one and the one before.
-RECORD_SCHEMA: Final = 1
+#: Schema number of a record; readers accept this one and the one before. 2: merged calls and their runs.
+RECORD_SCHEMA: Final = 2
 #: Message header that carries the schema number of a supervised task's message.
 SCHEMA_HEADER: Final = "gpuflow_schema"
 

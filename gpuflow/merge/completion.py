@@ -22,12 +22,13 @@ from kombu.utils.json import dumps
 
 from gpuflow.broker.calls import arguments, control_message, hints_text, read_message, run_message
 from gpuflow.broker.wire import portable
-from gpuflow.ledger.records import RECORD_SCHEMA, TaskRecord
+from gpuflow.ledger.ledger import MAX_LOSSES
+from gpuflow.ledger.records import TaskRecord
 from gpuflow.ledger.retries import Again, decide
 from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
-from gpuflow.merge.ends import CallEnd, call_ends
-from gpuflow.merge.folders import link_results
+from gpuflow.merge.ends import VALUE, CallEnd, call_ends, is_single
+from gpuflow.merge.folders import call_folder, link_results
 from gpuflow.merge.store import Completion, MergeStore
 from gpuflow.protocol import whole_text
 from gpuflow.routing.families import CONTROL_QUEUE
@@ -36,6 +37,13 @@ log = get_logger("gpuflow.merge")
 
 #: Callers completed in one step.
 PAGE: Final = 100
+#: Lost workers that a call which is tried by itself may cost at most.
+LOSSES_LEFT: Final = 2
+#: Fields of a run's record that the next run of one of its calls has, too.
+_OF_THE_NEXT_RUN: Final = (
+    "schema", "name", "owner", "task_type", "queue", "requirement", "alternatives", "fallback_seconds", "priority",
+    "result_ttl",
+)  # fmt: skip
 _RUNS: Final = uuid.UUID("5d1c2b5e-3a0f-5c39-9a5f-0c9f2b7a6e11")
 
 
@@ -54,10 +62,13 @@ class _Caller:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing follows on its success but a stored result."""
-        _, kwargs, embed = arguments(self.message)
-        spec = kwargs.get("spec") or {}
-        return not any(embed.values()) and not spec.get("notify")
+        """Whether nothing follows on its success but a stored result, as far as its message can be read."""
+        try:
+            _, kwargs, embed = arguments(self.message)
+            spec = kwargs.get("spec") or {}
+            return not any(embed.values()) and not spec.get("notify")
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return False
 
 
 class Merger:
@@ -76,12 +87,13 @@ class Merger:
         if run is None or not run.state.final:
             return False
         calls = self.store.calls(run_id)
-        ends = call_ends(run, sorted({*calls, *filter(None, [of_caller])}))
+        digests = sorted({*calls, *filter(None, [of_caller])})
+        ends = call_ends(run, digests)
         for digest, end in ends.items():
             spec = calls.get(digest)
             decision = self._decide(run, end, spec)
             if isinstance(decision, CallEnd):
-                self._complete_call(run, digest, decision)
+                self._complete_call(run, digest, decision, is_hit=digest not in calls)
             elif spec is not None:
                 self._regroup(run, digest, spec, decision.delay_seconds, is_failure=end.is_failure)
         settings = self.app.settings
@@ -113,19 +125,19 @@ class Merger:
         decision = decide(error, run.failures, (spec or {}).get("retry"))
         return decision if isinstance(decision, Again) else CallEnd(state=decision.state, error=decision.error)
 
-    def _complete_call(self, run: TaskRecord, digest: str, end: CallEnd) -> None:
+    def _complete_call(self, run: TaskRecord, digest: str, end: CallEnd, *, is_hit: bool) -> None:
         total = 0
         while page := self.store.callers(run.id, digest, PAGE):  # each of them leaves the set, whatever comes of it
             callers = self._read(page)
             completions = [self._completion(run, digest, end, caller) for caller in callers]
             untold = self.store.complete(
-                run.id, digest, end.state, completions, error=end.error, manifest=run.manifest or ""
+                run.id, digest, end.state, completions, error=end.error, manifest=end.manifest or run.manifest or ""
             )
             self._tell([caller for caller in callers if caller.id in untold])
             self.store.told(run.id, digest, sorted(untold))
             total += len(callers)
         if end.result is not None:
-            self._count_saved(end.result, total)
+            self._count_saved(end.result, total if is_hit else total - 1)
 
     def _read(self, ids: Sequence[str]) -> list[_Caller]:
         pipe = self.store.client.pipeline(transaction=False)
@@ -137,14 +149,24 @@ class Merger:
         ]
 
     def _completion(self, run: TaskRecord, digest: str, end: CallEnd, caller: _Caller) -> Completion:
-        result = ""
-        if end.result is not None:
-            folder = link_results(self.app.settings.results_dir, run.id, run.attempt, digest, caller.id)
-            own = dict(end.result) if folder is None else {**end.result, "result_dir": str(folder)}
-            result = json.dumps(own, ensure_ascii=False)
+        result = "" if end.result is None else self._own_result(run, digest, end.result, caller.id)
         is_told_here = not caller.message or (end.state is TaskState.SUCCEEDED and caller.is_plain)
         message = "" if is_told_here else dumps(control_message(caller.message, CONTROL_QUEUE))
         return Completion(caller=caller.id, result=result, message=message)
+
+    def _own_result(self, run: TaskRecord, digest: str, result: Mapping[str, Any], caller_id: str) -> str:
+        """Return the result of a call as JSON, with the caller's own folder in place of the run's where it has one."""
+        text = json.dumps(result, ensure_ascii=False)
+        if not run.spec:  # a team's own task, which has no folder
+            return text
+        results_dir, single = self.app.settings.results_dir, is_single(run)
+        own = link_results(results_dir, run.id, run.attempt, digest, caller_id, single=single)
+        if own is None:
+            return text
+        shared = call_folder(results_dir, run.id, run.attempt, digest, single=single)
+        for of_run, of_caller in ((str(shared), str(own)), (shared.as_uri(), own.as_uri())):
+            text = text.replace(json.dumps(of_run)[1:-1], json.dumps(of_caller)[1:-1])
+        return text
 
     def _tell(self, callers: Sequence[_Caller]) -> None:
         """Store Celery's result of callers that have succeeded and on which nothing follows, and send their events."""
@@ -158,7 +180,8 @@ class Merger:
             if request.ignore_result:
                 continue
             key = self.store.keys.celery_result(caller.id)
-            text = self.app.backend.meta("SUCCESS", record.result, request)
+            result = record.result if record.spec else (record.result or {}).get(VALUE)
+            text = self.app.backend.meta("SUCCESS", result, request)
             pipe.setex(key, self.store.retention_seconds, text)
             pipe.publish(key, text)
         pipe.execute()
@@ -180,49 +203,50 @@ class Merger:
         self, run: TaskRecord, digest: str, spec: Mapping[str, Any], delay_seconds: float, *, is_failure: bool
     ) -> None:
         """Let one call be answered by a run of its own."""
-        text, message_list = self.store.client.hmget(self.store.keys.task(run.id), "message", "list")
-        message, hints = read_message(text)
+        raw = self.store.client.hgetall(self.store.keys.task(run.id))
+        message, hints = read_message(raw["message"])
         new_run = str(uuid.uuid5(_RUNS, f"{run.id}/{digest}"))
-        made = run_message(message, new_run, {"spec": portable(spec)})
-        stored = whole_text(json.dumps(spec, ensure_ascii=False))
+        made = run_message(message, new_run, {"spec": portable(spec)} if spec else None)
+        kept = {name: raw[name] for name in _OF_THE_NEXT_RUN if name in raw}
         fields = {
-            "schema": str(RECORD_SCHEMA),
+            **kept,
             "state": str(TaskState.QUEUED),
-            "name": run.name,
-            "owner": run.owner,
-            "task_type": run.task_type,
-            "queue": run.queue,
-            "requirement": json.dumps(run.requirement) if run.requirement is not None else "",
             "attempt": "0",
-            "spec": stored,
+            "spec": whole_text(json.dumps(spec, ensure_ascii=False)),
             "merge_tokens": "0",
             "merge_batch": "",
-            "result_ttl": str(self.store.client.hget(self.store.keys.task(run.id), "result_ttl") or "0"),
             "failures": str(run.failures + 1 if is_failure else 0),
+            # A call that takes its workers down is not to take down as many again.
+            "losses": str(min(run.losses, MAX_LOSSES - LOSSES_LEFT)),
         }
-        moved = self.store.regroup(
-            run.id,
-            digest,
-            new_run,
-            message=dumps(made),
-            tag=made["properties"]["delivery_tag"],
-            hints=hints_text(hints),
-            message_list=message_list,
-            spec=stored,
-            fields={name: value for name, value in fields.items() if value != ""},
-            delay_seconds=delay_seconds,
-        )
-        if moved:
+        total = 0
+        while page := self.store.callers(run.id, digest, PAGE):
+            moved, state = self.store.regroup(
+                run.id,
+                digest,
+                new_run,
+                message=dumps(made),
+                tag=made["properties"]["delivery_tag"],
+                hints=hints_text(hints),
+                message_list=raw["list"],
+                spec=fields["spec"],
+                fields=fields,
+                delay_seconds=delay_seconds,
+                callers=page,
+            )
+            total += moved
+            if state and TaskState(state).final:  # it was faster than this
+                self.complete(new_run, of_caller=digest)
+        if total:
             log.info(
-                "calls_regrouped", run=run.id, new_run=new_run, callers=moved, delay_seconds=round(delay_seconds, 1)
+                "calls_regrouped", run=run.id, new_run=new_run, callers=total, delay_seconds=round(delay_seconds, 1)
             )
 
-    def _count_saved(self, result: Mapping[str, Any], callers: int) -> None:
-        """Count what the callers beyond the first did not have to generate."""
+    def _count_saved(self, result: Mapping[str, Any], saved: int) -> None:
+        """Count what `saved` callers did not have to generate."""
         usage = result.get("usage") or {}
         tokens = usage.get("completion_tokens") if isinstance(usage, Mapping) else 0
-        if callers > 1:
-            saved = callers - 1
+        if saved > 0:
             self.store.add_counts(
                 {"saved_generations": saved, "saved_tokens": saved * (tokens if isinstance(tokens, int) else 0)}
             )

@@ -14,6 +14,10 @@ from gpuflow.ledger.states import TaskState
 
 #: Field of a run's result that has the results of its calls.
 CHILDREN: Final = "children"
+#: Field beside it: the digest of each call's own manifest.
+MANIFESTS: Final = "manifests"
+#: Field of the result of a team's own task that holds what its function returned, which may be anything.
+VALUE: Final = "value"
 #: The error of a call for which the executor gave no result.
 NO_RESULT: Final = "NoResult"
 
@@ -25,6 +29,7 @@ class CallEnd:
     state: TaskState = TaskState.SUCCEEDED
     result: Mapping[str, Any] | None = None
     error: Mapping[str, Any] | None = None
+    manifest: str = ""
     is_alone: bool = False
 
     @property
@@ -50,17 +55,23 @@ def call_ends(run: TaskRecord, digests: Sequence[str]) -> dict[str, CallEnd]:
     """
     if run.state is TaskState.SUCCEEDED:
         children = (run.result or {}).get(CHILDREN) or {}
-        return {digest: _of_child(children.get(digest)) for digest in digests}
+        manifests = (run.result or {}).get(MANIFESTS) or {}
+        return {digest: _of_child(children.get(digest), manifests.get(digest, "")) for digest in digests}
     error = dict(run.error or {"type": str(run.state), "message": f"the run ended {run.state}", "retryable": False})
     is_alone = len(digests) > 1 and run.state is not TaskState.CANCELLED
     return {digest: CallEnd(state=run.state, error=error, is_alone=is_alone) for digest in digests}
 
 
-def _of_child(result: Any) -> CallEnd:
+def is_single(run: TaskRecord) -> bool:
+    """Whether a run that has succeeded served one call only."""
+    return len((run.result or {}).get(CHILDREN) or {}) == 1
+
+
+def _of_child(result: Any, manifest: str) -> CallEnd:
     if not isinstance(result, Mapping):
         missing = {"type": NO_RESULT, "message": "the run gave no result for this call", "retryable": True}
         return CallEnd(error=missing)
     error = child_error(result)
     if error is None:
-        return CallEnd(result=result)
+        return CallEnd(result=result, manifest=manifest)
     return CallEnd(error={**error, "retryable": bool(error.get("retryable")) or error["type"] == NO_RESULT})

@@ -7,7 +7,9 @@ them; the result itself stands in the record.
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import uuid
 from pathlib import Path
 from typing import Final
 
@@ -17,34 +19,44 @@ log = get_logger("gpuflow.merge")
 
 #: Folder of an attempt that has one folder for each of several calls.
 CHILDREN_FOLDER: Final = "children"
+#: An id that can name a folder (`worker.results`); a call with another one is not merged.
+SAFE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 #: Folders of an attempt that are no results.
 _WORKING_FOLDERS: Final = frozenset({"checkpoints", "work"})
 
 
-def link_results(results_dir: Path, run_id: str, attempt: int, digest: str, caller_id: str) -> Path | None:
+def link_results(
+    results_dir: Path, run_id: str, attempt: int, digest: str, caller_id: str, *, single: bool
+) -> Path | None:
     """Link the files of one call into `<results_dir>/<caller>/attempt-N`; return that folder.
 
-    None where they are not on this machine. May be done again.
+    `single`: the run had no other call. None where they are not on this machine, or cannot be linked. May be done
+    again.
     """
-    source = results_dir / run_id / f"attempt-{attempt}"
-    child = source / CHILDREN_FOLDER / digest
-    source = child if child.is_dir() else source
+    if not SAFE_ID.fullmatch(caller_id):
+        return None
+    source = call_folder(results_dir, run_id, attempt, digest, single=single)
     root = results_dir / caller_id
     target = root / f"attempt-{attempt}"
-    if not source.is_dir() or target.is_dir():
-        return target if target.is_dir() else None
-    fresh = root / f".attempt-{attempt}.new-{os.getpid()}"
+    fresh = root / f".attempt-{attempt}.new-{uuid.uuid4().hex}"
     try:
-        shutil.rmtree(fresh, ignore_errors=True)
+        if target.is_dir() or not source.is_dir():
+            return target if target.is_dir() else None
         _link_tree(source, fresh)
         fresh.rename(target)
         for entry in sorted(target.iterdir()):
             _point(root / entry.name, Path(target.name) / entry.name)
-    except OSError as error:
+        return target
+    except (OSError, ValueError) as error:
         log.warning("results_not_linked", run=run_id, caller=caller_id, cause=str(error))
         shutil.rmtree(fresh, ignore_errors=True)
-        return target if target.is_dir() else None
-    return target
+        return None
+
+
+def call_folder(results_dir: Path, run_id: str, attempt: int, digest: str, *, single: bool) -> Path:
+    """Return the folder of one call in that of its run."""
+    folder = results_dir / run_id / f"attempt-{attempt}"
+    return folder if single else folder / CHILDREN_FOLDER / digest
 
 
 def _link_tree(source: Path, target: Path) -> None:
@@ -59,7 +71,7 @@ def _link_tree(source: Path, target: Path) -> None:
 
 
 def _point(link: Path, target: Path) -> None:
-    fresh = link.with_name(f".{link.name}.new-{os.getpid()}")
+    fresh = link.with_name(f".{link.name}.new-{uuid.uuid4().hex}")
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(target)
     fresh.replace(link)

@@ -48,7 +48,7 @@ SAMPLING_DEFAULTS: Final[Mapping[str, Any]] = {
 #: Data whose content stands in the call itself.
 _INLINE: Final = frozenset({"list", "prompts", "preferences", "graph_template"})
 #: Sections whose values become text, in which 1.0 is not 1.
-_TEXTUAL: Final = frozenset({"data", "env", "query"})
+_TEXTUAL: Final = frozenset({"data", "echo", "env", "parameters", "query"})
 #: Characters of a prompt that make one token, roughly: what a batch may hold is an estimate.
 _CHARACTERS_PER_TOKEN: Final = 4
 
@@ -67,20 +67,22 @@ class MergeKey:
 
 
 def merge_key(
-    spec: Mapping[str, Any], *, owner: str, queues: Sequence[str], version: str, enabled: bool = True
+    spec: Mapping[str, Any], *, owner: str | None, asks: Sequence[Any], version: str, enabled: bool = True
 ) -> MergeKey | None:
     """Return the key of a canonical spec, or None for a call that is not to be merged.
 
-    `owner` is "" where calls of all owners merge; `queues` are those of all alternatives of what it asks for; `version`
-    is that of the executors.
+    `owner` is None where calls of all owners merge: then different calls share no run, as each would see what the
+    others tell. `asks` is what it asks for: queue and requirement of each alternative; `version` is that of the
+    executors.
     """
     wish = spec.get("merge") or "auto"
     if not enabled or not _may_merge(spec, wish):
         return None
     call = {name: value for name, value in spec.items() if name not in _OF_THE_CALLER}
-    scope = {"owner": owner, "queues": sorted(queues), "version": version}
+    scope = {"owner": owner, "asks": list(asks), "version": version}
     data = call.get("data")
-    is_alone = call["taskType"] in _NOT_BATCHED or _ALONE & call.keys() or not _is_inline(data) or _is_shard(data)
+    is_alone = owner is None or call["taskType"] in _NOT_BATCHED or bool(_ALONE & call.keys())
+    is_alone = is_alone or not _is_inline(data) or _is_shard(data)
     shared = {name: value for name, value in call.items() if name not in OF_THE_CHILD}
     return MergeKey(
         call=_digest({**scope, "call": _normalised(call)}),
@@ -90,11 +92,17 @@ def merge_key(
     )
 
 
+def plain_key(task: str, key: str, *, queue: str, version: str) -> MergeKey:
+    """Return the key of a call of a team's own Celery task, by what its key function says of the arguments."""
+    digest = _digest({"task": task, "key": key, "queue": queue, "version": version})
+    return MergeKey(call=digest, batch="", tokens=0, spec={})
+
+
 def _may_merge(spec: Mapping[str, Any], wish: str) -> bool:
     task_type = str(spec["taskType"])
     if wish == "always":
         return task_type in MERGEABLE | _ON_DEMAND or is_user_type(task_type)
-    return wish == "auto" and task_type in MERGEABLE and _is_deterministic(spec) and _is_fixed(spec.get("data"))
+    return wish == "auto" and task_type in MERGEABLE and _is_deterministic(spec) and _reads_fixed(spec)
 
 
 def _is_deterministic(spec: Mapping[str, Any]) -> bool:
@@ -103,6 +111,14 @@ def _is_deterministic(spec: Mapping[str, Any]) -> bool:
     if spec["taskType"] == "embedding":
         return True
     return inference.get("temperature") == 0 or inference.get("seed") is not None
+
+
+def _reads_fixed(spec: Mapping[str, Any]) -> bool:
+    """Whether what the call reads beside its model cannot change under its name."""
+    search = spec.get("search") or {}
+    if spec.get("qdrant") or search.get("index"):
+        return False
+    return _is_fixed(spec.get("data")) and _is_fixed(search.get("documents"))
 
 
 def _is_inline(data: Any) -> bool:
@@ -173,4 +189,4 @@ def _tokens(call: Mapping[str, Any]) -> int:
     return len(json.dumps(rows)) // _CHARACTERS_PER_TOKEN + (answers if call["taskType"] == "inference" else 0)
 
 
-__all__ = ["MERGEABLE", "SAMPLING_DEFAULTS", "MergeKey", "merge_key"]
+__all__ = ["MERGEABLE", "SAMPLING_DEFAULTS", "MergeKey", "merge_key", "plain_key"]

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from gpuflow.artifacts.manifest import SealedResults, seal_results
-from gpuflow.merge.ends import CHILDREN, child_error
+from gpuflow.merge.ends import CHILDREN, MANIFESTS, child_error
 from gpuflow.merge.folders import CHILDREN_FOLDER
 
 
-def named_by_engine(result: Mapping[str, Any], engine: str) -> dict[str, Any]:
-    """Return a result, or the results of several calls, with the engine that made it; "" for none."""
+def named_by_engine(result: Mapping[str, Any], engine: str, *, merged: bool) -> dict[str, Any]:
+    """Return a result, or with `merged` the results of several calls, with the engine that made it; "" for none."""
     if not engine:
         return dict(result)
-    if CHILDREN not in result:
+    if not merged:
         return {"engine": engine, **result}
     children = {
         digest: child if child_error(child) is not None else {"engine": engine, **child}
@@ -41,7 +41,7 @@ def seal_calls(
         (digest, spec), *_ = calls.items()
         sealed = seal_results(folder, result, declared, spec, url_of)
         return replace(sealed, result={CHILDREN: {digest: sealed.result}})
-    children = {}
+    children, manifests = {}, {}
     for digest, child in (result.get(CHILDREN) or {}).items():
         children[digest] = child
         place = folder / CHILDREN_FOLDER / digest
@@ -50,6 +50,13 @@ def seal_calls(
             def url_inside(name: str, digest: str = digest) -> str:
                 return url_of(f"{CHILDREN_FOLDER}/{digest}/{name}")
 
-            children[digest] = seal_results(place, child, (), calls[digest], url_inside).result
+            own = seal_results(place, child, (), calls[digest], url_inside)
+            children[digest], manifests[digest] = own.result, own.digest
     sealed = seal_results(folder, {}, declared, {}, url_of)
-    return replace(sealed, result={CHILDREN: children})
+    return replace(sealed, result={CHILDREN: children, MANIFESTS: manifests})
+
+
+def failed_calls(result: Mapping[str, Any]) -> list[str]:
+    """Return the digests of the calls that have failed in the result of a run."""
+    children = result.get(CHILDREN) or {}
+    return [digest for digest, child in children.items() if child_error(child) is not None]

@@ -63,9 +63,18 @@ class MergeStore:
         """Return up to `count` callers of one call that have not been told of its end, in no order."""
         return list(self.client.srandmember(self.keys.merge_callers(run_id, digest), count) or ())
 
-    def count(self, run_id: str, digest: str) -> int:
-        """Return how many callers of one call have not been told of its end."""
-        return int(self.client.scard(self.keys.merge_callers(run_id, digest)))
+    def waited_for(self, run_id: str, digests: Sequence[str]) -> list[str]:
+        """Return those of a run's calls for which somebody waits."""
+        pipe = self.client.pipeline(transaction=False)
+        for digest in digests:
+            pipe.exists(self.keys.merge_callers(run_id, digest))
+        return [digest for digest, waits in zip(digests, pipe.execute(), strict=True) if waits]
+
+    def forget_failed(self, run_id: str, digests: Sequence[str]) -> None:
+        """Let no further call join these calls of a run, which runs still: they have failed."""
+        for digest in digests:
+            if self.client.get(self.keys.merge_call(digest)) == run_id:
+                self.client.delete(self.keys.merge_call(digest))
 
     def complete(
         self,
@@ -122,10 +131,11 @@ class MergeStore:
         spec: str,
         fields: Mapping[str, str],
         delay_seconds: float,
-    ) -> int:
-        """Move the callers of one call to a run of its own; return how many that were (regroup.lua)."""
+        callers: Sequence[str],
+    ) -> tuple[int, str]:
+        """Move callers of one call to a run of its own; return how many that were, and its state (regroup.lua)."""
         keys = self.keys
-        moved = merge_script("regroup")(
+        moved, state = merge_script("regroup")(
             self.client,
             [
                 keys.task(run_id),
@@ -150,9 +160,10 @@ class MergeStore:
                 BELL_SECONDS,
                 tag,
                 self.events_maxlen,
+                *callers,
             ],
         )
-        return int(moved)
+        return int(moved), str(state)
 
     def close(self, run_id: str, result_bytes: Mapping[str, int], *, max_results: int, max_bytes: int) -> bool:
         """Forget by what a run was joined that has ended; False while callers are left (close.lua)."""
@@ -160,7 +171,7 @@ class MergeStore:
         pairs = [part for item in result_bytes.items() for part in item]
         done = merge_script("close")(
             self.client,
-            [keys.task(run_id), keys.ready, keys.merge_results, keys.merge],
+            [keys.task(run_id), keys.ready, keys.merge_results, keys.merge, keys.merge_sizes],
             [run_id, max_results, max_bytes, *pairs],
         )
         return bool(done)

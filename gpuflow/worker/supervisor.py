@@ -19,15 +19,15 @@ from gpuflow.artifacts.destination import stored_name, upload_attempt
 from gpuflow.artifacts.manifest import SealedResults, seal_results
 from gpuflow.artifacts.store import Store
 from gpuflow.broker.answers import passes
-from gpuflow.broker.calls import RUN_HEADER
+from gpuflow.broker.calls import FETCH_HEADER, RUN_HEADER
 from gpuflow.errors import GPUFlowError
 from gpuflow.ledger.ledger import Holder, StartVerdict
 from gpuflow.ledger.records import RECORD_SCHEMA, SCHEMA_HEADER, new_record_fields
 from gpuflow.ledger.retries import AVOID_SECONDS, Again, decide
 from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
-from gpuflow.merge.sealing import named_by_engine, seal_calls
-from gpuflow.merge.specs import run_spec
+from gpuflow.merge.sealing import failed_calls, named_by_engine, seal_calls
+from gpuflow.merge.specs import MERGED, run_spec
 from gpuflow.routing.affinity import model_key
 from gpuflow.spec.units import duration_seconds
 from gpuflow.worker.attempt import ASK_SECONDS, Attempt, Outcome, handed_back
@@ -90,6 +90,8 @@ class Delivery:
         """START, the attempt, COMMIT."""
         if (self.request.get(SCHEMA_HEADER) or 1) > RECORD_SCHEMA:
             self._pass_on("newer")
+        if self.request.get(FETCH_HEADER):
+            return self._fetch()
         started = self._until_told(self._start)
         if started.verdict in ("live", "lost"):
             log.warning("delivery_dropped", task=self.id, why=started.verdict)
@@ -146,8 +148,10 @@ class Delivery:
 
     def _take_calls(self, holder: Holder) -> None:
         """Read what this run is to execute; nothing joins it any more but equal calls. Without a caller it ends."""
-        merger = self.runtime.app.merger
-        self.calls = self._until_told(lambda: merger.store.calls(self.id))
+        store = self.runtime.app.merger.store
+        calls = self._until_told(lambda: store.calls(self.id))
+        waited_for = self._until_told(lambda: store.waited_for(self.id, list(calls)))
+        self.calls = {digest: calls[digest] for digest in waited_for}
         if not self.calls:
             left = {"type": "Cancelled", "message": "every caller of this run has left", "retryable": False}
             self._finish(holder, TaskState.CANCELLED, left, Outcome(completed=False))
@@ -155,10 +159,12 @@ class Delivery:
 
     def _fetch(self) -> dict[str, Any]:
         """Return the end of a call that was merged into a run which has ended."""
-        merger = self.runtime.app.merger
-        self._until_told(lambda: merger.fetch(self.ledger.get(self.id)))
-        if not self._until_told(lambda: self.ledger.get(self.id)).state.final:
-            raise Ignore  # it waits for another run now, or for a worker of its own
+        record = self._until_told(lambda: self.ledger.get(self.id))
+        if record.state is TaskState.MERGED:
+            self._until_told(lambda: self.runtime.app.merger.fetch(record))
+            record = self._until_told(lambda: self.ledger.get(self.id))
+        if not record.state.final:
+            raise Ignore  # it waits for another run, or was queued again by hand
         return self._replay()
 
     def _attempt(self, holder: Holder) -> Outcome:
@@ -260,7 +266,7 @@ class Delivery:
     def _by_engine(self, outcome: Outcome, start: Start) -> Outcome:
         """Name the engine in the result, and the environment in the error of a child that it did not even begin."""
         if outcome.completed:
-            return replace(outcome, result=named_by_engine(outcome.result, start.engine))
+            return replace(outcome, result=named_by_engine(outcome.result, start.engine, merged=MERGED in self.spec))
         if outcome.began or outcome.stop is not None or not start.use.variant:
             return outcome
         broken = EnvironmentNotReady(
@@ -291,6 +297,8 @@ class Delivery:
             sealed = self._seal(number, outcome)
         except (OSError, GPUFlowError) as error:
             return self._end(holder, replace(outcome, completed=False, stop=None, error=cause_of(error)))
+        if self.is_run and (failed := failed_calls(sealed.result)):
+            self._until_told(lambda: self.runtime.app.merger.store.forget_failed(self.id, failed))
         committed = self._commit(
             lambda: self.ledger.commit(
                 self.id,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from celery import chain, chord, group
 
 from gpuflow.celery_app import GPUFlow
 from gpuflow.client import Task, get, submit, submit_pipeline
-from gpuflow.errors import TaskCancelled, TaskFailed, UnknownTask
+from gpuflow.errors import TaskCancelled, TaskDead, TaskFailed, UnknownTask
 from gpuflow.explaining import explain
+from gpuflow.ledger.states import TaskState
 from tests.support.fleet import TestFleet
 from tests.support.waiting import eventually, patient
 
@@ -345,5 +347,153 @@ def test_results_are_bounded_in_number_and_bytes(fleet: TestFleet) -> None:
         eventually(lambda: not fleet.broker.client.keys("merge:*:calls"))
     assert fleet.broker.client.zcard("gpuflow.merge.results") == 2
     assert len(fleet.broker.client.keys("merge:call:*")) == 2
-    kept = [int(entry.split()[1]) for entry in fleet.broker.client.zrange("gpuflow.merge.results", 0, -1)]
+    kept = [int(size) for size in fleet.broker.client.hvals("gpuflow.merge.sizes")]
     assert counts(fleet)["kept_bytes"] == sum(kept)
+
+
+@pytest.fixture
+def plain(fleet: TestFleet, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sends the team's own tasks as a client does that has their module: it knows their options."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "support"))
+    import plain_tasks
+
+    options_of = {
+        "merged_by_name": {"merge": plain_tasks.first_argument, "resources": "cpu", "merge_result_ttl": 600},
+    }
+
+    def send(name: str, *args: Any, **options: Any) -> Any:
+        known = SimpleNamespace(**options_of.get(name, {"merge": True}))
+        return fleet.app.send_task(f"plain_tasks.{name}", args, task_type=known, **options)
+
+    return send
+
+
+def executed(fleet: TestFleet) -> list[str]:
+    return list(fleet.broker.client.lrange("executed", 0, -1))
+
+
+def test_a_teams_own_task_is_merged_by_its_arguments_or_its_key(fleet: TestFleet, plain: Any, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    sums = [plain("merged_sum", 1, 2, str(gate)) for _ in range(3)]
+    others = [
+        plain("merged_sum", 2, 2, str(gate)),
+        plain("merged_by_name", "ana", 1),
+        plain("merged_by_name", "ana", 2),
+    ]
+    unmerged = [plain("merged_by_name", "") for _ in range(2)]
+    fleet.start_worker("w1", "--include", "plain_tasks")
+    sums.append(plain("merged_sum", 1, 2, str(gate)))
+    gate.touch()
+
+    assert [one.get(timeout=patient(30)) for one in sums] == [{"sum": 3}] * 4
+    assert [one.get(timeout=patient(30)) for one in others] == [{"sum": 4}, "hello ana", "hello ana"]
+    assert [one.get(timeout=patient(30)) for one in unmerged] == ["hello "] * 2
+    assert sorted(executed(fleet)) == ["", "", "1+2", "2+2", "ana"]
+    assert plain("merged_by_name", "ana", 3).get(timeout=patient(30)) == "hello ana"
+    assert executed(fleet).count("ana") == 1
+    assert fleet.state(sums[0].id) == "SUCCEEDED"
+
+
+def test_the_exception_of_a_teams_own_task_reaches_each_caller(fleet: TestFleet, plain: Any) -> None:
+    import plain_tasks
+
+    callers = [plain("merged_failure", "no luck") for _ in range(3)]
+    fleet.start_worker("w1", "--include", "plain_tasks")
+    for caller in callers:
+        with pytest.raises(plain_tasks.Unlucky, match="no luck"):
+            caller.get(timeout=patient(30))
+    assert executed(fleet) == ["no luck"]
+
+
+def test_a_retry_of_a_teams_own_task_is_one_of_its_run(fleet: TestFleet, plain: Any) -> None:
+    callers = [plain("merged_retry", 7) for _ in range(2)]
+    fleet.start_worker("w1", "--include", "plain_tasks")
+    assert [caller.get(timeout=patient(30)) for caller in callers] == [3, 3]
+    assert executed(fleet) == ["7"] * 3
+    (run,) = runs(fleet)
+    assert (run.attempt, run.failures) == (3, 2)
+
+
+def test_links_of_a_teams_own_task_are_called_once_each(fleet: TestFleet, plain: Any) -> None:
+    note = fleet.app.signature("plain_tasks.note_output")
+    callers = [plain("merged_sum", 1, 1, link=note.clone(kwargs={})) for _ in range(3)]
+    fleet.start_worker("w1", "--include", "plain_tasks")
+    assert [caller.get(timeout=patient(30)) for caller in callers] == [{"sum": 2}] * 3
+
+
+@pytest.mark.parametrize("options", [{"compression": "gzip"}, {"serializer": "yaml"}])
+def test_a_caller_with_another_encoding_runs_by_itself(fleet: TestFleet, options: dict[str, str]) -> None:
+    fleet.app.conf.accept_content = ["json", "yaml"]
+    odd = fleet.app.send_task(ECHO, kwargs={"spec": call(1)}, **options)
+    usual = submit(call(1), app=fleet.app)
+    assert fleet.state(odd.id) == "QUEUED" and usual.state == "MERGED"
+    fleet.start_worker()
+    assert usual.get(timeout=patient(30))["output"] == 1
+    eventually(lambda: fleet.state(odd.id) in ("SUCCEEDED", "FAILED"))
+
+
+@pytest.mark.parametrize("task_id", ["../../outside", "/tmp/outside-of-results", "x" * 300, "a/attempt-1", "nul\0"])
+def test_an_id_that_names_no_folder_is_not_merged(fleet: TestFleet, task_id: str) -> None:
+    usual = submit(call(1, artifact="note.txt"), app=fleet.app)
+    odd = fleet.app.send_task(ECHO, kwargs={"spec": call(1, artifact="note.txt")}, task_id=task_id)
+    assert fleet.state(odd.id) == "QUEUED"
+    fleet.start_worker()
+    assert usual.get(timeout=patient(30))["output"] == 1
+    assert not (fleet.folder / "outside").exists() and not Path("/tmp/outside-of-results").exists()
+
+
+def test_a_retry_by_hand_while_the_end_is_on_its_way_runs_in_its_own_queue(fleet: TestFleet) -> None:
+    fail = {"type": "Boom", "message": "no luck", "retryable": False}
+    task = submit(call(1, fail=fail, resources={"accelerators": "A100:1"}), app=fleet.app)
+    run = run_of(task).record()
+    fleet.app.ledger.commit(run.id, TaskState.FAILED, holder=None, error=fail)
+    fleet.app.merger.complete(run.id)
+    fleet.broker.client.delete("gpu-a100")  # the message of the run
+    assert task.state == "FAILED" and task.retry()
+
+    fleet.start_worker()  # it has no GPU, and serves the control queue
+
+    eventually(lambda: fleet.broker.client.llen("gpuflow.control\x06\x163") == 0)
+    eventually(lambda: not fleet.broker.client.hgetall("gpuflow.unacked"))
+    assert task.state == "QUEUED" and task.record().attempt == 0
+    assert fleet.broker.client.llen("gpu-a100") == 1
+
+
+def test_a_ttl_of_half_a_second_keeps_a_result_for_that_long(fleet: TestFleet) -> None:
+    fleet.start_worker()
+    first = submit(call(1, resultTtlSeconds=0.5), app=fleet.app)
+    first.get(timeout=patient(30))
+    eventually(lambda: not fleet.broker.client.hgetall("gpuflow.unacked"))
+    eventually(lambda: not fleet.broker.client.keys("merge:call:*"))
+
+
+def test_a_revoked_caller_whose_end_is_on_its_way_gets_that_end(fleet: TestFleet) -> None:
+    """Its message waits in the control queue; dropped as revoked, its chord would never be counted."""
+    fleet.start_worker("w1", "--include", "plain_tasks", "-Q", "gpu-a100")
+    header = [fleet.app.signature(ECHO, kwargs={"spec": call("x")}) for _ in range(2)]
+    body = chord(header, app=fleet.app)(fleet.app.signature("plain_tasks.outputs"))
+    (run,) = runs(fleet)
+    ids = [one.id for one in body.parent.results]
+    fleet.app.control.revoke(ids, reply=True, timeout=patient(5))
+    for one in ids:
+        eventually(lambda one=one: fleet.state(one) == "CANCELLED")
+    eventually(lambda: fleet.state(run.id) == "CANCELLED")
+
+
+def test_celery_sees_the_progress_of_the_run(fleet: TestFleet, tmp_path: Path) -> None:
+    fleet.start_worker()
+    gate = tmp_path / "gate"
+    task = submit(call(1, until_exists=str(gate)), app=fleet.app)
+    result = fleet.app.AsyncResult(task.id)
+    eventually(lambda: result.state in ("STARTED", "PROGRESS"))
+    gate.touch()
+    assert result.get(timeout=patient(30))["output"] == 1
+
+
+def test_a_dead_run_is_no_dead_letter_and_all_of_them_can_be_retried(fleet: TestFleet) -> None:
+    fail = {"type": "Boom", "message": "no luck", "retryable": True}
+    task = submit(call(1, fail=fail, retry={"max_attempts": 1}), app=fleet.app)
+    fleet.start_worker()
+    with pytest.raises(TaskDead):
+        task.get(timeout=patient(30))
+    assert [record.id for record in fleet.app.ledger.dead()] == [task.id]

@@ -10,7 +10,7 @@
 --   tokens           estimate of the call; max_calls, max_tokens: what one run may hold
 --   priority         0..9     result_ttl   seconds for which a result may be used again
 --   retention        seconds that a final record is kept
---   queue, requirement        of the call; fallback_seconds: see publish.lua
+--   queue, requirement        of the call ('' for one of a plain queue); fallback_seconds: see publish.lua
 --   bell             seconds that a doorbell token may lie unread
 -- ARGV[2] message of the caller  ARGV[3] message of the run  ARGV[4] message of the caller as it goes to gpuflow.control
 -- ARGV[5] hints of the message (common.lua)  ARGV[6] spec of the call, JSON
@@ -71,9 +71,14 @@ local function write(record, id, queue, list, message, fields)
   redis.call('SADD', KEYS[6], id)
 end
 
+-- The text of a message as it waits: one of a demand queue is stamped.
+local function queued(message)
+  return options.requirement ~= '' and stamped(message, seconds, ARGV[5]) or message
+end
+
 local function begin_run()
   local run, record = options.run, run_record(options.run)
-  local message = stamped(ARGV[3], seconds, ARGV[5])
+  local message = queued(ARGV[3])
   write(record, run, options.queue, KEYS[1], message, cjson.decode(ARGV[8]))
   redis.call('HSET', record, 'merge_tokens', 0, 'priority', options.priority)
   if options.fallback_seconds ~= '' then fall_back_in(ready, run, options.fallback_seconds) end
@@ -89,16 +94,19 @@ end
 local function raise_priority(run)
   local record = run_record(run)
   local state, list, message, priority = unpack(redis.call('HMGET', record, 'state', 'list', 'message', 'priority'))
-  if state ~= 'QUEUED' or tonumber(priority or '5') >= options.priority then return end
-  if queue_of(ready, list) ~= queue_of(ready, KEYS[1]) or not take_out(ready, list, message) then return end
-  redis.call('HSET', record, 'list', KEYS[1], 'priority', options.priority)
-  put(ready, KEYS[1], 'back', message, options.bell)
+  if state ~= 'QUEUED' or tonumber(priority or '5') >= options.priority or not take_out(ready, list, message) then
+    return
+  end
+  -- It may have moved on to the queue of another alternative.
+  local higher = prefix .. queue_of(ready, list) .. string.sub(KEYS[1], #prefix + #options.queue + 1)
+  redis.call('HSET', record, 'list', higher, 'priority', options.priority)
+  put(ready, higher, 'back', message, options.bell)
 end
 
-register(ready, options.queue, options.requirement, seconds)
+if options.requirement ~= '' then register(ready, options.queue, options.requirement, seconds) end
 local run, how = find_run()
 if not run then run, how = begin_run(), 'new' end
-write(KEYS[3], options.caller, options.queue, KEYS[1], stamped(ARGV[2], seconds, ARGV[5]), cjson.decode(ARGV[7]))
+write(KEYS[3], options.caller, options.queue, KEYS[1], queued(ARGV[2]), cjson.decode(ARGV[7]))
 redis.call('HSET', KEYS[3], 'state', 'MERGED', 'run', run, 'call', options.call)
 redis.call('SADD', run_key(run, 'callers:' .. options.call), options.caller)
 redis.call('XADD', KEYS[4], '*', 'event', 

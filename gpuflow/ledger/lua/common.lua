@@ -38,10 +38,19 @@ local function is_needed(record, id)
 end
 
 local leave_run
+-- Whether callers are completed by the end of their run (gpuflow/merge/lua/complete.lua): none of them leaves it by that.
+local completing = false
+
+-- Keep what a run that has ended was joined by no longer than its record: its completion removes it before.
+local function expire_run(prefix, run, ttl)
+  local keys = prefix .. 'merge:' .. run .. ':'
+  for _, call in ipairs(redis.call('HKEYS', keys .. 'calls')) do redis.call('EXPIRE', keys .. 'callers:' .. call, ttl) end
+  redis.call('EXPIRE', keys .. 'calls', ttl)
+end
 
 -- Make the record final. It expires after `ttl` seconds, or so long after the end of its pipeline.
 local function finish(record, events, attempts, dead, unfinished, cap, ttl, seconds, state, error)
-  local before, run, call = unpack(redis.call('HMGET', record, 'state', 'run', 'call'))
+  local before, run, call, is_run = unpack(redis.call('HMGET', record, 'state', 'run', 'call', 'merge_tokens'))
   redis.call('HSET', record, 'state', state, 'finished_at', seconds, 'updated_at', seconds)
   if error ~= '' then redis.call('HSET', record, 'error', error) end
   redis.call('HDEL', record, 'tag', 'owner_token', 'cancel_requested', 'not_before')
@@ -53,8 +62,11 @@ local function finish(record, events, attempts, dead, unfinished, cap, ttl, seco
   if not is_needed(record, id) then
     for _, key in ipairs({record, events, attempts}) do redis.call('EXPIRE', key, ttl) end
   end
-  if state == 'DEAD' then redis.call('ZADD', dead, seconds, id) end
-  if before == 'MERGED' then leave_run(prefix_before(record, id), id, run, call, dead, unfinished, cap, ttl, seconds) end
+  if is_run then expire_run(prefix_before(record, id), id, ttl) end
+  if state == 'DEAD' and not is_run then redis.call('ZADD', dead, seconds, id) end
+  if before == 'MERGED' and not completing then
+    leave_run(prefix_before(record, id), id, run, call, dead, unfinished, cap, ttl, seconds)
+  end
 end
 
 -- End a task that no attempt runs: its message is taken away.
@@ -75,8 +87,8 @@ local function cancelled_error(message) return cjson.encode({type = 'Cancelled',
 leave_run = function(prefix, id, run, call, dead, unfinished, cap, ttl, seconds)
   local record, keys = prefix .. 'task:' .. run, prefix .. 'merge:' .. run .. ':'
   local state, batch = unpack(redis.call('HMGET', record, 'state', 'merge_batch'))
-  if not state or is_final(state) then return end
   redis.call('SREM', keys .. 'callers:' .. call, id)
+  if not state or is_final(state) then return end
   local calls, left = redis.call('HKEYS', keys .. 'calls'), 0
   for _, one in ipairs(calls) do left = left + redis.call('SCARD', keys .. 'callers:' .. one) end
   local function drop(one)

@@ -12,6 +12,7 @@
 local prefix = prefix_of(KEYS[5])
 local run, attempt, worker = ARGV[1], unpack(redis.call('HMGET', KEYS[1], 'attempt', 'worker'))
 local seconds, untold = clock(), {}
+completing = true
 for i = 8, #ARGV, 3 do
   local id, result, message = ARGV[i], ARGV[i + 1], ARGV[i + 2]
   local record = prefix .. 'task:' .. id

@@ -9,7 +9,6 @@ local state, run, list, message, queue, requirement = unpack(redis.call('HMGET',
 if state ~= 'MERGED' or not message then return 0 end
 if redis.call('EXISTS', prefix_of(KEYS[3]) .. 'task:' .. run) == 1 then return 0 end
 local seconds = clock()
--- Its message may be on its way to fetch a result: that delivery is told that another one is current.
 local old = cjson.decode(message)['properties']['delivery_tag']
 local from, to = string.find(message, old, 1, true)
 message = string.sub(message, 1, from - 1) .. ARGV[4] .. string.sub(message, to + 1)

@@ -41,9 +41,9 @@ def changed(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def key_of(
-    spec: dict[str, Any], *, owner: str = "ana", queues: tuple[str, ...] = ("gpu",), version: str = "1"
+    spec: dict[str, Any], *, owner: str = "ana", asks: tuple[str, ...] = ("gpu",), version: str = "1"
 ) -> MergeKey:
-    key = merge_key(canonical(spec), owner=owner, queues=queues, version=version)
+    key = merge_key(canonical(spec), owner=owner, asks=asks, version=version)
     assert key is not None
     return key
 
@@ -129,8 +129,8 @@ def test_the_order_of_fields_does_not_matter() -> None:
     ("one", "other"),
     [
         ({"owner": "ana"}, {"owner": "bo"}),
-        ({"queues": ("gpu",)}, {"queues": ("gpu-a100",)}),
-        ({"queues": ("gpu",)}, {"queues": ("gpu", "cpu")}),
+        ({"asks": ("gpu",)}, {"asks": ("gpu-a100",)}),
+        ({"asks": ("gpu",)}, {"asks": ("gpu", "cpu")}),
         ({"version": "1"}, {"version": "2"}),
     ],
 )
@@ -160,16 +160,16 @@ def test_numbers_in_data_are_text_and_keep_their_spelling() -> None:
 )
 def test_what_is_merged(changes: dict[str, Any], merged: bool) -> None:
     spec = canonical({**BASE, **changes})
-    assert (merge_key(spec, owner="", queues=["gpu"], version="1") is not None) is merged
-    assert merge_key(spec, owner="", queues=["gpu"], version="1", enabled=False) is None
+    assert (merge_key(spec, owner="", asks=["gpu"], version="1") is not None) is merged
+    assert merge_key(spec, owner="", asks=["gpu"], version="1", enabled=False) is None
 
 
 def test_other_task_types_merge_only_where_their_author_says_so() -> None:
     echo = {"taskType": "echo", "echo": {"output": 1}}
     train = {"taskType": "sft", "model": BASE["model"], "data": {"type": "list", "items": ["x"]}, "merge": "always"}
-    assert merge_key(canonical(echo), owner="", queues=["cpu"], version="1") is None
-    assert merge_key(canonical({**echo, "merge": "always"}), owner="", queues=["cpu"], version="1") is not None
-    assert merge_key(canonical(train), owner="", queues=["cpu"], version="1") is None
+    assert merge_key(canonical(echo), owner="", asks=["cpu"], version="1") is None
+    assert merge_key(canonical({**echo, "merge": "always"}), owner="", asks=["cpu"], version="1") is not None
+    assert merge_key(canonical(train), owner="", asks=["cpu"], version="1") is None
 
 
 @pytest.mark.parametrize(

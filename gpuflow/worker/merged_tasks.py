@@ -1,0 +1,143 @@
+"""Runs calls of a team's own Celery tasks that are merged with equal ones: one run, by its record, for all its callers.
+
+The function itself runs in a thread of the worker, as every plain task does. The record brings what a supervised task
+has: one attempt at a time, one committed result. Called by `gpuflow.task`.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from celery.exceptions import Ignore
+from celery.utils.time import maybe_iso8601
+
+from gpuflow.broker.calls import FETCH_HEADER, RUN_HEADER
+from gpuflow.errors import TaskCancelled
+from gpuflow.ledger.ledger import Holder
+from gpuflow.ledger.records import TaskRecord, new_record_fields
+from gpuflow.ledger.states import TaskState
+from gpuflow.logs import get_logger
+from gpuflow.merge.ends import CHILDREN, VALUE
+from gpuflow.worker.runtime import Runtime, current
+
+log = get_logger("gpuflow.merged_tasks")
+
+#: Field of a record's error that holds the exception as Celery stores it.
+EXCEPTION: Final = "celery"
+
+_here = threading.local()
+
+
+def run(task: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run one delivery of a recorded call, and return what the function returned.
+
+    Raises what it raised; Ignore for a delivery that leaves no trace.
+    """
+    delivery = MergedTask(current(), task)
+    _here.delivery = delivery
+    try:
+        return delivery.run(args, kwargs)
+    finally:
+        _here.delivery = None
+
+
+def requeues_run(options: Mapping[str, Any]) -> bool:
+    """Put the run that this thread works on back to its queue, if the call that is sent is its own retry."""
+    delivery: MergedTask | None = getattr(_here, "delivery", None)
+    return delivery is not None and options.get("task_id") == delivery.id and delivery.requeue(options)
+
+
+class MergedTask:
+    """One delivery of a caller or of a run."""
+
+    def __init__(self, runtime: Runtime, task: Any) -> None:
+        self.runtime = runtime
+        self.task = task
+        self.id: str = task.request.id
+        self.tag: str = task.request.properties["delivery_tag"]
+        self.is_run = bool(task.request.get(RUN_HEADER))
+        self.ledger = runtime.app.ledger
+        self.holder: Holder | None = None
+
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """START, the function, COMMIT. A broker that is away raises: the message is not acknowledged then."""
+        leases = self.runtime.leases
+        if self.task.request.get(FETCH_HEADER):
+            return self._fetch()
+        started = self.ledger.start(
+            self.id,
+            worker=self.runtime.worker_id,
+            owner_token=leases.owner,
+            tag=self.tag,
+            new_fields=new_record_fields(name=self.task.name, task_type=self.task.name, spec={}, requirement=None),
+            call=uuid.uuid4().hex,
+            returned=leases.returned(self.tag),
+        )
+        if started.verdict == "merged":
+            return self._fetch()
+        if started.verdict == "final":
+            return self._replay(self.ledger.get(self.id))
+        if started.verdict != "begin":
+            log.warning("delivery_dropped", task=self.id, why=started.verdict)
+            if started.verdict != "live":
+                leases.settle(self.tag, "front")
+            raise Ignore
+        self.holder = Holder(attempt=started.attempt, token=leases.owner)
+        self.runtime.app.attempts.begin(self.id, self.holder)
+        leases.begin(self.tag, self.id, started.attempt)
+        self.ledger.report(self.id, self.holder)
+        value = self.task.run(*args, **kwargs)
+        result: dict[str, Any] = {VALUE: value}
+        if self.is_run:
+            result = {CHILDREN: dict.fromkeys(self.runtime.app.merger.store.calls(self.id), result)}
+        if not self.ledger.commit(self.id, TaskState.SUCCEEDED, holder=self.holder, result=result):
+            log.warning("late_result_refused", task=self.id, attempt=self.holder.attempt)
+            leases.settle(self.tag, "front")
+            raise Ignore
+        return value
+
+    def _fetch(self) -> Any:
+        """Return the end of a call that was merged into a run which has ended."""
+        record = self.ledger.get(self.id)
+        if record.state is TaskState.MERGED:
+            self.runtime.app.merger.fetch(record)
+            record = self.ledger.get(self.id)
+        if not record.state.final:
+            raise Ignore  # it waits for another run, or was queued again by hand
+        return self._replay(record)
+
+    def requeue(self, options: Mapping[str, Any]) -> bool:
+        """End the attempt, and let the call wait again; False if it does not run here any more."""
+        if self.holder is None:
+            return False
+        self.runtime.leases.requeueing(self.tag)
+        error = {"type": "Retry", "message": "the task has asked for a retry", "retryable": True}
+        answer = self.ledger.give_back(
+            self.id, self.holder, self.tag, reason="failed", error=error, delay_seconds=_delay_seconds(options)
+        )
+        if answer != "queued":
+            return False
+        self.runtime.leases.forget(self.tag)
+        return True
+
+    def _replay(self, record: TaskRecord) -> Any:
+        self.runtime.app.attempts.begin(self.id, Holder(attempt=record.attempt, token=""))
+        if record.state is TaskState.SUCCEEDED:
+            return None if self.is_run else (record.result or {}).get(VALUE)
+        error = dict(record.error or {})
+        if error.get(EXCEPTION):
+            raise self.task.backend.exception_to_python(error[EXCEPTION])
+        message = str(error.get("message") or f"the task is {record.state}")
+        raise TaskCancelled(message) if record.state is TaskState.CANCELLED else RuntimeError(message)
+
+
+def _delay_seconds(options: Mapping[str, Any]) -> float:
+    eta = maybe_iso8601(options.get("eta"))
+    if eta is not None:
+        at: datetime = eta if eta.tzinfo else eta.replace(tzinfo=UTC)
+        return max(0.0, (at - datetime.now(UTC)).total_seconds())
+    return max(0.0, float(options.get("countdown") or 0))
