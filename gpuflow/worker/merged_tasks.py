@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from celery.exceptions import Ignore
 from celery.utils.time import maybe_iso8601
 
 from gpuflow.broker.calls import FETCH_HEADER, RUN_HEADER
 from gpuflow.errors import TaskCancelled
-from gpuflow.ledger.ledger import Holder
+from gpuflow.ledger.ledger import Holder, StartVerdict
 from gpuflow.ledger.records import TaskRecord, new_record_fields
 from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
 from gpuflow.merge.ends import CHILDREN, VALUE
 from gpuflow.worker.runtime import Runtime, current
+from gpuflow.worker.steps import until_answered
 
 log = get_logger("gpuflow.merged_tasks")
 
@@ -30,6 +31,8 @@ log = get_logger("gpuflow.merged_tasks")
 EXCEPTION: Final = "celery"
 
 _here = threading.local()
+
+T = TypeVar("T")
 
 
 def run(task: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -62,62 +65,76 @@ class MergedTask:
         self.is_run = bool(task.request.get(RUN_HEADER))
         self.ledger = runtime.app.ledger
         self.holder: Holder | None = None
+        self.start_call = uuid.uuid4().hex
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """START, the function, COMMIT. A broker that is away raises: the message is not acknowledged then."""
+        """START, the function, COMMIT."""
         leases = self.runtime.leases
         if self.task.request.get(FETCH_HEADER):
             return self._fetch()
-        started = self.ledger.start(
+        started = self._until_told(self._start)
+        if started.verdict == "merged":
+            return self._fetch()
+        if started.verdict == "final":
+            return self._replay(self._record())
+        if started.verdict != "begin":
+            log.warning("delivery_dropped", task=self.id, why=started.verdict)
+            if started.verdict != "live":
+                self._until_told(lambda: leases.settle(self.tag, "front"))
+            raise Ignore
+        self.holder = holder = Holder(attempt=started.attempt, token=leases.owner)
+        self.runtime.app.attempts.begin(self.id, self.holder)
+        leases.begin(self.tag, self.id, started.attempt)
+        self._until_told(lambda: self.ledger.report(self.id, holder))
+        value = self.task.run(*args, **kwargs)
+        result: dict[str, Any] = {VALUE: value}
+        if self.is_run:
+            calls = self._until_told(lambda: self.runtime.app.merger.store.calls(self.id))
+            result = {CHILDREN: dict.fromkeys(calls, result)}
+        if not self._until_told(lambda: self.ledger.commit(self.id, TaskState.SUCCEEDED, holder=holder, result=result)):
+            log.warning("late_result_refused", task=self.id, attempt=holder.attempt)
+            self._until_told(lambda: leases.settle(self.tag, "front"))
+            raise Ignore
+        return value
+
+    def _start(self) -> StartVerdict:
+        leases = self.runtime.leases
+        return self.ledger.start(
             self.id,
             worker=self.runtime.worker_id,
             owner_token=leases.owner,
             tag=self.tag,
             new_fields=new_record_fields(name=self.task.name, task_type=self.task.name, spec={}, requirement=None),
-            call=uuid.uuid4().hex,
+            call=self.start_call,
             returned=leases.returned(self.tag),
         )
-        if started.verdict == "merged":
-            return self._fetch()
-        if started.verdict == "final":
-            return self._replay(self.ledger.get(self.id))
-        if started.verdict != "begin":
-            log.warning("delivery_dropped", task=self.id, why=started.verdict)
-            if started.verdict != "live":
-                leases.settle(self.tag, "front")
-            raise Ignore
-        self.holder = Holder(attempt=started.attempt, token=leases.owner)
-        self.runtime.app.attempts.begin(self.id, self.holder)
-        leases.begin(self.tag, self.id, started.attempt)
-        self.ledger.report(self.id, self.holder)
-        value = self.task.run(*args, **kwargs)
-        result: dict[str, Any] = {VALUE: value}
-        if self.is_run:
-            result = {CHILDREN: dict.fromkeys(self.runtime.app.merger.store.calls(self.id), result)}
-        if not self.ledger.commit(self.id, TaskState.SUCCEEDED, holder=self.holder, result=result):
-            log.warning("late_result_refused", task=self.id, attempt=self.holder.attempt)
-            leases.settle(self.tag, "front")
-            raise Ignore
-        return value
+
+    def _record(self) -> TaskRecord:
+        return self._until_told(lambda: self.ledger.get(self.id))
+
+    def _until_told(self, step: Callable[[], T]) -> T:
+        return until_answered(self.runtime.leases, self.tag, self.id, step)
 
     def _fetch(self) -> Any:
         """Return the end of a call that was merged into a run which has ended."""
-        record = self.ledger.get(self.id)
+        record = self._record()
         if record.state is TaskState.MERGED:
-            self.runtime.app.merger.fetch(record)
-            record = self.ledger.get(self.id)
+            self._until_told(lambda: self.runtime.app.merger.fetch(record))
+            record = self._record()
         if not record.state.final:
             raise Ignore  # it waits for another run, or was queued again by hand
         return self._replay(record)
 
     def requeue(self, options: Mapping[str, Any]) -> bool:
         """End the attempt, and let the call wait again; False if it does not run here any more."""
-        if self.holder is None:
+        holder = self.holder
+        if holder is None:
             return False
         self.runtime.leases.requeueing(self.tag)
         error = {"type": "Retry", "message": "the task has asked for a retry", "retryable": True}
-        answer = self.ledger.give_back(
-            self.id, self.holder, self.tag, reason="failed", error=error, delay_seconds=_delay_seconds(options)
+        delay = _delay_seconds(options)
+        answer = self._until_told(
+            lambda: self.ledger.give_back(self.id, holder, self.tag, reason="failed", error=error, delay_seconds=delay)
         )
         if answer != "queued":
             return False

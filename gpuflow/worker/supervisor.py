@@ -18,7 +18,6 @@ from redis.exceptions import RedisError
 from gpuflow.artifacts.destination import stored_name, upload_attempt
 from gpuflow.artifacts.manifest import SealedResults, seal_results
 from gpuflow.artifacts.store import Store
-from gpuflow.broker.answers import passes
 from gpuflow.broker.calls import FETCH_HEADER, RUN_HEADER
 from gpuflow.errors import GPUFlowError
 from gpuflow.ledger.ledger import Holder, StartVerdict
@@ -41,6 +40,7 @@ from gpuflow.worker.results import ResultsFolder
 from gpuflow.worker.runtime import Runtime, current
 from gpuflow.worker.secret_sources import scrubbed
 from gpuflow.worker.starting import EnvironmentNotReady, Start
+from gpuflow.worker.steps import until_answered
 from gpuflow.worker.work import begin_of, hold_of
 
 log = get_logger("gpuflow.supervisor")
@@ -438,22 +438,4 @@ class Delivery:
         raise exception_of(record.state, dict(record.error or {}))
 
     def _until_told(self, step: Callable[[], T]) -> T:
-        """Take a step on the broker; while it takes none, try again as long as the lease is ours. Raises Ignore then.
-
-        A step that can never be taken ends the delivery without a word: its lease runs out, and the sweep returns it.
-        """
-        pause = 0.1
-        while True:
-            try:
-                return step()
-            except RedisError as error:
-                if not passes(error):
-                    log.error("step_refused", task=self.id, cause=str(error))
-                    self.runtime.leases.forget(self.tag)
-                    raise Ignore from None
-                if not self.runtime.leases.holds(self.tag):
-                    log.warning("attempt_superseded", task=self.id, why="lost")
-                    raise Ignore from None
-                log.warning("broker_away", task=self.id, cause=str(error))
-                self.runtime.leases.wait(pause)
-                pause = min(pause * 2, 2.0)
+        return until_answered(self.runtime.leases, self.tag, self.id, step)
