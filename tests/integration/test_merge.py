@@ -171,7 +171,8 @@ def test_revoke_is_a_leave(fleet: TestFleet, tmp_path: Path) -> None:
 def test_a_chord_a_group_with_links_and_a_chain_complete(fleet: TestFleet) -> None:
     fleet.start_worker("w1", "--include", "plain_tasks")
     echo = fleet.app.signature
-    header = [echo(ECHO, kwargs={"spec": call(number % 3)}) for number in range(12)]
+    outputs = ["same"] * 150 + list(range(50))
+    header = [echo(ECHO, kwargs={"spec": call(output)}) for output in outputs]
     body = fleet.app.signature("plain_tasks.outputs")
     told = fleet.app.signature("plain_tasks.note_output")
     linked = group(echo(ECHO, kwargs={"spec": call("linked")}).on_error(told) for _ in range(3))
@@ -184,7 +185,7 @@ def test_a_chord_a_group_with_links_and_a_chain_complete(fleet: TestFleet) -> No
         echo(ECHO, kwargs={"spec": call("chained")}), fleet.app.signature("plain_tasks.outputs_of_one")
     ).apply_async()
 
-    assert joined.get(timeout=patient(60)) == [number % 3 for number in range(12)]
+    assert joined.get(timeout=patient(120)) == outputs
     assert [one["output"] for one in grouped.get(timeout=patient(60))] == ["linked"] * 3
     assert chained.get(timeout=patient(60)) == "chained"
     eventually(lambda: fleet.broker.client.llen("noted") == 3)
