@@ -195,6 +195,21 @@ def test_a_result_is_used_again_for_as_long_as_both_sides_say(fleet: TestFleet) 
     assert (fleet.results / hit.id / "responses.json").exists()
 
 
+def test_a_caller_of_a_result_that_is_cancelled_leaves_nothing(fleet: TestFleet) -> None:
+    worker = fleet.start_worker()
+    submit(call(1, resultTtlSeconds=600), app=fleet.app).get(timeout=patient(30))
+    eventually(lambda: not fleet.broker.client.keys("merge:*:calls"))
+    worker.stop()
+
+    hit = submit(call(1, resultTtlSeconds=600), app=fleet.app)
+    assert hit.cancel() == "cancelled"
+
+    assert hit.state == "CANCELLED"
+    assert fleet.app.AsyncResult(hit.id).state == "REVOKED"
+    assert fleet.broker.client.llen("gpuflow.control") == 0
+    assert not fleet.broker.client.keys("merge:*:callers:*")
+
+
 def test_a_worker_that_dies_costs_an_attempt_that_nobody_notices(fleet: TestFleet, tmp_path: Path) -> None:
     fleet.env["GPUFLOW_LEASE_SEC"] = "3"
     worker = fleet.start_worker("w1")

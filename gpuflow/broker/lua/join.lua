@@ -113,8 +113,9 @@ if how ~= 'hit' then
   if options.result_ttl > ttl then redis.call('HSET', run_record(run), 'result_ttl', options.result_ttl) end
   if how ~= 'new' then raise_priority(run) end
 else
-  -- Its message is on its way: whoever completes the run for another caller leaves the rest to it.
-  redis.call('HSET', KEYS[3], 'fetches', '1')
+  -- Its message is on its way: whoever completes the run for another caller leaves the rest to it, and a cancel takes
+  -- it away.
+  redis.call('HSET', KEYS[3], 'fetches', ARGV[4])
   for _, key in ipairs({run_record(run), prefix .. 'events:' .. run, prefix .. 'task:' .. run .. ':attempts'}) do
     if redis.call('TTL', key) > 0 then redis.call('EXPIRE', key, options.retention) end
   end

@@ -26,6 +26,8 @@ if runs(state) then
   if tag then end_lease(KEYS[9], KEYS[10], KEYS[11], tag) end
 end
 take_message(KEYS[8], KEYS[5], KEYS[6], KEYS[1])
+local fetches = redis.call('HGET', KEYS[1], 'fetches')
+if fetches then take_out(KEYS[8], prefix_of(KEYS[8]) .. 'gpuflow.control', fetches) end
 finish(KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[7], ARGV[2], ARGV[3], seconds, 'CANCELLED', cancelled_error(ARGV[1]))
 note_answer(KEYS[1], 'cancel', ARGV[4], 'cancelled')
 return {'cancelled', 'CANCELLED'}

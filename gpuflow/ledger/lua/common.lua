@@ -44,7 +44,7 @@ local function finish(record, events, attempts, dead, unfinished, cap, ttl, seco
   local before, run, call = unpack(redis.call('HMGET', record, 'state', 'run', 'call'))
   redis.call('HSET', record, 'state', state, 'finished_at', seconds, 'updated_at', seconds)
   if error ~= '' then redis.call('HSET', record, 'error', error) end
-  redis.call('HDEL', record, 'tag', 'owner_token', 'cancel_requested', 'not_before')
+  redis.call('HDEL', record, 'tag', 'owner_token', 'cancel_requested', 'not_before', 'fetches')
   local id, attempt = unpack(redis.call('HMGET', record, 'id', 'attempt'))
   redis.call('SREM', unfinished, id)
   local event = {event = 'state', state = state, attempt = tonumber(attempt or '0')}
@@ -75,8 +75,8 @@ local function cancelled_error(message) return cjson.encode({type = 'Cancelled',
 leave_run = function(prefix, id, run, call, dead, unfinished, cap, ttl, seconds)
   local record, keys = prefix .. 'task:' .. run, prefix .. 'merge:' .. run .. ':'
   local state, batch = unpack(redis.call('HMGET', record, 'state', 'merge_batch'))
-  if not state or is_final(state) then return end
   redis.call('SREM', keys .. 'callers:' .. call, id)
+  if not state or is_final(state) then return end
   local calls, left = redis.call('HKEYS', keys .. 'calls'), 0
   for _, one in ipairs(calls) do left = left + redis.call('SCARD', keys .. 'callers:' .. one) end
   local function drop(one)
