@@ -47,6 +47,8 @@ PUBLISH = "publish of the same task"
 CLIENTS = 4
 #: Sides that answer every prompt of calls that are all distinct, in the order of their turns.
 DISTINCT_SIDES = ("unmerged", "merged", "unbatched")
+#: One thread of torch on all sides: several spin while they wait for each other, and share the cores with all else.
+ENGINE_ENV = {"OMP_NUM_THREADS": "1"}
 MODEL = os.environ.get("MODEL", "")
 SEED = 7
 
@@ -66,8 +68,8 @@ class Size:
     joins: int
 
 
-QUICK = Size(calls=400, prompts=40, tokens=16, rounds=2, distinct_calls=120, joins=300)
-FULL = Size(calls=10_000, prompts=1_000, tokens=32, rounds=5, distinct_calls=600, joins=3_000)
+QUICK = Size(calls=400, prompts=40, tokens=64, rounds=2, distinct_calls=80, joins=300)
+FULL = Size(calls=10_000, prompts=1_000, tokens=64, rounds=3, distinct_calls=400, joins=3_000)
 
 
 class Clients:
@@ -185,9 +187,10 @@ def all_sides(folder: Path, model: Path) -> Iterator[Clients]:
 
     from gpuflow import app
 
-    peer_env = {"RESULTS_DIR": str(folder / "peer-results")}
+    our_env = {"HEARTBEAT_INTERVAL_SEC": "2", **ENGINE_ENV}
+    peer_env = {"RESULTS_DIR": str(folder / "peer-results"), **ENGINE_ENV}
     workers = [
-        harness.start_worker("gpuflow", url, folder, "--name", "bench", env={"HEARTBEAT_INTERVAL_SEC": "2"}),
+        harness.start_worker("gpuflow", url, folder, "--name", "bench", env=our_env),
         harness.start_worker("merge_peer", url, folder, "-P", "threads", env=peer_env),
     ]
     clients = Clients(folder, url)
