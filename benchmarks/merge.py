@@ -69,7 +69,7 @@ class Size:
 
 
 QUICK = Size(calls=400, prompts=40, tokens=64, rounds=2, distinct_calls=80, joins=300)
-FULL = Size(calls=10_000, prompts=1_000, tokens=64, rounds=3, distinct_calls=400, joins=3_000)
+FULL = Size(calls=10_000, prompts=1_000, tokens=64, rounds=3, distinct_calls=400, joins=2_000)
 
 
 class Clients:
