@@ -15,6 +15,7 @@ import json
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 from celery.app.task import Context
@@ -29,7 +30,7 @@ from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
 from gpuflow.merge.ends import VALUE, CallEnd, call_ends, is_single
 from gpuflow.merge.folders import call_folder, link_results
-from gpuflow.merge.store import Completion, MergeStore
+from gpuflow.merge.store import CallerEnd, Completion, MergeStore
 from gpuflow.protocol import whole_text
 from gpuflow.routing.families import CONTROL_QUEUE
 
@@ -54,17 +55,21 @@ class _Caller:
     id: str
     message: Mapping[str, Any]
 
+    @cached_property
+    def _call(self) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
+        return arguments(self.message)
+
     @property
     def request(self) -> Context:
         """The request that Celery would make of its message."""
-        args, kwargs, embed = arguments(self.message)
+        args, kwargs, embed = self._call
         return Context(self.message["headers"], args=args, kwargs=kwargs, **embed)
 
     @property
     def is_plain(self) -> bool:
         """Whether nothing follows on its success but a stored result, as far as its message can be read."""
         try:
-            _, kwargs, embed = arguments(self.message)
+            _, kwargs, embed = self._call
             spec = kwargs.get("spec") or {}
             return not any(embed.values()) and not spec.get("notify")
         except (ValueError, TypeError, KeyError, AttributeError):
@@ -127,15 +132,19 @@ class Merger:
 
     def _complete_call(self, run: TaskRecord, digest: str, end: CallEnd, *, is_hit: bool) -> None:
         total = 0
-        while page := self.store.callers(run.id, digest, PAGE):  # each of them leaves the set, whatever comes of it
-            callers = self._read(page)
-            completions = [self._completion(run, digest, end, caller) for caller in callers]
-            untold = self.store.complete(
-                run.id, digest, end.state, completions, error=end.error, manifest=end.manifest or run.manifest or ""
-            )
-            self._tell([caller for caller in callers if caller.id in untold])
-            self.store.told(run.id, digest, sorted(untold))
-            total += len(callers)
+        while True:  # each caller leaves the set, whatever comes of it
+            page = self.store.callers(run.id, digest, PAGE)
+            if page:
+                callers = self._read(page)
+                completions = [self._completion(run, digest, end, caller) for caller in callers]
+                untold = self.store.complete(
+                    run.id, digest, end.state, completions, error=end.error, manifest=end.manifest or run.manifest or ""
+                )
+                self._tell([caller for caller in callers if caller.id in untold], is_plain_task=not run.spec)
+                self.store.told(run.id, digest, sorted(untold))
+                total += len(callers)
+            if len(page) < PAGE:  # whoever joins a run that has ended brings its own message
+                break
         if end.result is not None:
             self._count_saved(end.result, total if is_hit else total - 1)
 
@@ -168,34 +177,35 @@ class Merger:
             text = text.replace(json.dumps(of_run)[1:-1], json.dumps(of_caller)[1:-1])
         return text
 
-    def _tell(self, callers: Sequence[_Caller]) -> None:
+    def _tell(self, callers: Sequence[_Caller], *, is_plain_task: bool) -> None:
         """Store Celery's result of callers that have succeeded and on which nothing follows, and send their events."""
         if not callers:
             return
-        records = self.app.ledger.find_many([caller.id for caller in callers])
-        told = [(caller, record) for caller, record in zip(callers, records, strict=True) if record and caller.message]
+        ends = self.store.ends([caller.id for caller in callers])
+        told = [(caller, ends[caller.id]) for caller in callers if caller.message and caller.id in ends]
         pipe = self.store.client.pipeline(transaction=False)
-        for caller, record in told:
+        for caller, end in told:
             request = caller.request
             if request.ignore_result:
                 continue
             key = self.store.keys.celery_result(caller.id)
-            result = record.result if record.spec else (record.result or {}).get(VALUE)
+            result = (end.result or {}).get(VALUE) if is_plain_task else end.result
             text = self.app.backend.meta("SUCCESS", result, request)
             pipe.setex(key, self.store.retention_seconds, text)
             pipe.publish(key, text)
         pipe.execute()
-        self._send_events([record for _, record in told])
+        self._send_events({caller.id: end for caller, end in told})
 
-    def _send_events(self, records: Sequence[TaskRecord]) -> None:
-        """Let Flower see the end of calls that no worker has received."""
-        if not self.app.conf.worker_send_task_events:
+    def _send_events(self, ends: Mapping[str, CallerEnd]) -> None:
+        """Let Flower see the end of calls that no worker has received: all of them in one message."""
+        if not ends or not self.app.conf.worker_send_task_events:
             return
         try:
             with self.app.events.default_dispatcher() as dispatcher:
-                for record in records:
-                    runtime = (record.finished_at or 0.0) - record.created_at
-                    dispatcher.send("task-succeeded", uuid=record.id, result="", runtime=runtime)
+                dispatcher.buffer_group, dispatcher.buffer_limit = frozenset({"task"}), len(ends) + 1
+                for caller_id, end in ends.items():
+                    dispatcher.send("task-succeeded", uuid=caller_id, result="", runtime=end.runtime_seconds)
+                dispatcher.flush(errors=False)
         except Exception as error:  # noqa: BLE001  (an event that nobody sees ends no call)
             log.info("events_not_sent", cause=str(error))
 

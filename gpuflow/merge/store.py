@@ -40,6 +40,14 @@ class Completion:
     message: str = ""
 
 
+@dataclass(frozen=True, kw_only=True)
+class CallerEnd:
+    """The committed success of a caller, and how long it took."""
+
+    result: Any
+    runtime_seconds: float
+
+
 class MergeStore:
     """The runs of one fleet; `client` must decode responses."""
 
@@ -112,6 +120,18 @@ class MergeStore:
             args,
         )
         return set(untold)
+
+    def ends(self, callers: Sequence[str]) -> dict[str, CallerEnd]:
+        """Return the success of each caller that has a record: its id -> result."""
+        pipe = self.client.pipeline(transaction=False)
+        for caller in callers:
+            pipe.hmget(self.keys.task(caller), "result", "created_at", "finished_at")
+        found = {}
+        for caller, (result, created_at, finished_at) in zip(callers, pipe.execute(), strict=True):
+            if finished_at is not None:
+                seconds = float(finished_at) - float(created_at or finished_at)
+                found[caller] = CallerEnd(result=json.loads(result) if result else None, runtime_seconds=seconds)
+        return found
 
     def told(self, run_id: str, digest: str, callers: Sequence[str]) -> None:
         """Note that these callers know of their end."""

@@ -435,7 +435,19 @@ class Delivery:
         self.runtime.app.attempts.begin(self.id, Holder(attempt=record.attempt, token=""))
         if record.state is TaskState.SUCCEEDED:
             return dict(record.result or {})
+        if record.state is TaskState.CANCELLED and not self._was_stopped():
+            # It was cancelled on its way here. Whoever did that tells Celery the same.
+            reason = str((record.error or {}).get("message", ""))
+            self.backend.mark_as_revoked(
+                self.id, reason, request=self.request, store_result=not self.request.ignore_result
+            )
+            raise Ignore
         raise exception_of(record.state, dict(record.error or {}))
+
+    def _was_stopped(self) -> bool:
+        """Whether the task was cancelled while an attempt ran."""
+        attempts = self._until_told(lambda: self.ledger.attempts(self.id))
+        return any(entry.outcome == "cancelled" for entry in attempts)
 
     def _until_told(self, step: Callable[[], T]) -> T:
         return until_answered(self.runtime.leases, self.tag, self.id, step)

@@ -10,15 +10,20 @@ from typing import Any
 import pytest
 from celery import chain, chord, group
 
+from gpuflow.broker.calls import CALLER_PRIORITY
+from gpuflow.broker.priorities import list_key
 from gpuflow.celery_app import GPUFlow
 from gpuflow.client import Task, get, submit, submit_pipeline
 from gpuflow.errors import TaskCancelled, TaskDead, TaskFailed, UnknownTask
 from gpuflow.explaining import explain
 from gpuflow.ledger.states import TaskState
+from gpuflow.routing.families import CONTROL_QUEUE
 from tests.support.fleet import TestFleet
 from tests.support.waiting import eventually, patient
 
 ECHO = "gpuflow.echo"
+#: The list of the control queue in which callers wait for their end.
+CONTROL_OF_CALLERS = list_key(CONTROL_QUEUE, CALLER_PRIORITY)
 
 
 def call(output: Any, **more: Any) -> dict[str, Any]:
@@ -208,6 +213,24 @@ def test_a_result_is_used_again_for_as_long_as_both_sides_say(fleet: TestFleet) 
     assert (fleet.results / hit.id / "responses.json").exists()
 
 
+def test_a_caller_of_a_result_that_is_cancelled_leaves_nothing(fleet: TestFleet) -> None:
+    worker = fleet.start_worker()
+    submit(call(1, resultTtlSeconds=600), app=fleet.app).get(timeout=patient(30))
+    eventually(lambda: not fleet.broker.client.keys("merge:*:calls"))
+    worker.stop()
+
+    hit = submit(call(1, resultTtlSeconds=600), app=fleet.app)
+    assert hit.cancel() == "cancelled"
+
+    assert hit.state == "CANCELLED"
+    assert fleet.app.AsyncResult(hit.id).state == "REVOKED"
+    assert not fleet.broker.client.keys("merge:*:callers:*")
+    fleet.start_worker("w2")  # to it comes the message that was to fetch the result
+    eventually(lambda: fleet.broker.client.llen(CONTROL_OF_CALLERS) == 0)
+    eventually(lambda: not fleet.broker.client.hgetall("gpuflow.unacked"))
+    assert fleet.app.AsyncResult(hit.id).state == "REVOKED"
+
+
 def test_a_worker_that_dies_costs_an_attempt_that_nobody_notices(fleet: TestFleet, tmp_path: Path) -> None:
     fleet.env["GPUFLOW_LEASE_SEC"] = "3"
     worker = fleet.start_worker("w1")
@@ -310,7 +333,7 @@ def test_an_operator_who_cancels_a_run_cancels_its_callers(fleet: TestFleet) -> 
     for task in tasks:
         with pytest.raises(TaskCancelled):
             task.get(timeout=patient(30))
-        assert eventually(lambda task=task: fleet.app.AsyncResult(task.id).state == "FAILURE")
+        assert eventually(lambda task=task: fleet.app.AsyncResult(task.id).state == "REVOKED")
     assert not fleet.broker.client.keys("merge:*")
 
 
@@ -454,7 +477,7 @@ def test_a_retry_by_hand_while_the_end_is_on_its_way_runs_in_its_own_queue(fleet
 
     fleet.start_worker()  # it has no GPU, and serves the control queue
 
-    eventually(lambda: fleet.broker.client.llen("gpuflow.control\x06\x163") == 0)
+    eventually(lambda: fleet.broker.client.llen(CONTROL_OF_CALLERS) == 0)
     eventually(lambda: not fleet.broker.client.hgetall("gpuflow.unacked"))
     assert task.state == "QUEUED" and task.record().attempt == 0
     assert fleet.broker.client.llen("gpu-a100") == 1

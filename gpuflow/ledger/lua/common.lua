@@ -53,7 +53,7 @@ local function finish(record, events, attempts, dead, unfinished, cap, ttl, seco
   local before, run, call, is_run = unpack(redis.call('HMGET', record, 'state', 'run', 'call', 'merge_tokens'))
   redis.call('HSET', record, 'state', state, 'finished_at', seconds, 'updated_at', seconds)
   if error ~= '' then redis.call('HSET', record, 'error', error) end
-  redis.call('HDEL', record, 'tag', 'owner_token', 'cancel_requested', 'not_before')
+  redis.call('HDEL', record, 'tag', 'owner_token', 'cancel_requested', 'not_before', 'fetches')
   local id, attempt = unpack(redis.call('HMGET', record, 'id', 'attempt'))
   redis.call('SREM', unfinished, id)
   local event = {event = 'state', state = state, attempt = tonumber(attempt or '0')}
