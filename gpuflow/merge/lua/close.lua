@@ -30,7 +30,7 @@ local function make_room(bytes)
     local entry = redis.call('ZRANGE', KEYS[3], 0, 0)[1]
     if not entry then return end
     local key = prefix .. 'merge:call:' .. string.match(entry, '^%S+')
-    if redis.call('TTL', key) > 0 then redis.call('DEL', key) end
+    if redis.call('PTTL', key) > 0 then redis.call('DEL', key) end
     forget(entry)
   end
 end
@@ -38,10 +38,10 @@ end
 for i = 4, #ARGV, 2 do
   local digest, bytes = ARGV[i], tonumber(ARGV[i + 1])
   local key = prefix .. 'merge:call:' .. digest
-  if redis.call('GET', key) == ARGV[1] and redis.call('TTL', key) < 0 then
+  if redis.call('GET', key) == ARGV[1] and redis.call('PTTL', key) < 0 then
     if bytes > 0 and ttl > 0 and bytes <= tonumber(ARGV[3]) then
       make_room(bytes)
-      redis.call('EXPIRE', key, ttl)
+      redis.call('PEXPIRE', key, string.format('%d', math.ceil(ttl * 1000)))
       if redis.call('ZADD', KEYS[3], now + ttl, digest .. ' ' .. bytes) == 1 then
         redis.call('HINCRBY', KEYS[4], 'kept_bytes', bytes)
       end
