@@ -91,9 +91,9 @@ class Delivery:
         if (self.request.get(SCHEMA_HEADER) or 1) > RECORD_SCHEMA:
             self._pass_on("newer")
         started = self._until_told(self._start)
-        if started.verdict in ("live", "lost"):
+        if started.verdict in ("live", "lost", "gone"):
             log.warning("delivery_dropped", task=self.id, why=started.verdict)
-            if started.verdict == "live":  # it runs elsewhere, by a message of its own
+            if started.verdict != "lost":  # it runs elsewhere, by a message of its own, or is no more
                 raise Ignore
             self._let_go()
         if started.verdict in ("avoid", "newer"):
@@ -130,7 +130,6 @@ class Delivery:
         raise Ignore
 
     def _start(self) -> StartVerdict:
-        task_type = str(self.spec.get("taskType", ""))
         if self.runtime.presence is not None:
             self.runtime.presence.note_held()
         return self.ledger.start(
@@ -139,10 +138,15 @@ class Delivery:
             owner_token=self.runtime.leases.owner,
             tag=self.tag,
             lowest_attempt=self.folder.next_attempt(),
-            new_fields=new_record_fields(name=task_type, task_type=task_type, spec=self.spec, requirement=None),
+            new_fields=None if self.is_run else self._new_fields(),
             call=self.start_call,
             returned=self.runtime.leases.returned(self.tag),
         )
+
+    def _new_fields(self) -> dict[str, str]:
+        """Return the record of a task whose producer wrote none. A run whose record is gone has no callers any more."""
+        task_type = str(self.spec.get("taskType", ""))
+        return new_record_fields(name=task_type, task_type=task_type, spec=self.spec, requirement=None)
 
     def _take_calls(self, holder: Holder) -> None:
         """Read what this run is to execute; nothing joins it any more but equal calls. Without a caller it ends."""
