@@ -70,27 +70,34 @@ class Merger:
     def complete(self, run_id: str, *, of_caller: str = "") -> bool:
         """Give every caller of a run its end; False for a run that has not ended, or that is gone.
 
-        `of_caller` is the digest of a caller that asks after the run was closed. Raises redis errors.
+        `of_caller` is the digest of a caller that asks after the run was closed. Calls that use its result while this
+        goes on are completed, too: nobody else would close the run if they left. Raises redis errors.
         """
         run = self.app.ledger.find(run_id)
         if run is None or not run.state.final:
             return False
-        calls = self.store.calls(run_id)
-        ends = call_ends(run, sorted({*calls, *filter(None, [of_caller])}))
-        for digest, end in ends.items():
-            spec = calls.get(digest)
-            decision = self._decide(run, end, spec)
-            if isinstance(decision, CallEnd):
-                self._complete_call(run, digest, decision)
-            elif spec is not None:
-                self._regroup(run, digest, spec, decision.delay_seconds, is_failure=end.is_failure)
         settings = self.app.settings
-        return self.store.close(
-            run_id,
-            {digest: _result_bytes(end) for digest, end in ends.items()},
-            max_results=settings.merge_max_results,
-            max_bytes=settings.merge_max_result_bytes,
-        )
+        while True:
+            calls = self.store.calls(run_id)
+            ends = call_ends(run, sorted({*calls, *filter(None, [of_caller])}))
+            for digest, end in ends.items():
+                self._end_call(run, digest, end, calls.get(digest))
+            closed = self.store.close(
+                run_id,
+                {digest: _result_bytes(end) for digest, end in ends.items()},
+                max_results=settings.merge_max_results,
+                max_bytes=settings.merge_max_result_bytes,
+            )
+            if closed:
+                return True
+
+    def _end_call(self, run: TaskRecord, digest: str, end: CallEnd, spec: Mapping[str, Any] | None) -> None:
+        """Complete the callers of one call, or let it be tried again; `spec` is None for a run that was closed."""
+        decision = self._decide(run, end, spec)
+        if isinstance(decision, CallEnd):
+            self._complete_call(run, digest, decision, is_reused=spec is None)
+        elif spec is not None:
+            self._regroup(run, digest, spec, decision.delay_seconds, is_failure=end.is_failure)
 
     def fetch(self, caller: TaskRecord) -> None:
         """Bring a caller, whose message has come for its end, as far as it can be brought now. Raises redis errors."""
@@ -113,7 +120,7 @@ class Merger:
         decision = decide(error, run.failures, (spec or {}).get("retry"))
         return decision if isinstance(decision, Again) else CallEnd(state=decision.state, error=decision.error)
 
-    def _complete_call(self, run: TaskRecord, digest: str, end: CallEnd) -> None:
+    def _complete_call(self, run: TaskRecord, digest: str, end: CallEnd, *, is_reused: bool) -> None:
         total = 0
         while page := self.store.callers(run.id, digest, PAGE):  # each of them leaves the set, whatever comes of it
             callers = self._read(page)
@@ -125,7 +132,7 @@ class Merger:
             self.store.told(run.id, digest, sorted(untold))
             total += len(callers)
         if end.result is not None:
-            self._count_saved(end.result, total)
+            self._count_saved(end.result, total if is_reused else total - 1)
 
     def _read(self, ids: Sequence[str]) -> list[_Caller]:
         pipe = self.store.client.pipeline(transaction=False)
@@ -180,7 +187,9 @@ class Merger:
         self, run: TaskRecord, digest: str, spec: Mapping[str, Any], delay_seconds: float, *, is_failure: bool
     ) -> None:
         """Let one call be answered by a run of its own."""
-        text, message_list = self.store.client.hmget(self.store.keys.task(run.id), "message", "list")
+        text, message_list, result_ttl, priority = self.store.client.hmget(
+            self.store.keys.task(run.id), "message", "list", "result_ttl", "priority"
+        )
         message, hints = read_message(text)
         new_run = str(uuid.uuid5(_RUNS, f"{run.id}/{digest}"))
         made = run_message(message, new_run, {"spec": portable(spec)})
@@ -197,7 +206,8 @@ class Merger:
             "spec": stored,
             "merge_tokens": "0",
             "merge_batch": "",
-            "result_ttl": str(self.store.client.hget(self.store.keys.task(run.id), "result_ttl") or "0"),
+            "result_ttl": str(result_ttl or "0"),
+            "priority": str(priority or ""),
             "failures": str(run.failures + 1 if is_failure else 0),
         }
         moved = self.store.regroup(
@@ -217,12 +227,11 @@ class Merger:
                 "calls_regrouped", run=run.id, new_run=new_run, callers=moved, delay_seconds=round(delay_seconds, 1)
             )
 
-    def _count_saved(self, result: Mapping[str, Any], callers: int) -> None:
-        """Count what the callers beyond the first did not have to generate."""
+    def _count_saved(self, result: Mapping[str, Any], saved: int) -> None:
+        """Count so many results that did not have to be generated."""
         usage = result.get("usage") or {}
         tokens = usage.get("completion_tokens") if isinstance(usage, Mapping) else 0
-        if callers > 1:
-            saved = callers - 1
+        if saved > 0:
             self.store.add_counts(
                 {"saved_generations": saved, "saved_tokens": saved * (tokens if isinstance(tokens, int) else 0)}
             )

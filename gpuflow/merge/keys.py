@@ -93,9 +93,7 @@ def _may_merge(spec: Mapping[str, Any], wish: str) -> bool:
     task_type = str(spec["taskType"])
     if wish == "always":
         return task_type in MERGEABLE | _ON_DEMAND or is_user_type(task_type)
-    return (
-        wish == "auto" and task_type in MERGEABLE and _is_deterministic(spec) and _is_fixed(spec.get("data"))
-    )
+    return wish == "auto" and task_type in MERGEABLE and _is_deterministic(spec) and _is_fixed(spec.get("data"))
 
 
 def _is_deterministic(spec: Mapping[str, Any]) -> bool:
