@@ -184,10 +184,6 @@ class Keys:
         """Bytes of the results that may be used again."""
         return f"{self.prefix}gpuflow.merge.sizes"
 
-    def merge_call(self, digest: str) -> str:
-        """The run that answers a call, or holds its result."""
-        return f"{self.prefix}merge:call:{digest}"
-
     def merge_calls(self, run_id: str) -> str:
         """The different calls of a run."""
         return f"{self.prefix}merge:{run_id}:calls"

@@ -33,7 +33,7 @@ class StartVerdict:
     `alone`: a warm session is to answer it by itself.
     """
 
-    verdict: Literal["begin", "final", "live", "lost", "avoid", "newer", "merged"]
+    verdict: Literal["begin", "final", "live", "lost", "avoid", "newer", "merged", "gone"]
     state: str
     attempt: int
     failures: int = 0
@@ -144,7 +144,8 @@ class Ledger:
     ) -> StartVerdict:
         """Begin the next attempt of a task for the delivery `tag`, which `owner_token` holds (START).
 
-        `returned` is when its message had last gone back before this delivery (`Lease.returned`).
+        `returned` is when its message had last gone back before this delivery (`Lease.returned`). `new_fields` are
+        those of the record of a task that has none; without them it is `gone`.
 
         A call whose answer was lost is repeated with the same `call`: the attempt that it began is then answered again.
         """

@@ -86,28 +86,34 @@ class Merger:
     def complete(self, run_id: str, *, of_caller: str = "") -> bool:
         """Give every caller of a run its end; False for a run that has not ended, or that is gone.
 
-        `of_caller` is the digest of a caller that asks after the run was closed. Raises redis errors.
+        `of_caller` is the digest of a caller that asks after the run was closed. Calls that use its result while this
+        goes on are completed, too: nobody else would close the run if they left. Raises redis errors.
         """
         run = self.app.ledger.find(run_id)
         if run is None or not run.state.final:
             return False
-        calls = self.store.calls(run_id)
-        digests = sorted({*calls, *filter(None, [of_caller])})
-        ends = call_ends(run, digests)
-        for digest, end in ends.items():
-            spec = calls.get(digest)
-            decision = self._decide(run, end, spec)
-            if isinstance(decision, CallEnd):
-                self._complete_call(run, digest, decision, is_hit=digest not in calls)
-            elif spec is not None:
-                self._regroup(run, digest, spec, decision.delay_seconds, is_failure=end.is_failure)
         settings = self.app.settings
-        return self.store.close(
-            run_id,
-            {digest: _result_bytes(end) for digest, end in ends.items()},
-            max_results=settings.merge_max_results,
-            max_bytes=settings.merge_max_result_bytes,
-        )
+        while True:
+            calls = self.store.calls(run_id)
+            ends = call_ends(run, sorted({*calls, *filter(None, [of_caller])}))
+            for digest, end in ends.items():
+                self._end_call(run, digest, end, calls.get(digest))
+            closed = self.store.close(
+                run_id,
+                {digest: _result_bytes(end) for digest, end in ends.items()},
+                max_results=settings.merge_max_results,
+                max_bytes=settings.merge_max_result_bytes,
+            )
+            if closed:
+                return True
+
+    def _end_call(self, run: TaskRecord, digest: str, end: CallEnd, spec: Mapping[str, Any] | None) -> None:
+        """Complete the callers of one call, or let it be tried again; `spec` is None for a run that was closed."""
+        decision = self._decide(run, end, spec)
+        if isinstance(decision, CallEnd):
+            self._complete_call(run, digest, decision, is_reused=spec is None)
+        elif spec is not None:
+            self._regroup(run, digest, spec, decision.delay_seconds, is_failure=end.is_failure)
 
     def fetch(self, caller: TaskRecord) -> None:
         """Bring a caller, whose message has come for its end, as far as it can be brought now. Raises redis errors."""
@@ -130,7 +136,7 @@ class Merger:
         decision = decide(error, run.failures, (spec or {}).get("retry"))
         return decision if isinstance(decision, Again) else CallEnd(state=decision.state, error=decision.error)
 
-    def _complete_call(self, run: TaskRecord, digest: str, end: CallEnd, *, is_hit: bool) -> None:
+    def _complete_call(self, run: TaskRecord, digest: str, end: CallEnd, *, is_reused: bool) -> None:
         total = 0
         while True:  # each caller leaves the set, whatever comes of it
             page = self.store.callers(run.id, digest, PAGE)
@@ -146,7 +152,7 @@ class Merger:
             if len(page) < PAGE:  # whoever joins a run that has ended brings its own message
                 break
         if end.result is not None:
-            self._count_saved(end.result, total if is_hit else total - 1)
+            self._count_saved(end.result, total if is_reused else total - 1)
 
     def _read(self, ids: Sequence[str]) -> list[_Caller]:
         pipe = self.store.client.pipeline(transaction=False)

@@ -54,9 +54,3 @@ def seal_calls(
             children[digest], manifests[digest] = own.result, own.digest
     sealed = seal_results(folder, {}, declared, {}, url_of)
     return replace(sealed, result={CHILDREN: children, MANIFESTS: manifests})
-
-
-def failed_calls(result: Mapping[str, Any]) -> list[str]:
-    """Return the digests of the calls that have failed in the result of a run."""
-    children = result.get(CHILDREN) or {}
-    return [digest for digest, child in children.items() if child_error(child) is not None]

@@ -78,12 +78,6 @@ class MergeStore:
             pipe.exists(self.keys.merge_callers(run_id, digest))
         return [digest for digest, waits in zip(digests, pipe.execute(), strict=True) if waits]
 
-    def forget_failed(self, run_id: str, digests: Sequence[str]) -> None:
-        """Let no further call join these calls of a run, which runs still: they have failed."""
-        for digest in digests:
-            if self.client.get(self.keys.merge_call(digest)) == run_id:
-                self.client.delete(self.keys.merge_call(digest))
-
     def complete(
         self,
         run_id: str,

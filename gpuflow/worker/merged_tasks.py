@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 from celery.exceptions import Ignore
 from celery.utils.time import maybe_iso8601
 
-from gpuflow.broker.calls import FETCH_HEADER, RUN_HEADER
+from gpuflow.broker.calls import RUN_HEADER
 from gpuflow.errors import TaskCancelled
 from gpuflow.ledger.ledger import Holder, StartVerdict
 from gpuflow.ledger.records import TaskRecord, new_record_fields
@@ -70,8 +70,6 @@ class MergedTask:
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """START, the function, COMMIT."""
         leases = self.runtime.leases
-        if self.task.request.get(FETCH_HEADER):
-            return self._fetch()
         started = self._until_told(self._start)
         if started.verdict == "merged":
             return self._fetch()
@@ -79,7 +77,7 @@ class MergedTask:
             return self._replay(self._record())
         if started.verdict != "begin":
             log.warning("delivery_dropped", task=self.id, why=started.verdict)
-            if started.verdict != "live":
+            if started.verdict not in ("live", "gone"):
                 self._until_told(lambda: leases.settle(self.tag, "front"))
             raise Ignore
         self.holder = holder = Holder(attempt=started.attempt, token=leases.owner)
@@ -104,10 +102,14 @@ class MergedTask:
             worker=self.runtime.worker_id,
             owner_token=leases.owner,
             tag=self.tag,
-            new_fields=new_record_fields(name=self.task.name, task_type=self.task.name, spec={}, requirement=None),
+            new_fields=None if self.is_run else self._new_fields(),
             call=self.start_call,
             returned=leases.returned(self.tag),
         )
+
+    def _new_fields(self) -> dict[str, str]:
+        """Return the record of a caller whose record is gone: it runs by itself."""
+        return new_record_fields(name=self.task.name, task_type=self.task.name, spec={}, requirement=None)
 
     def _record(self) -> TaskRecord:
         return self._until_told(lambda: self.ledger.get(self.id))

@@ -18,14 +18,14 @@ from redis.exceptions import RedisError
 from gpuflow.artifacts.destination import stored_name, upload_attempt
 from gpuflow.artifacts.manifest import SealedResults, seal_results
 from gpuflow.artifacts.store import Store
-from gpuflow.broker.calls import FETCH_HEADER, RUN_HEADER
+from gpuflow.broker.calls import RUN_HEADER
 from gpuflow.errors import GPUFlowError
 from gpuflow.ledger.ledger import Holder, StartVerdict
 from gpuflow.ledger.records import RECORD_SCHEMA, SCHEMA_HEADER, new_record_fields
 from gpuflow.ledger.retries import AVOID_SECONDS, Again, decide
 from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
-from gpuflow.merge.sealing import failed_calls, named_by_engine, seal_calls
+from gpuflow.merge.sealing import named_by_engine, seal_calls
 from gpuflow.merge.specs import MERGED, run_spec
 from gpuflow.routing.affinity import model_key
 from gpuflow.spec.units import duration_seconds
@@ -90,12 +90,10 @@ class Delivery:
         """START, the attempt, COMMIT."""
         if (self.request.get(SCHEMA_HEADER) or 1) > RECORD_SCHEMA:
             self._pass_on("newer")
-        if self.request.get(FETCH_HEADER):
-            return self._fetch()
         started = self._until_told(self._start)
-        if started.verdict in ("live", "lost"):
+        if started.verdict in ("live", "lost", "gone"):
             log.warning("delivery_dropped", task=self.id, why=started.verdict)
-            if started.verdict == "live":  # it runs elsewhere, by a message of its own
+            if started.verdict != "lost":  # it runs elsewhere, by a message of its own, or is no more
                 raise Ignore
             self._let_go()
         if started.verdict in ("avoid", "newer"):
@@ -132,7 +130,6 @@ class Delivery:
         raise Ignore
 
     def _start(self) -> StartVerdict:
-        task_type = str(self.spec.get("taskType", ""))
         if self.runtime.presence is not None:
             self.runtime.presence.note_held()
         return self.ledger.start(
@@ -141,10 +138,15 @@ class Delivery:
             owner_token=self.runtime.leases.owner,
             tag=self.tag,
             lowest_attempt=self.folder.next_attempt(),
-            new_fields=new_record_fields(name=task_type, task_type=task_type, spec=self.spec, requirement=None),
+            new_fields=None if self.is_run else self._new_fields(),
             call=self.start_call,
             returned=self.runtime.leases.returned(self.tag),
         )
+
+    def _new_fields(self) -> dict[str, str]:
+        """Return the record of a task whose producer wrote none. A run whose record is gone has no callers any more."""
+        task_type = str(self.spec.get("taskType", ""))
+        return new_record_fields(name=task_type, task_type=task_type, spec=self.spec, requirement=None)
 
     def _take_calls(self, holder: Holder) -> None:
         """Read what this run is to execute; nothing joins it any more but equal calls. Without a caller it ends."""
@@ -297,8 +299,6 @@ class Delivery:
             sealed = self._seal(number, outcome)
         except (OSError, GPUFlowError) as error:
             return self._end(holder, replace(outcome, completed=False, stop=None, error=cause_of(error)))
-        if self.is_run and (failed := failed_calls(sealed.result)):
-            self._until_told(lambda: self.runtime.app.merger.store.forget_failed(self.id, failed))
         committed = self._commit(
             lambda: self.ledger.commit(
                 self.id,

@@ -38,6 +38,19 @@ local function run_key(run, what) return prefix .. 'merge:' .. run .. ':' .. wha
 
 local function run_record(run) return prefix .. 'task:' .. run end
 
+-- Whether a run that has succeeded has a result of this call, and no error: while its callers are told, its key says
+-- nothing of that.
+local function has_result(run)
+  if redis.call('PTTL', prefix .. 'merge:call:' .. options.call) > 0 then return true end
+  local ok, result = pcall(cjson.decode, redis.call('HGET', run_record(run), 'result') or '')
+  local children = ok and type(result) == 'table' and result.children
+  local child = type(children) == 'table' and children[options.call]
+  if type(child) ~= 'table' then return false end
+  local name, error = next(child)
+  local failed = name == 'error' and next(child, name) == nil and type(error) == 'table'
+  return not (failed and error.type ~= nil and error.message ~= nil)
+end
+
 -- Return a run for this call, and how it is joined.
 local function find_run()
   local run = redis.call('GET', prefix .. 'merge:call:' .. options.call)
@@ -45,7 +58,9 @@ local function find_run()
     local state, finished, cancelled = unpack(redis.call('HMGET', run_record(run),
       'state', 'finished_at', 'cancel_requested'))
     local age = finished and seconds - finished
-    if state == 'SUCCEEDED' and options.result_ttl > 0 and age <= options.result_ttl then return run, 'hit' end
+    if state == 'SUCCEEDED' and options.result_ttl > 0 and age <= options.result_ttl and has_result(run) then
+      return run, 'hit'
+    end
     local open = state == 'QUEUED' or state == 'STARTING' or state == 'RUNNING'
     if open and not cancelled and redis.call('HEXISTS', run_key(run, 'calls'), options.call) == 1 then
       return run, 'coalesced'

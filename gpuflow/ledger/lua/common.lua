@@ -38,8 +38,6 @@ local function is_needed(record, id)
 end
 
 local leave_run
--- Whether callers are completed by the end of their run (gpuflow/merge/lua/complete.lua): none of them leaves it by that.
-local completing = false
 
 -- Keep what a run that has ended was joined by no longer than its record: its completion removes it before.
 local function expire_run(prefix, run, ttl)
@@ -48,9 +46,21 @@ local function expire_run(prefix, run, ttl)
   redis.call('EXPIRE', keys .. 'calls', ttl)
 end
 
--- Make the record final. It expires after `ttl` seconds, or so long after the end of its pipeline.
+-- Let nobody join a run any more by these of its calls, nor by its batch (broker/lua/join.lua).
+local function bar(prefix, run, calls, batch)
+  for _, call in ipairs(calls) do
+    if redis.call('GET', prefix .. 'merge:call:' .. call) == run then redis.call('DEL', prefix .. 'merge:call:' .. call) end
+  end
+  if batch and redis.call('GET', prefix .. 'merge:batch:' .. batch) == run then
+    redis.call('DEL', prefix .. 'merge:batch:' .. batch)
+  end
+end
+
+-- Make the record final. It expires after `ttl` seconds, or so long after the end of its pipeline. Of a run, only a
+-- success can still be joined; the calls that it had are kept as long as its record.
 local function finish(record, events, attempts, dead, unfinished, cap, ttl, seconds, state, error)
-  local before, run, call, is_run = unpack(redis.call('HMGET', record, 'state', 'run', 'call', 'merge_tokens'))
+  local before, run, call, tokens, batch = unpack(redis.call('HMGET', record,
+    'state', 'run', 'call', 'merge_tokens', 'merge_batch'))
   redis.call('HSET', record, 'state', state, 'finished_at', seconds, 'updated_at', seconds)
   if error ~= '' then redis.call('HSET', record, 'error', error) end
   redis.call('HDEL', record, 'tag', 'owner_token', 'cancel_requested', 'not_before', 'fetches')
@@ -62,11 +72,13 @@ local function finish(record, events, attempts, dead, unfinished, cap, ttl, seco
   if not is_needed(record, id) then
     for _, key in ipairs({record, events, attempts}) do redis.call('EXPIRE', key, ttl) end
   end
-  if is_run then expire_run(prefix_before(record, id), id, ttl) end
-  if state == 'DEAD' and not is_run then redis.call('ZADD', dead, seconds, id) end
-  if before == 'MERGED' and not completing then
-    leave_run(prefix_before(record, id), id, run, call, dead, unfinished, cap, ttl, seconds)
+  if state == 'DEAD' and not tokens then redis.call('ZADD', dead, seconds, id) end
+  local prefix = prefix_before(record, id)
+  if tokens then
+    if state ~= 'SUCCEEDED' then bar(prefix, id, redis.call('HKEYS', prefix .. 'merge:' .. id .. ':calls'), batch) end
+    expire_run(prefix, id, ttl)
   end
+  if before == 'MERGED' then leave_run(prefix, id, run, call, dead, unfinished, cap, ttl, seconds) end
 end
 
 -- End a task that no attempt runs: its message is taken away.
@@ -82,27 +94,24 @@ end
 
 local function cancelled_error(message) return cjson.encode({type = 'Cancelled', message = message, retryable = false}) end
 
--- A caller has ended before the run that it was merged into (broker/lua/join.lua). The run stops when nobody is left: at
--- once while it waits, by request while it runs.
+-- A caller has ended before it got the end of the run that it was merged into (broker/lua/join.lua). The run stops when
+-- nobody is left: at once while it waits, by request while it runs.
 leave_run = function(prefix, id, run, call, dead, unfinished, cap, ttl, seconds)
   local record, keys = prefix .. 'task:' .. run, prefix .. 'merge:' .. run .. ':'
-  local state, batch = unpack(redis.call('HMGET', record, 'state', 'merge_batch'))
   redis.call('SREM', keys .. 'callers:' .. call, id)
+  local state, batch = unpack(redis.call('HMGET', record, 'state', 'merge_batch'))
   if not state or is_final(state) then return end
   local calls, left = redis.call('HKEYS', keys .. 'calls'), 0
   for _, one in ipairs(calls) do left = left + redis.call('SCARD', keys .. 'callers:' .. one) end
-  local function drop(one)
-    redis.call('HDEL', keys .. 'calls', one)
-    if redis.call('GET', prefix .. 'merge:call:' .. one) == run then redis.call('DEL', prefix .. 'merge:call:' .. one) end
-  end
   if left > 0 then
-    if not runs(state) and redis.call('SCARD', keys .. 'callers:' .. call) == 0 then drop(call) end
+    if not runs(state) and redis.call('SCARD', keys .. 'callers:' .. call) == 0 then
+      bar(prefix, run, {call}, nil)
+      redis.call('HDEL', keys .. 'calls', call)
+    end
     return
   end
-  for _, one in ipairs(calls) do drop(one) end
-  if batch and redis.call('GET', prefix .. 'merge:batch:' .. batch) == run then
-    redis.call('DEL', prefix .. 'merge:batch:' .. batch)
-  end
+  bar(prefix, run, calls, batch)
+  redis.call('DEL', keys .. 'calls')
   if runs(state) then
     redis.call('HSETNX', record, 'cancel_requested', seconds)
     return

@@ -45,7 +45,7 @@ for i = 4, #ARGV, 2 do
     if bytes > 0 and ttl > 0 and bytes <= tonumber(ARGV[3]) then
       forget(digest)
       make_room(bytes)
-      redis.call('PEXPIRE', key, math.max(1, math.ceil(ttl * 1000)))
+      redis.call('PEXPIRE', key, string.format('%d', math.max(1, math.ceil(ttl * 1000))))
       redis.call('ZADD', KEYS[3], now + ttl, digest)
       redis.call('HSET', KEYS[5], digest, bytes)
       redis.call('HINCRBY', KEYS[4], 'kept_bytes', bytes)

@@ -12,13 +12,13 @@
 local prefix = prefix_of(KEYS[5])
 local run, attempt, worker = ARGV[1], unpack(redis.call('HMGET', KEYS[1], 'attempt', 'worker'))
 local seconds, untold = clock(), {}
-completing = true
 for i = 8, #ARGV, 3 do
   local id, result, message = ARGV[i], ARGV[i + 1], ARGV[i + 2]
   local record = prefix .. 'task:' .. id
   local state, of, fetches = unpack(redis.call('HMGET', record, 'state', 'run', 'fetches'))
   if state == 'MERGED' and of == run then
-    redis.call('HSET', record, 'attempt', attempt or '0', 'worker', worker or '')
+    -- With the state it is no caller that leaves: it stays in KEYS[2] until it is told.
+    redis.call('HSET', record, 'state', ARGV[5], 'attempt', attempt or '0', 'worker', worker or '')
     if result ~= '' then redis.call('HSET', record, 'result', result) end
     if ARGV[7] ~= '' then redis.call('HSET', record, 'manifest', ARGV[7]) end
     redis.call('COPY', KEYS[1] .. ':attempts', record .. ':attempts')
