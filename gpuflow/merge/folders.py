@@ -6,8 +6,10 @@ them; the result itself stands in the record.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Final
 
@@ -33,7 +35,7 @@ def link_results(results_dir: Path, run_id: str, attempt: int, digest: str, call
     target = root / f"attempt-{attempt}"
     if not source.is_dir() or target.is_dir():
         return target if target.is_dir() else None
-    fresh = root / f".attempt-{attempt}.new-{os.getpid()}"
+    fresh = root / f".attempt-{attempt}.new-{_writer()}"
     try:
         shutil.rmtree(fresh, ignore_errors=True)
         _link_tree(source, fresh)
@@ -41,10 +43,16 @@ def link_results(results_dir: Path, run_id: str, attempt: int, digest: str, call
         for entry in sorted(target.iterdir()):
             _point(root / entry.name, Path(target.name) / entry.name)
     except OSError as error:
-        log.warning("results_not_linked", run=run_id, caller=caller_id, cause=str(error))
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # those mean that another thread was first
+            log.warning("results_not_linked", run=run_id, caller=caller_id, cause=str(error))
         shutil.rmtree(fresh, ignore_errors=True)
         return target if target.is_dir() else None
     return target
+
+
+def _writer() -> str:
+    """Return a name that no other thread of this machine has now: two may complete one run at once."""
+    return f"{os.getpid()}-{threading.get_ident()}"
 
 
 def _link_tree(source: Path, target: Path) -> None:
@@ -59,7 +67,7 @@ def _link_tree(source: Path, target: Path) -> None:
 
 
 def _point(link: Path, target: Path) -> None:
-    fresh = link.with_name(f".{link.name}.new-{os.getpid()}")
+    fresh = link.with_name(f".{link.name}.new-{_writer()}")
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(target)
     fresh.replace(link)
