@@ -106,8 +106,7 @@ class Clients:
             assert process.stdin is not None
             process.stdin.write(line)
             process.stdin.flush()
-        with ThreadPoolExecutor(CLIENTS) as pool:
-            answers = list(pool.map(self._read, self._processes))
+        answers = [self._read(process) for process in self._processes]
         seconds = time.perf_counter() - started
         texts = [""] * len(calls)
         for number, found in enumerate(answers):
