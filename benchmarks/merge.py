@@ -45,6 +45,8 @@ LOCKED = "the same with a lock by arguments"
 UNMERGED = "gpuflow with ENABLE_TASK_MERGE=false"
 PUBLISH = "publish of the same task"
 CLIENTS = 4
+#: Sides that answer the load, in the order of their turns, and where their executor writes.
+LOAD_SIDES = {"plain": "peer-results", "locked": "peer-results", "merged": "results"}
 #: Sides that answer every prompt of calls that are all distinct, in the order of their turns.
 DISTINCT_SIDES = ("unmerged", "merged", "unbatched")
 #: One thread of torch on all sides: several spin while they wait for each other, and share the cores with all else.
@@ -57,19 +59,21 @@ SEED = 7
 class Size:
     """How much is measured.
 
-    `rounds` and `distinct_calls` are of calls that are all distinct; `joins` are the calls whose Lua step is timed.
+    The load comes in `turns` parts. `rounds` and `distinct_calls` are of calls that are all distinct; `joins` are the
+    calls whose Lua step is timed.
     """
 
     calls: int
     prompts: int
+    turns: int
     tokens: int
     rounds: int
     distinct_calls: int
     joins: int
 
 
-QUICK = Size(calls=400, prompts=40, tokens=64, rounds=2, distinct_calls=80, joins=300)
-FULL = Size(calls=10_000, prompts=1_000, tokens=64, rounds=3, distinct_calls=400, joins=2_000)
+QUICK = Size(calls=400, prompts=40, turns=2, tokens=64, rounds=2, distinct_calls=80, joins=300)
+FULL = Size(calls=10_000, prompts=1_000, turns=5, tokens=64, rounds=3, distinct_calls=400, joins=2_000)
 
 
 class Clients:
@@ -106,8 +110,7 @@ class Clients:
             assert process.stdin is not None
             process.stdin.write(line)
             process.stdin.flush()
-        with ThreadPoolExecutor(CLIENTS) as pool:
-            answers = list(pool.map(self._read, self._processes))
+        answers = [self._read(process) for process in self._processes]
         seconds = time.perf_counter() - started
         texts = [""] * len(calls)
         for number, found in enumerate(answers):
@@ -148,11 +151,15 @@ def prompts(count: int, salt: str) -> list[str]:
     return [f"{salt}{number}: where is the {things[number % len(things)]}?" for number in range(count)]
 
 
-def load_of(size: Size, model: Path) -> list[dict[str, Any]]:
-    """Return the calls of the load in their order: each prompt equally often."""
-    asked = [prompt for prompt in prompts(size.prompts, "load ") for _ in range(size.calls // size.prompts)]
-    random.Random(SEED).shuffle(asked)
-    return [call(model, prompt, size.tokens) for prompt in asked]
+def loads_of(size: Size, model: Path) -> list[list[dict[str, Any]]]:
+    """Return the calls of the load in their order, in as many parts as there are turns: each prompt equally often."""
+    choice, each = random.Random(SEED), size.calls // size.prompts
+    loads = []
+    for turn in range(size.turns):
+        asked = [prompt for prompt in prompts(size.prompts // size.turns, f"load {turn} ") for _ in range(each)]
+        choice.shuffle(asked)
+        loads.append([call(model, prompt, size.tokens) for prompt in asked])
+    return loads
 
 
 def generations(folder: Path) -> int:
@@ -263,24 +270,24 @@ def measure(size: Size, folder: Path) -> list[dict[str, Any]]:
     model = make_model(folder)
     harness.progress("the Lua steps")
     costs = lua_microseconds(folder, model, size)
-    load = load_of(size, model)
-    seconds: dict[str, float] = {}
-    made: dict[str, int] = {}
-    texts: dict[str, list[str]] = {}
+    seconds, made, right = (dict.fromkeys(LOAD_SIDES, 0.0) for _ in range(3))
     rates: dict[str, list[float]] = {side: [] for side in DISTINCT_SIDES}
     with all_sides(folder, model) as clients:
-        for side, results in (("plain", "peer-results"), ("locked", "peer-results"), ("merged", "results")):
-            harness.progress(f"the load: {side}")
-            before = generations(folder / results)
-            seconds[side], texts[side] = clients.round(side, load)
-            made[side] = generations(folder / results) - before
+        for turn, load in enumerate(loads_of(size, model)):
+            texts: dict[str, list[str]] = {}
+            for side, results in LOAD_SIDES.items():
+                harness.progress(f"the load, part {turn + 1} of {size.turns}: {side}")
+                before = generations(folder / results)
+                took, texts[side] = clients.round(side, load)
+                seconds[side] += took
+                made[side] += generations(folder / results) - before
+                right[side] += _right(load, texts[side], texts["plain"])
         for number in range(size.rounds):
             harness.progress(f"all distinct: round {number + 1} of {size.rounds}")
             for side in DISTINCT_SIDES[number % 3 :] + DISTINCT_SIDES[: number % 3]:
                 asked = prompts(size.distinct_calls, f"round {number} {side} ")
                 took, _ = clients.round(side, [call(model, prompt, size.tokens) for prompt in asked])
                 rates[side].append(size.distinct_calls / took)
-    right = {side: _right(load, texts[side], texts["plain"]) for side in texts}
     rate = {side: statistics.median(found) for side, found in rates.items()}
     row = harness.row
     return [

@@ -27,6 +27,7 @@ from gpuflow.broker.wire import needs_care, wrapped
 from gpuflow.errors import TaskFailed
 from gpuflow.ledger.joining import joining, joining_here
 from gpuflow.ledger.ledger import Holder, Ledger
+from gpuflow.ledger.result_consumer import PatientResultConsumer
 from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
 from gpuflow.routing.families import MAX_NOTICES, NOTICE_QUEUE, SUPERVISED_TASKS
@@ -103,6 +104,8 @@ def _until_told(request: Any, tail: Callable[[], Any]) -> Any:
 
 class LedgerBackend(RedisBackend):  # type: ignore[misc]
     """Celery results of the gpuflow app."""
+
+    ResultConsumer = PatientResultConsumer
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -6,6 +6,7 @@ them; the result itself stands in the record.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -48,15 +49,25 @@ def link_results(
             _point(root / entry.name, Path(target.name) / entry.name)
         return target
     except (OSError, ValueError) as error:
-        log.warning("results_not_linked", run=run_id, caller=caller_id, cause=str(error))
+        # Some mean that another thread was first: two may complete one run at once.
+        if getattr(error, "errno", None) not in (errno.EEXIST, errno.ENOTEMPTY):
+            log.warning("results_not_linked", run=run_id, caller=caller_id, cause=str(error))
         shutil.rmtree(fresh, ignore_errors=True)
-        return None
+        return _whole(target)
 
 
 def call_folder(results_dir: Path, run_id: str, attempt: int, digest: str, *, single: bool) -> Path:
     """Return the folder of one call in that of its run."""
     folder = results_dir / run_id / f"attempt-{attempt}"
     return folder if single else folder / CHILDREN_FOLDER / digest
+
+
+def _whole(folder: Path) -> Path | None:
+    """Return the folder if it is there: it appears by rename, whole."""
+    try:
+        return folder if folder.is_dir() else None
+    except OSError:
+        return None
 
 
 def _link_tree(source: Path, target: Path) -> None:
