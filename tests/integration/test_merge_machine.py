@@ -30,7 +30,6 @@ from gpuflow.client import submit
 from gpuflow.ledger.ledger import Holder
 from gpuflow.ledger.states import TaskState
 from gpuflow.merge import completion
-from gpuflow.routing.families import CONTROL_QUEUE
 from gpuflow.settings import Settings
 from gpuflow.upkeep.reconciler import Reconciler
 from tests.support.fleet import Broker
@@ -418,7 +417,7 @@ class MergeMachine(RuleBasedStateMachine):
     @rule(owner=owners, stop=stops)
     def fetch(self, owner: str, stop: int | None) -> None:
         """A message of a caller is taken from the control queue."""
-        delivery = self._popped(owner, [f"{self.keys.prefix}{CONTROL_QUEUE}"])
+        delivery = self._popped(owner, [self.app.merger.store.control_list])
         if delivery is None or not self.tables[owner].start(delivery.tag):
             return
         call = self.of[delivery.task]
@@ -697,7 +696,7 @@ class MergeMachine(RuleBasedStateMachine):
         pipe.hvals(keys.unacked)
         pipe.hvals(keys.parked)
         pipe.hgetall(keys.merge)
-        pipe.zrange(keys.merge_results, 0, -1)
+        pipe.hgetall(keys.merge_sizes)
         for key in list_keys([QUEUE]):
             pipe.lrange(keys.prefix + key, 0, -1)
         for digest in self.digests.values():
@@ -820,14 +819,14 @@ class MergeMachine(RuleBasedStateMachine):
             else:
                 assert places[run.id] <= 1
 
-    def _counts_add_up(self, counts: dict[str, str], kept: list[str]) -> None:
+    def _counts_add_up(self, counts: dict[str, str], kept: dict[str, str]) -> None:
         known = {name: int(count) for name, count in counts.items() if int(count)}
         bytes_kept = known.pop("kept_bytes", 0)
         known.pop("saved_generations", 0), known.pop("saved_tokens", 0)
         assert known == {name: count for name, count in self.counts.items() if count}
         assert known.get("calls", 0) == sum(known.get(how, 0) for how in ("new", "coalesced", "batched", "hit"))
-        assert bytes_kept == sum(int(entry.split()[1]) for entry in kept)
-        assert len(kept) <= MAX_RESULTS
+        assert bytes_kept == sum(map(int, kept.values()))
+        assert len(kept) <= MAX_RESULTS and set(kept) == set(self.client.zrange(self.keys.merge_results, 0, -1))
 
     def teardown(self) -> None:
         """Bring everything to its end."""
@@ -835,7 +834,7 @@ class MergeMachine(RuleBasedStateMachine):
             return
         for _ in range(12):
             self._drive()
-            control = f"{self.keys.prefix}{CONTROL_QUEUE}"
+            control = self.app.merger.store.control_list
             if not self.client.exists(self.keys.unfinished, self.keys.unacked, self.keys.parked, control):
                 break
         for call in self.of.values():
@@ -856,7 +855,7 @@ class MergeMachine(RuleBasedStateMachine):
             self.begin(delivery)
             if delivery.attempt is not None:
                 self.succeed(delivery, ["ok"] * MAX_CALLS, None)
-        while self.client.llen(f"{self.keys.prefix}{CONTROL_QUEUE}"):
+        while self.client.llen(self.app.merger.store.control_list):
             self.fetch(OWNERS[0], None)
         self.all_is_as_the_model_says()
         self.reconcile(None)

@@ -34,7 +34,7 @@ def test_threads_that_complete_one_caller_at_once_leave_one_whole_folder(
     monkeypatch.setattr(folders, "_link_tree", link_at_once)
 
     def link(_: int) -> Path | None:
-        return folders.link_results(tmp_path, "run", 1, "digest", "caller")
+        return folders.link_results(tmp_path, "run", 1, "digest", "caller", single=True)
 
     with ThreadPoolExecutor(THREADS) as pool:
         made = set(pool.map(link, range(THREADS)))
