@@ -7,6 +7,7 @@ Rows (a ratio above 1 means that ours is better):
 * steps_per_second       supervised fine-tuning (LoRA): steps per second from the start of the training to its end, as
                          TRL measures it (train_steps_per_second), of a task on a worker and of a plain script
 * steps_per_second_dpo   the same for DPO
+* steps_per_second_2_ranks   the first in two processes (DDP): `nproc_per_node: 2` of a task, torchrun of the script
 
 Both sides train the same rows with the same arguments on the same model, in turns, each in a process of its own. A task
 has its record, lease, shim, events of every step and the callbacks of checkpoints on top. The model is a random one of
@@ -41,8 +42,23 @@ class Size:
     layers: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row: what is trained, in how many processes, and who the peer is."""
+
+    metric: str
+    kind: str
+    ranks: int
+    peer_name: str
+
+
 QUICK = Size(turns=1, steps=10, hidden=128, layers=2)
-FULL = Size(turns=5, steps=60, hidden=512, layers=8)
+FULL = Size(turns=5, steps=24, hidden=384, layers=6)
+CASES = (
+    Case(metric="steps_per_second", kind="sft", ranks=1, peer_name="TRL's SFTTrainer in a script"),
+    Case(metric="steps_per_second_dpo", kind="dpo", ranks=1, peer_name="TRL's DPOTrainer in a script"),
+    Case(metric="steps_per_second_2_ranks", kind="sft", ranks=2, peer_name="the same script by torchrun"),
+)
 
 
 def rows_of(kind: str) -> list[dict[str, str]]:
@@ -98,16 +114,17 @@ def make_model(folder: Path, size: Size) -> None:
     fast.save_pretrained(folder)
 
 
-def ours(app: Any, kind: str, model: Path, size: Size) -> float:
+def ours(app: Any, case: Case, model: Path, size: Size) -> float:
     """Train through gpuflow; return the steps per second."""
     from gpuflow.client import submit
 
+    kind = case.kind
     data = {"type": "list", "items": rows_of(kind)}
     spec = {
         "taskType": "lora_sft" if kind == "sft" else "dpo",
         "model": {"source": {"type": "local", "identifier": str(model)}},
         "data": data if kind == "sft" else {"type": "preferences", "preferences": data["items"]},
-        "training": {**arguments_of(kind, size), "save_model": False},
+        "training": {**arguments_of(kind, size), "nproc_per_node": case.ranks, "save_model": False},
         "lora": LORA,
         "resources": {"hardware": {"gpu": {"count": 0}}},
     }
@@ -115,19 +132,24 @@ def ours(app: Any, kind: str, model: Path, size: Size) -> float:
     return float(result["metrics"]["train_steps_per_second"])
 
 
-def peer(kind: str, model: Path, size: Size, folder: Path) -> float:
+def peer(case: Case, model: Path, size: Size, folder: Path) -> float:
     """Train by the script; return the steps per second."""
     asked = {
-        "kind": kind,
+        "kind": case.kind,
         "model": str(model),
-        "rows": rows_of(kind),
+        "rows": rows_of(case.kind),
         "lora": LORA,
-        "training": {**arguments_of(kind, size), "output_dir": str(folder / "direct")},
+        "training": {**arguments_of(case.kind, size), "output_dir": str(folder / "direct")},
     }
+    (folder / "asked.json").write_text(json.dumps(asked))
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={case.ranks}"]
+    environment = dict(os.environ)
+    if case.ranks > 1:  # as a task has it: torchrun's own default is one thread a process, however many cores there are
+        environment["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // case.ranks))
     with (folder / "direct.log").open("ab") as log:
         done = subprocess.run(
-            [sys.executable, str(SCRIPT)],
-            input=json.dumps(asked).encode(),
+            [sys.executable, *(launcher if case.ranks > 1 else []), str(SCRIPT), str(folder / "asked.json")],
+            env=environment,
             stdout=subprocess.PIPE,
             stderr=log,
             check=True,
@@ -149,27 +171,27 @@ def measure(size: Size, folder: Path) -> list[dict[str, Any]]:
     try:
         harness.ready(app)
         for turn in range(size.turns):
-            for kind in ("sft", "dpo"):
-                harness.progress(f"turn {turn + 1} of {size.turns}: {kind}")
+            for case in CASES:
+                harness.progress(f"turn {turn + 1} of {size.turns}: {case.metric}")
                 both = [
-                    ("ours", lambda kind=kind: ours(app, kind, model, size)),
-                    ("peer", lambda kind=kind: peer(kind, model, size, folder)),
+                    ("ours", lambda case=case: ours(app, case, model, size)),
+                    ("peer", lambda case=case: peer(case, model, size, folder)),
                 ]
                 for side, train in both if turn % 2 == 0 else reversed(both):
-                    rates.setdefault((kind, side), []).append(train())
+                    rates.setdefault((case.metric, side), []).append(train())
     finally:
         harness.stop([worker])
         server.stop()
     return [
         harness.row(
-            metric,
-            statistics.median(rates[kind, "ours"]),
-            statistics.median(rates[kind, "peer"]),
+            case.metric,
+            statistics.median(rates[case.metric, "ours"]),
+            statistics.median(rates[case.metric, "peer"]),
             "steps/s",
             more_is_better=True,
-            peer_name=f"TRL's {kind.upper()}Trainer in a script",
+            peer_name=case.peer_name,
         )
-        for metric, kind in (("steps_per_second", "sft"), ("steps_per_second_dpo", "dpo"))
+        for case in CASES
     ]
 
 

@@ -1,17 +1,20 @@
 """The peer of training.py: the training as one would write it with TRL by hand, without gpuflow.
 
-Reads one JSON object with the kind, the model, the rows and the arguments; prints one with the steps per second.
+Its argument is a file with one JSON object: the kind, the model, the rows and the arguments. It prints one with the
+steps per second; under torchrun, rank 0 does.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+from pathlib import Path
 
 
 def main() -> None:
     """Train, and print the speed."""
-    asked = json.load(sys.stdin)
+    asked = json.loads(Path(sys.argv[1]).read_text("utf-8"))
     import torch
     from datasets import Dataset
     from peft import LoraConfig
@@ -39,7 +42,8 @@ def main() -> None:
         peft_config=LoraConfig(task_type="CAUSAL_LM", **asked["lora"]),
     )
     trained = trainer.train()
-    print(json.dumps({"steps_per_second": trained.metrics["train_steps_per_second"]}), flush=True)
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps({"steps_per_second": trained.metrics["train_steps_per_second"]}), flush=True)
 
 
 if __name__ == "__main__":

@@ -92,7 +92,8 @@ def _environment(request: Request, section: Mapping[str, Any], emitter: Emitter)
             requirements=section["requirements"],
             python=section.get("python"),
             project=Path(str(section["brought"])) if section.get("brought") else None,
-            brought=frozenset(request.spec.get("env") or {}) | frozenset(request.spec.get("secrets") or ()),
+            env=frozenset(request.spec.get("env") or {}),
+            secrets=frozenset(request.spec.get("secrets") or ()),
         )
         python = python_for(wanted, root, emitter)
         environment["VIRTUAL_ENV"] = str(python.parents[1])

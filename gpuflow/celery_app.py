@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any, Final
 
@@ -22,6 +22,7 @@ from celery.utils.imports import symbol_by_name
 from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
+from gpuflow.broker.calls import RECORDED_HEADER
 from gpuflow.broker.connection import socket_url
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.priorities import DEFAULT_PRIORITY, PRIORITY_STEPS, SEPARATOR
@@ -32,11 +33,13 @@ from gpuflow.ledger.eventlog import EventLog
 from gpuflow.ledger.joining import joining_here
 from gpuflow.ledger.ledger import Ledger
 from gpuflow.ledger.records import RECORD_SCHEMA, SCHEMA_HEADER
+from gpuflow.merge.completion import Merger
+from gpuflow.merge.store import MergeStore
 from gpuflow.pipelines.engine import SETTLE_TASK, Engine
 from gpuflow.pipelines.store import PipelineStore
 from gpuflow.routing.families import CONTROL_QUEUE, SUPERVISED_TASKS
 from gpuflow.settings import Settings
-from gpuflow.submission import demand_header, submission_header
+from gpuflow.submission import demand_header, plain_call_header, submission_header
 
 #: An answer that has not come in so many seconds, or in a quarter of a lease, does not come: the line is dead.
 ANSWER_SECONDS: Final = 30.0
@@ -65,6 +68,9 @@ class GPUFlow(Celery):  # type: ignore[misc]
         self.attempts = Attempts()
         #: Says of an error of a publish whether it is to be tried again now; a worker sets it (worker/pool.py).
         self.publishes_again: Callable[[Exception], bool] = lambda error: False
+        #: Whether a call is the retry of a run that this thread works on, which goes back to its queue by that;
+        #: likewise.
+        self.requeues_run: Callable[[Mapping[str, Any]], bool] = lambda options: False
         super().__init__(*args, **kwargs)
         self.add_defaults(self._defaults)
         self.user_options["worker"].update(worker_options())
@@ -130,11 +136,18 @@ class GPUFlow(Celery):  # type: ignore[misc]
         """What brings pipelines forward."""
         return Engine(self, self.pipelines, self.ledger)
 
+    @cached_property
+    def merger(self) -> Merger:
+        """What ends merged calls."""
+        ledger = self.ledger
+        return Merger(self, MergeStore(self.redis, self.keys, ledger.events_maxlen, ledger.retention_seconds))
+
     def cancel_task(self, task_id: str, reason: str = "cancelled by a user") -> str:
         """Cancel a task: `cancelled`, `requested` or `final`. Raises UnknownTask.
 
         One that waits ends at once, for Celery too (its chord is counted); one that runs is stopped by its worker,
-        which is told now and asks by itself every second.
+        which is told now and asks by itself every second. One that was merged into a run leaves it, and the run goes
+        on for its other callers; without any it is stopped.
         """
         verdict, state = self.ledger.cancel(task_id, reason)
         if verdict == "final" and state == "CANCELLED" and self._is_untold(task_id):
@@ -144,9 +157,11 @@ class GPUFlow(Celery):  # type: ignore[misc]
         elif verdict == "cancelled":
             self.backend.mark_as_revoked(task_id, reason, request=self._request_of(task_id))
         if verdict != "final":
-            pipeline = self.ledger.get(task_id).pipeline
-            if pipeline:
-                self.send_task(SETTLE_TASK, args=(pipeline,), queue=CONTROL_QUEUE, ignore_result=True)
+            record = self.ledger.get(task_id)
+            if record.run and self.ledger.is_to_be_cancelled(record.run):
+                self.control.broadcast("gpuflow_cancel", arguments={"task_id": record.run})
+            if record.pipeline:
+                self.send_task(SETTLE_TASK, args=(record.pipeline,), queue=CONTROL_QUEUE, ignore_result=True)
         return verdict
 
     def _is_untold(self, task_id: str) -> bool:
@@ -203,13 +218,19 @@ class GPUFlow(Celery):  # type: ignore[misc]
                 SCHEMA_HEADER: RECORD_SCHEMA,
             }
         else:
+            options["task_id"] = options.get("task_id") or uuid()  # the same at each try
+            if self.requeues_run(options):
+                return self.AsyncResult(options["task_id"])
             demand = demand_header(self, name, options)
             if demand is not None:
                 options["queue"] = demand["queue"]
+            call = plain_call_header(self, name, args, kwargs, options, demand)
+            if call is not None:
+                options["headers"] = {**(options.get("headers") or {}), RECORD_HEADER: call, RECORDED_HEADER: 1}
+            elif demand is not None:
                 options["headers"] = {**(options.get("headers") or {}), RECORD_HEADER: demand}
         if options["priority"] is None:
             options["priority"] = DEFAULT_PRIORITY
-        options["task_id"] = options.get("task_id") or uuid()  # the same at each try
         while True:
             try:
                 return super().send_task(name, args, kwargs, **options)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from gpuflow.fleet.registry import Fleet
 from gpuflow.fleet.worker_views import worker_views
 from gpuflow.handles import reachable
 from gpuflow.ledger.records import TaskRecord
+from gpuflow.ledger.states import TaskState
 from gpuflow.routing.explain import Explanation
 from gpuflow.routing.explain import explain as explain_task
 from gpuflow.routing.offers import asked_name
@@ -62,12 +64,19 @@ def explain_records(app: GPUFlow, records: Sequence[TaskRecord]) -> list[Explana
     now = server_time(app)
     workers = worker_views(Fleet(app.redis, app.keys), app.ledger, now)
     found = []
-    for record in records:
+    for record in _as_run(app, records):
         waits = str(record.state) in ("PENDING", "QUEUED")
         queue = queue_view(app.redis, app.keys, app.ledger, record.queue, record.id if waits else "", now)
         ask = Requirement.from_dict(record.requirement or {})
         found.append(explain_task(ask, _task_view(app, record, now), queue, workers))
     return found
+
+
+def _as_run(app: GPUFlow, records: Sequence[TaskRecord]) -> list[TaskRecord]:
+    """Return the run of merged calls in place of each task that waits for one, under the task's name."""
+    ids = [record.run if record.state is TaskState.MERGED and record.run else record.id for record in records]
+    found = {record.id: record for record in app.ledger.as_seen(app.ledger.find_many(ids))}
+    return [replace(found.get(id, record), name=record.name) for id, record in zip(ids, records, strict=True)]
 
 
 def explain_template(app: GPUFlow, template: Template) -> list[Explanation]:

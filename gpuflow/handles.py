@@ -19,7 +19,7 @@ from gpuflow.broker.answers import Meaning, meaning_of
 from gpuflow.celery_app import GPUFlow
 from gpuflow.celery_app import app as default_app
 from gpuflow.errors import BrokerUnavailable, TaskCancelled, TaskDead, TaskFailed
-from gpuflow.ledger.eventlog import LoggedEvent
+from gpuflow.ledger.eventlog import EventCursor, LoggedEvent
 from gpuflow.ledger.records import AttemptEntry, TaskRecord
 from gpuflow.ledger.states import TaskState
 from gpuflow.pipelines.collect import all_found, stage_result
@@ -112,9 +112,15 @@ class Task:
         return _Events(self._follow(None))
 
     def attempts(self) -> list[AttemptEntry]:
-        """Return how each ended attempt went, the first one first. Raises BrokerUnavailable."""
+        """Return how each ended attempt went, the first one first. Raises BrokerUnavailable.
+
+        A call that was merged into a run has those of the run.
+        """
         with reachable():
-            return self._app.ledger.attempts(self.id)
+            ledger = self._app.ledger
+            record = ledger.find(self.id)
+            waits_for = record.run if record is not None and record.state is TaskState.MERGED else None
+            return ledger.attempts(waits_for or self.id)
 
     def cancel(self) -> str:
         """Cancel; returns `cancelled`, `requested` (its worker stops it now) or `final`."""
@@ -131,14 +137,12 @@ class Task:
 
     def _follow(self, timeout: float | None) -> Iterator[LoggedEvent]:
         deadline = None if timeout is None else time.monotonic() + timeout
-        position = "0"
+        cursor = EventCursor(self._app.event_log, [self.id])
         while True:
             with reachable():
                 ended = self._app.ledger.get(self.id).state.final
-                events = self._app.event_log.wait({self.id: position}, 0.001 if ended else _slice(deadline))
-            for event in events:
-                position = event.id
-                yield event
+                events = cursor.wait(0.001 if ended else _slice(deadline))
+            yield from events
             if (ended and not events) or (deadline is not None and time.monotonic() >= deadline):
                 return
 
@@ -299,18 +303,16 @@ class PipelineRun:
 
     def _follow(self, timeout: float | None) -> Iterator[LoggedEvent]:
         deadline = None if timeout is None else time.monotonic() + timeout
-        positions = {self.id: "0"}
+        cursor = EventCursor(self.app.event_log, [self.id])
         while True:
             with reachable():
                 record = self.app.pipelines.get(self.id)
                 for stage in record.stages.values():
                     for task_id in stage.tasks:
-                        positions.setdefault(task_id, "0")
+                        cursor.add(task_id)
                 ended = record.state.final
-                events = self.app.event_log.wait(positions, 0.001 if ended else _slice(deadline))
-            for event in events:
-                positions[event.source] = event.id
-                yield event
+                events = cursor.wait(0.001 if ended else _slice(deadline))
+            yield from events
             if (ended and not events) or (deadline is not None and time.monotonic() >= deadline):
                 return
 

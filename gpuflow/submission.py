@@ -11,12 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from gpuflow import __version__
 from gpuflow.artifacts.destination import data_store
 from gpuflow.artifacts.large_values import refer_large
 from gpuflow.broker.wire import portable
 from gpuflow.errors import InvalidTemplate
 from gpuflow.fleet.seen_fleet import SeenFleet
 from gpuflow.ledger.records import new_record_fields
+from gpuflow.merge.folders import SAFE_ID
+from gpuflow.merge.keys import MergeKey, merge_key, plain_key
+from gpuflow.protocol import whole_text
 from gpuflow.routing.affinity import hints
 from gpuflow.routing.families import task_of
 from gpuflow.routing.fit import match
@@ -31,6 +35,8 @@ if TYPE_CHECKING:
 _IDEMPOTENCY: Final = uuid.UUID("6f1d4c1e-6a0b-5f0e-9b57-0f9f2f1f7f10")
 #: Task types that need no GPU unless they ask for one.
 _LIGHT_TYPES: Final = frozenset({"echo"})
+#: Options of a Celery call that are its own: a call that has one is not merged.
+_LIMITS: Final = frozenset({"countdown", "eta", "expires", "soft_time_limit", "time_limit"})
 #: Refusal of one task whose data is to be split.
 SPLIT: Final = (
     "spec.parallel (or resources.replicas) splits the data over several tasks; submit it with submit_pipeline(), which "
@@ -106,9 +112,92 @@ def submission_header(
             [{"queue": queue_name(one), "requirement": json.dumps(one.to_dict())} for one in alternatives]
         )
         header["fallback_seconds"] = fields["fallback_seconds"] = str(app.settings.fallback_seconds)
+    if not _LIMITS & {name for name, value in options.items() if value is not None}:
+        _note_call(app, spec, owner, queue_text, header)
     return Prepared(
         task_id=task_id, queue=queue_text, kwargs={"spec": portable(spec)}, summary=f"<{task_type}>", header=header
     )
+
+
+def _note_call(app: GPUFlow, spec: Mapping[str, Any], owner: str, queue: str, header: dict[str, Any]) -> None:
+    """Make a call of a task that may be merged: with what its run is, if it begins one (broker/lua/join.lua)."""
+    settings, fields = app.settings, header["fields"]
+    only = [{"queue": queue, "requirement": header["requirement"]}]
+    alternatives = json.loads(fields["alternatives"]) if "alternatives" in fields else only
+    key = merge_key(
+        spec,
+        owner=None if settings.merge_across_owners else owner,
+        asks=[[one["queue"], one["requirement"]] for one in alternatives],
+        version=__version__,
+        enabled=settings.enable_task_merge,
+    )
+    if key is None or not SAFE_ID.fullmatch(header["id"]):
+        return
+    run_fields = {name: value for name, value in fields.items() if name not in ("pipeline", "stage", "spec")}
+    stored = whole_text(json.dumps(key.spec, ensure_ascii=False))
+    header["kind"] = "call"
+    header["call"] = {
+        "kwargs": {"spec": portable(key.spec)},
+        "spec": stored,
+        "fields": {**run_fields, "spec": stored},
+        "options": _join_options(app, key, ttl=spec.get("resultTtlSeconds") or 0),
+    }
+
+
+def _join_options(app: GPUFlow, key: MergeKey, *, ttl: float) -> dict[str, Any]:
+    """Return what the join of a call is told beside its messages and records (broker/lua/join.lua)."""
+    settings = app.settings
+    return {
+        "run": str(uuid.uuid4()),
+        "call": key.call,
+        "batch": key.batch,
+        "tokens": key.tokens,
+        "max_calls": settings.task_merge_max_batch_size,
+        "max_tokens": settings.task_merge_max_batch_tokens,
+        "result_ttl": ttl,
+        "retention": int(settings.retention_days * 86_400),
+    }
+
+
+def plain_call_header(
+    app: GPUFlow,
+    name: str,
+    args: Sequence[Any] | None,
+    kwargs: Mapping[str, Any],
+    options: Mapping[str, Any],
+    demand: Mapping[str, Any] | None,
+) -> dict[str, Any] | None:
+    """Return the record of a call of a team's own task that is merged with equal ones, or None for one that is not.
+
+    The task says so by `@app.task(merge=True)`, or by a function of its arguments that returns the key (None: not
+    merged).
+    """
+    task_type = options.get("task_type") or (app._tasks.get(name) if app.finalized else None)
+    merge = getattr(task_type, "merge", None)
+    limits = _LIMITS | {"retries"}
+    if not merge or not app.settings.enable_task_merge or any(options.get(limit) for limit in limits):
+        return None
+    positional, named = list(args or ()), dict(kwargs)
+    plain = json.dumps([positional, named], sort_keys=True, default=str)
+    key = plain if merge is True else merge(*positional, **named)
+    if key is None:
+        return None
+    queue = str(getattr(options.get("queue"), "name", options.get("queue")) or "")
+    call = plain_key(name, str(key), queue=queue, version=__version__)
+    requirement = json.loads(demand["requirement"]) if demand is not None else None
+    fields = new_record_fields(name=name, task_type=name, spec={}, requirement=requirement)
+    return {
+        "kind": "call",
+        "id": options["task_id"],
+        "requirement": demand["requirement"] if demand is not None else "",
+        "fields": fields,
+        "call": {
+            "kwargs": None,
+            "spec": "{}",
+            "fields": fields,
+            "options": _join_options(app, call, ttl=getattr(task_type, "merge_result_ttl", 0) or 0),
+        },
+    }
 
 
 def _refuse_uploads(spec: Mapping[str, Any]) -> None:

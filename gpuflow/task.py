@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from celery import Task
+from celery.utils.imports import symbol_by_name
+
+from gpuflow.broker.calls import RECORDED_HEADER
 
 
 class GPUTask(Task):  # type: ignore[misc]
@@ -14,3 +17,14 @@ class GPUTask(Task):  # type: ignore[misc]
     Request: ClassVar[str] = "gpuflow.worker.request:GPURequest"
     #: What the task asks for: a token such as `A100:1`, a list of alternatives, or the long form; None for nothing.
     resources: str | list[str] | Mapping[str, Any] | None = None
+    #: Whether equal calls are merged: True, or a function of the arguments that returns what is equal in equal calls
+    #: (None: this call is not merged).
+    merge: bool | Callable[..., str | None] | None = None
+    #: For how many seconds a result answers further equal calls.
+    merge_result_ttl: float = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the task; one that was merged with equal calls by its record (`worker.merged_tasks`)."""
+        if self.request.get(RECORDED_HEADER):
+            return symbol_by_name("gpuflow.worker.merged_tasks:run")(self, args, kwargs)
+        return super().__call__(*args, **kwargs)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +36,7 @@ _CPU_PERIOD: Final = 1_000_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """A container to create. Sizes are in bytes."""
+    """A container to create. Sizes are in bytes. With `talks` its stdin is open, and attached to."""
 
     image: str
     command: Sequence[str] | None
@@ -51,6 +53,7 @@ class Wanted:
     init: bool
     labels: Mapping[str, str]
     name: str
+    talks: bool = False
 
 
 class Engine:
@@ -144,9 +147,10 @@ class Engine:
                 labels=dict(wanted.labels),
                 host_config=host,
                 name=wanted.name,
+                stdin_open=wanted.talks,
                 use_config_proxy=False,  # it is given what the task and its preset name, and nothing else
             )
-            return Container(self, created["Id"])
+            return Container(self, created["Id"], talks=wanted.talks)
 
     def close(self) -> None:
         """Close the connections."""
@@ -154,9 +158,9 @@ class Engine:
 
 
 class Container:
-    """A container that runs, as `executors.programs.running.follow` takes it."""
+    """A container that runs, as `executors.programs.running.follow` takes it; with `talks` it can be written to."""
 
-    def __init__(self, engine: Engine, container: str) -> None:
+    def __init__(self, engine: Engine, container: str, *, talks: bool = False) -> None:
         self.id = container
         self._engine = engine
         self._code: int | None = None
@@ -165,6 +169,7 @@ class Container:
         self._output_ended_at: float | None = None
         (out, out_end), (err, err_end) = os.pipe(), os.pipe()
         self.streams: tuple[IO[bytes], IO[bytes]] = os.fdopen(out, "rb"), os.fdopen(err, "rb")
+        self._input = _Input(engine, container) if talks else None
         frames = engine.api.attach(container, stdout=True, stderr=True, stream=True, demux=True)
         threading.Thread(target=self._copy, args=(frames, out_end, err_end), name="gpuflow-attach", daemon=True).start()
         engine.api.start(container)
@@ -234,19 +239,54 @@ class Container:
                 if error.status_code not in _ENDED:
                     raise
 
-    def remove(self, lock: Path) -> None:
-        """Kill and remove it, and then its lock file; where the engine does not let us, that is left to the shim."""
+    def send(self, line: bytes) -> None:
+        """Write to its stdin; it may block while nobody reads. Raises OSError where it has gone."""
+        if self._input is None:
+            raise BrokenPipeError("its stdin is not open")
+        self._input.write(line)
+
+    def end_input(self) -> None:
+        """Close its stdin; nothing where that is not open."""
+        if self._input is not None:
+            self._input.close()
+
+    def remove(self, lock: Path, folder: Path | None = None) -> None:
+        """Kill and remove it, a folder that it shared, and then its lock file, by which the shim knows what is left.
+
+        Where the engine does not let us, all of that is left to the shim.
+        """
         from docker.errors import NotFound
 
+        if self._input is not None:
+            self._input.close()
         with contextlib.suppress(ExecutorError), engine_errors(self._engine.path):
             with contextlib.suppress(NotFound):
                 self._engine.api.remove_container(self.id, v=True, force=True)
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
             lock.unlink(missing_ok=True)
 
     def is_out_of_memory(self) -> bool:
         """Say whether the kernel ended it for its memory limit."""
         with engine_errors(self._engine.path):
             return bool(self._engine.api.inspect_container(self.id)["State"].get("OOMKilled"))
+
+
+class _Input:
+    """The stdin of a container: a connection of its own, whose end is the end of that."""
+
+    def __init__(self, engine: Engine, container: str) -> None:
+        # The raw connection is below a reader of the SDK, which has to live as long.
+        self._reader = engine.api.attach_socket(container, params={"stdin": 1, "stream": 1})
+        self._socket: socket.socket = self._reader._sock
+        self._socket.settimeout(None)
+
+    def write(self, line: bytes) -> None:
+        self._socket.sendall(line)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
 
 @contextlib.contextmanager

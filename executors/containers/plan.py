@@ -1,12 +1,12 @@
 """What a container is created with: environment, mounts, limits, GPUs. Pure, and the same for any engine.
 
-The folders of an attempt have the same paths inside as outside, so that paths in events mean the same on both sides.
+The folders of an attempt or session have the same paths inside as outside, so that paths in events mean the same.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +21,8 @@ _PASSED: Final = (
     "TASK_ID", "ATTEMPT", "CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE", "OUTPUT_DIR", "CHECKPOINT_DIR",
     "RESUME_FROM", "NOTICE_SECONDS", "MODEL_NAME", "PYTHONUNBUFFERED",
 )  # fmt: skip
+#: Those of one task, which a session has not: it is told of each with its request.
+_OF_TASK: Final = ("TASK_ID", "ATTEMPT", "OUTPUT_DIR", "CHECKPOINT_DIR", "RESUME_FROM", "NOTICE_SECONDS")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +56,10 @@ def environment_of(
     """
     named = [*(request.spec.get("env") or {}), *(request.spec.get("secrets") or ())]
     given = {name: child[name] for name in (*named, *_PASSED) if name in child}
-    given["OUTPUT_DIR"] = request.output_dir  # one of several callers has a folder of its own
+    if section["mode"] == "session":
+        given = {name: value for name, value in given.items() if name not in _OF_TASK}
+    else:
+        given["OUTPUT_DIR"] = request.output_dir  # one of several callers has a folder of its own
     given["CUDA_VISIBLE_DEVICES"] = given["GPU_DEVICE"] = ",".join(gpus)
     # An engine whose default runtime is NVIDIA's shows all GPUs to an image that asks for all.
     given["NVIDIA_VISIBLE_DEVICES"] = ",".join(gpus) or "void"
@@ -64,14 +69,8 @@ def environment_of(
 
 
 def binds_of(request: Request, section: Mapping[str, Any], model: str | None) -> list[Bind]:
-    """Return what is mounted: the attempt's folders, the checkpoint to go on from, the model, and the named mounts."""
-    output = Path(request.output_dir)
-    binds = [Bind(source=str(output), target=str(output), read_only=False)]
-    checkpoints = request.checkpoint_dir
-    if checkpoints and not Path(checkpoints).is_relative_to(output):
-        binds.append(Bind(source=checkpoints, target=checkpoints, read_only=False))
-    if request.resume_from:
-        binds.append(Bind(source=request.resume_from, target=request.resume_from, read_only=True))
+    """Return what is mounted: the folders of the attempt or session, the model, and the named mounts."""
+    binds = [Bind(**folder) for folder in _folders(request, section)]
     if model is not None:
         binds.append(Bind(source=model, target=MODELS, read_only=True))
     binds += [Bind(**mount) for mount in section["mounts"]]
@@ -81,6 +80,22 @@ def binds_of(request: Request, section: Mapping[str, Any], model: str | None) ->
             raise bad_input(f"container: {bind.target} is mounted twice; keep one")
         seen.add(bind.target)
     return binds
+
+
+def _folders(request: Request, section: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the folders that have the same path inside as outside.
+
+    A session has one of its own, from which the files of each request are taken: it outlives the attempts.
+    """
+    if section["exchange"]:
+        yield {"source": section["exchange"], "target": section["exchange"], "read_only": False}
+        return
+    output, checkpoints = request.output_dir, request.checkpoint_dir
+    yield {"source": output, "target": output, "read_only": False}
+    if checkpoints and not Path(checkpoints).is_relative_to(output):
+        yield {"source": checkpoints, "target": checkpoints, "read_only": False}
+    if request.resume_from:
+        yield {"source": request.resume_from, "target": request.resume_from, "read_only": True}
 
 
 def user_of(section: Mapping[str, Any], *, is_rootless: bool) -> str:

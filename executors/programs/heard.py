@@ -51,10 +51,14 @@ WORKER: Final = Kind(name="the process", error="Container", needs_finish=True)
 
 
 class Heard:
-    """What the program has said so far; both of its streams are read at once."""
+    """What the program has said so far; both of its streams are read at once.
 
-    def __init__(self, emitter: Emitter, patterns: Mapping[str, Any]) -> None:
+    Its stderr is printed to that of this process; with `tells_stderr` it is told as events of the request, too.
+    """
+
+    def __init__(self, emitter: Emitter, patterns: Mapping[str, Any], *, tells_stderr: bool = False) -> None:
         self._emitter, self._patterns = emitter, patterns
+        self._tells_stderr = tells_stderr
         self._lock = threading.Lock()
         self._tail: deque[str] = deque()
         self._tail_characters = 0
@@ -71,7 +75,10 @@ class Heard:
 
     def stdout(self, line: bytes) -> None:
         """Take a line of stdout: an event, or text."""
-        event = parse_line(line)
+        self.event(parse_line(line), line)
+
+    def event(self, event: Event, line: bytes) -> None:
+        """Take a line of stdout as it was read."""
         with self._lock:
             if (
                 event.name != "log"
@@ -93,6 +100,8 @@ class Heard:
             if not self._said(text):
                 self._errors.append(shortened(text, _QUOTED_CHARACTERS))
                 print(text, file=sys.stderr, flush=True)
+                if self._tells_stderr:
+                    self._emitter.emit("log", message=shortened(text, OUTPUT_CHARACTERS), stream="stderr")
 
     def _event(self, event: Event) -> None:
         data = dict(event.data)
@@ -195,13 +204,18 @@ def check(ran: Ran, heard: Heard, kind: Kind) -> None:
     if ran.code == 0 and (status == "completed" or (status is None and not (kind.needs_finish and heard.has_events))):
         return
     if status == "failed" and error:
-        told = error if isinstance(error, Mapping) else {"message": error}
-        raise ExecutorError(
-            str(told.get("type") or f"{kind.error}Failed"),
-            str(told.get("message") or f"{kind.name} says that it failed"),
-            retryable=bool(told.get("retryable")),
-        )
+        raise own_error(error, kind)
     _raise_failure(ran, status, kind, heard.last_words())
+
+
+def own_error(error: Any, kind: Kind) -> ExecutorError:
+    """Return the error that a `finish` event names."""
+    told = error if isinstance(error, Mapping) else {"message": error}
+    return ExecutorError(
+        str(told.get("type") or f"{kind.error}Failed"),
+        str(told.get("message") or f"{kind.name} says that it failed"),
+        retryable=bool(told.get("retryable")),
+    )
 
 
 def _raise_failure(ran: Ran, status: str | None, kind: Kind, last_words: str) -> NoReturn:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import select
 import signal
 import subprocess
 import threading
@@ -20,6 +21,8 @@ from executors.programs.lines import split_lines
 #: How often it is seen that the program has ended, or a notice come, in seconds.
 _POLL_SECONDS: Final = 0.05
 _CHUNK_BYTES: Final = 65_536
+#: How often `Reader.drain` looks, in seconds.
+_DRAIN_SECONDS: Final = 0.002
 #: A stream that says nothing for so long after the end of the program is held open by another process, in seconds.
 _QUIET_SECONDS: Final = 1.0
 #: What such a process says is read for so long, in seconds; then it is ended with the task.
@@ -63,25 +66,62 @@ class Running(Protocol):
         """Send it a signal; nothing for one that has ended."""
 
 
-class _Process:
+class Talking(Running, Protocol):
+    """A program that runs and is written to."""
+
+    def send(self, line: bytes) -> None:
+        """Write to its input; it may block while nobody reads. Raises OSError where it has gone."""
+
+    def end_input(self) -> None:
+        """Close its input; nothing for one that has ended."""
+
+
+class Process:
     """A program as a process of this machine. With `in_shell`, what the shell runs has a notice too."""
 
-    def __init__(self, process: subprocess.Popen[bytes], *, in_shell: bool) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], *, in_shell: bool = False) -> None:
         self._process, self._in_shell = process, in_shell
         self.streams = cast("IO[bytes]", process.stdout), cast("IO[bytes]", process.stderr)
 
+    @classmethod
+    def start(
+        cls,
+        argv: Sequence[str],
+        *,
+        cwd: Path,
+        environment: Mapping[str, str],
+        stdin: int = subprocess.DEVNULL,
+        in_shell: bool = False,
+    ) -> Process:
+        """Start a program. Raises ExecutorError: BadInput for one that cannot be started."""
+        return cls(_started(argv, cwd, environment, stdin), in_shell=in_shell)
+
     def ended(self, timeout_seconds: float) -> int | None:
+        """Wait so long at most; return its exit code, -N for signal N, None while it runs."""
         try:
             return self._process.wait(timeout=timeout_seconds)
         except subprocess.TimeoutExpired:
             return None
 
     def signal(self, number: int) -> None:
+        """Send it a signal; nothing for one that has ended."""
         children = _children(self._process.pid) if self._in_shell and number == signal.SIGUSR1 else []
         self._process.send_signal(number)
         for child in children:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, number)
+
+    def send(self, line: bytes) -> None:
+        """Write to its input, which was started as a pipe. Raises OSError where nobody reads it any more."""
+        stdin = cast("IO[bytes]", self._process.stdin)
+        stdin.write(line)
+        stdin.flush()
+
+    def end_input(self) -> None:
+        """Close its input; nothing for one that has none any more."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
 
 
 def _children(pid: int) -> list[int]:
@@ -120,7 +160,7 @@ def run(
     for a program that cannot be started.
     """
     with cancellation.notice_held():
-        program = _Process(_started(argv, cwd, environment, stdin), in_shell=in_shell)
+        program = Process.start(argv, cwd=cwd, environment=environment, stdin=stdin, in_shell=in_shell)
         ran = follow(program, on_stdout=on_stdout, on_stderr=on_stderr, timeout_seconds=timeout_seconds)
         return Ran(ran.code, noticed=ran.noticed, in_shell=True) if in_shell and not ran.signal else ran
 
@@ -132,13 +172,11 @@ def follow(program: Running, *, on_stdout: OnLine, on_stderr: OnLine, timeout_se
     that no line is passed on. Raises ExecutorError for a program that runs longer than `timeout_seconds`: it
     gets SIGTERM, and SIGKILL a little later.
     """
-    readers = [
-        _Reader(stream, on_line) for stream, on_line in zip(program.streams, (on_stdout, on_stderr), strict=True)
-    ]
+    readers = [Reader(stream, on_line) for stream, on_line in zip(program.streams, (on_stdout, on_stderr), strict=True)]
     try:
         code, noticed = _until_it_ends(program, readers, timeout_seconds)
     except _TooLong:
-        _stop(program)
+        stop(program)
         raise ExecutorError(
             "TimeLimitExceeded", f"stopped after {timeout_seconds:g} s, the limit of its preset; raise its `timeout`"
         ) from None
@@ -149,7 +187,7 @@ def follow(program: Running, *, on_stdout: OnLine, on_stderr: OnLine, timeout_se
         raise
     except BaseException:
         with contextlib.suppress(ExecutorError):  # what ended it counts, not that it has gone
-            _stop(program)
+            stop(program)
         raise
     for reader in readers:
         reader.finish()
@@ -160,10 +198,10 @@ class _TooLong(Exception):
     """It runs longer than it may."""
 
 
-def _stop(program: Running) -> None:
-    """End a program by SIGTERM, or by SIGKILL after a while."""
+def stop(program: Running, after_seconds: float = _STOP_SECONDS) -> None:
+    """End a program by SIGTERM, or by SIGKILL after a while. Raises ExecutorError."""
     program.signal(signal.SIGTERM)
-    kill_at = time.monotonic() + _STOP_SECONDS
+    kill_at = time.monotonic() + after_seconds
     while program.ended(_POLL_SECONDS) is None:
         if time.monotonic() >= kill_at:
             program.signal(signal.SIGKILL)
@@ -198,7 +236,7 @@ def _started(argv: Sequence[str], cwd: Path, environment: Mapping[str, str], std
         raise bad_input(f"{argv[0]!r} cannot be run: {error}") from error
 
 
-def _until_it_ends(program: Running, readers: Sequence[_Reader], timeout_seconds: float | None) -> tuple[int, bool]:
+def _until_it_ends(program: Running, readers: Sequence[Reader], timeout_seconds: float | None) -> tuple[int, bool]:
     """Wait; return its code, and whether there was a notice, which it has been given. Raises what a reader raised."""
     noticed = False
     stop_at = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
@@ -213,7 +251,7 @@ def _until_it_ends(program: Running, readers: Sequence[_Reader], timeout_seconds
     return code, noticed
 
 
-class _Reader(threading.Thread):
+class Reader(threading.Thread):
     """Reads one stream of the program."""
 
     def __init__(self, stream: IO[bytes], on_line: OnLine) -> None:
@@ -245,14 +283,28 @@ class _Reader(threading.Thread):
             raise self._error
 
     def _chunks(self) -> Iterator[bytes]:
+        poller = select.poll()
+        poller.register(self._stream.fileno(), select.POLLIN)
         while True:
             self._reads, self._waits = self._reads + 1, True
-            chunk = os.read(self._stream.fileno(), _CHUNK_BYTES)
+            poller.poll()  # nothing is taken while it waits, see `drain`
             self._waits = False
+            chunk = os.read(self._stream.fileno(), _CHUNK_BYTES)
             if not chunk:
                 return
             self._bytes += len(chunk)
             yield chunk
+
+    def drain(self, most_seconds: float) -> None:
+        """Wait, so long at most, until every whole line that is in the stream now is passed on."""
+        ends_at = time.monotonic() + most_seconds
+        poller = select.poll()
+        try:
+            poller.register(self._stream.fileno(), select.POLLIN)
+            while self.is_alive() and time.monotonic() < ends_at and (poller.poll(0) or not self._waits):
+                time.sleep(_DRAIN_SECONDS)
+        except ValueError:
+            return  # it is closed: all of it is passed on
 
     def finish(self) -> None:
         """Read what is there after the end of the program. What it has left running may hold the stream open."""

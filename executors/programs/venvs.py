@@ -4,8 +4,8 @@ A folder with its marker is complete. One without is what a process left that wa
 lock next begins anew. They count for the limit of the cache, and go with what was used longest ago.
 
 An environment is used by the tasks of everybody, so its name holds all that decides its content: the interpreter, the
-requirements, the digests of files among them, and the settings of pip that a task brings. One in which a program has
-installed something else is left to the tasks that run in it, and another is made.
+requirements, the digests of files among them, and the settings of pip that its secrets bring. One in which a program
+has installed something else is left to the tasks that run in it, and another is made.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _MARKER: Final = "complete.json"
 _QUOTED_LINES: Final = 12
 _QUOTED_CHARACTERS: Final = 500
 _CHUNK_BYTES: Final = 65_536
-#: Settings of pip that a task may bring in its `env` or `secrets`: where from, and which of several.
+#: Settings of pip that a task may name in its `secrets`, such as an index with a token: where from, and which of
+#: several. In `env` no template may set them (gpuflow.spec.env_names).
 _PIP_SETTINGS: Final = frozenset(
     {
         "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_NO_INDEX", "PIP_TRUSTED_HOST", "PIP_PRE",
@@ -48,12 +49,13 @@ _NETWORK: Final = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What an environment is made of. `brought` are the variables that the task itself sets, `project` its folder."""
+    """What an environment is made of. `env` and `secrets` name the variables of the task, `project` is its folder."""
 
     requirements: Sequence[str]
     python: str | None = None
     project: Path | None = None
-    brought: Collection[str] = ()
+    env: Collection[str] = ()
+    secrets: Collection[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +78,7 @@ def python_for(wanted: Wanted, root: Path, emitter: Emitter) -> Path:
     """
     base = _interpreter(wanted.python)
     sources = [_source(text, wanted.project) for text in wanted.requirements]
-    environment, settings = _environment(wanted.brought)
+    environment, settings = _environment(wanted.env, wanted.secrets)
     key = {
         "python": [base, *_build_of(base)],
         "requirements": sorted((source.key for source in sources), key=json.dumps),
@@ -148,27 +150,29 @@ def _sha256(file: Path) -> str:
         ) from error
 
 
-def _environment(brought: Collection[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the environment of the installation, and what of it is the task's own.
+def _environment(env: Collection[str], secrets: Collection[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the environment of the installation, and the settings in it that come from the task's secrets.
 
-    Other variables of a task count for its program alone: in an installation they could put anything into an
+    Other variables of a task count for its program only: in an installation they could put anything into an
     environment that others use. Raises ExecutorError: BadInput for a setting of pip that is not taken.
     """
-    refused = sorted(name for name in brought if name.startswith("PIP_") and name not in _PIP_SETTINGS)
+    refused = sorted(name for name in secrets if name.startswith("PIP_") and name not in _PIP_SETTINGS)
     if refused:
         taken = ", ".join(sorted(_PIP_SETTINGS))
-        raise bad_input(f"env.{refused[0]} is not taken beside command.requirements; the settings of pip are: {taken}")
-    own = {
+        raise bad_input(
+            f"secrets: {refused[0]} is not taken beside command.requirements; the settings of pip are: {taken}"
+        )
+    settings = {
         name: os.environ[name]
-        for name in brought
+        for name in secrets
         if name in os.environ and (name in _PIP_SETTINGS or name.upper() in _NETWORK)
     }
     rest = {
         name: value
         for name, value in os.environ.items()
-        if name not in brought and not name.startswith("PYTHON") and name != "VIRTUAL_ENV"
+        if name not in env and name not in secrets and not name.startswith("PYTHON") and name != "VIRTUAL_ENV"
     }
-    return {**rest, **own, "GIT_TERMINAL_PROMPT": "0"}, own
+    return {**rest, **settings, "GIT_TERMINAL_PROMPT": "0"}, settings
 
 
 def _packages(place: Path) -> list[str]:

@@ -28,11 +28,16 @@ class EngineDied(ExecutorError):
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """What has been loaded. `max_requests` is how many answers the engine works on at once."""
+    """What has been loaded. `max_requests` is how many answers the engine works on at once.
+
+    `idle_seconds` and `lifetime_seconds` are limits of its own, see docs/reference/sessions.md.
+    """
 
     model: str
     revision: str | None
     max_requests: int
+    idle_seconds: float | None = None
+    lifetime_seconds: float | None = None
 
 
 class Engine(ABC):
@@ -69,6 +74,10 @@ def make_engine(opening: Opening) -> Engine:
         from executors.sessions.vllm_engine import VllmEngine
 
         return VllmEngine(opening.task_type)
+    if opening.engine == "container":
+        from executors.containers.session import ContainerEngine
+
+        return ContainerEngine()
     from executors.sessions.transformers_engine import TransformersEngine
 
     return TransformersEngine(opening.task_type)

@@ -14,9 +14,10 @@ from gpuflow.protocol import Emitter, Request
 def check_input(request: Request, opening: Opening, emitter: Emitter) -> None:
     """Raise ExecutorError: BadInput for data, or sampling, that no model could answer.
 
-    The engine reads it once more when it is there. The children of a merged request are left to it.
+    The engine reads it once more when it is there. The children of a merged request are left to it, and what is in the
+    request of a container only that knows.
     """
-    if MERGED in request.spec:
+    if MERGED in request.spec or opening.engine == "container":
         return
     data: Mapping[str, Any] = request.spec.get("data") or {}
     entries = read_entries(data, request.cache_dir, emitter)

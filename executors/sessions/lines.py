@@ -17,9 +17,13 @@ _SHOWN: Final = 80
 #: The beginning of a run line as a worker writes it, from which its id can be had without the rest.
 _RUN: Final = re.compile(rb'\s*\{"op": ?"run", ?"id": ?("(?:[^"\\]|\\.){1,4096}")')
 
-EngineName = Literal["vllm", "transformers"]
-ENGINES: Final[tuple[EngineName, ...]] = ("vllm", "transformers")
+EngineName = Literal["vllm", "transformers", "container"]
+#: Task types that a loaded model answers.
 FAMILIES: Final = ("inference", "embedding")
+#: Engine -> the task types that it answers.
+ENGINES: Final[Mapping[EngineName, tuple[str, ...]]] = {
+    "vllm": FAMILIES, "transformers": FAMILIES, "container": ("container",),
+}  # fmt: skip
 
 
 class BadLine(Exception):
@@ -118,8 +122,8 @@ def _opening(raw: Mapping[str, Any]) -> Opening:
     if engine not in ENGINES:
         raise BadLine(f"op open has engine {engine!r}; it must be one of {', '.join(ENGINES)}")
     family = raw.get("task_type") or spec.get("taskType") or "inference"
-    if family not in FAMILIES:
-        raise BadLine(f"op open has task type {family!r}; a session serves one of {', '.join(FAMILIES)}")
+    if family not in ENGINES[engine]:
+        raise BadLine(f"op open has task type {family!r}; engine {engine} serves {', '.join(ENGINES[engine])}")
     gpus = raw.get("gpus") or []
     if not isinstance(gpus, list) or not all(isinstance(gpu, str) for gpu in gpus):
         raise BadLine("op open has gpus that are no list of texts")

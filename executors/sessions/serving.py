@@ -163,10 +163,19 @@ class Session:
         del self._open[request_id]
         self._served += 1
         finish = (None if task.cancelled() else task.result()) or self._finish_of(request_id)
+        self._look_at_engine()
         self._aborted.discard(request_id)
         emitter.finish(*finish)
         if self._closing and not self._open:
             self._stop(ENDED)
+
+    def _look_at_engine(self) -> None:
+        """End the session if the engine has gone with a request: whoever hears of its end sends no more here."""
+        if self._engine is not None and self._ready.done() and self._died is None:
+            try:
+                self._engine.check()
+            except EngineDied as error:
+                self._die(error)
 
     def _close(self) -> None:
         self._closing = True
@@ -204,6 +213,7 @@ class Session:
             max_requests=loaded.max_requests,
             memory_bytes=memory,
             loads=self._loads,
+            **_limits(loaded),
         )
         while self._engine is not None:
             try:
@@ -296,3 +306,9 @@ class Session:
         elif code != BAD_OPENING:
             self._emitter.finish("completed" if code == ENDED else "cancelled")
         leave(code)
+
+
+def _limits(loaded: Loaded) -> dict[str, float]:
+    """Return the limits that what is loaded has of its own."""
+    limits = {"idle_seconds": loaded.idle_seconds, "lifetime_seconds": loaded.lifetime_seconds}
+    return {name: seconds for name, seconds in limits.items() if seconds is not None}

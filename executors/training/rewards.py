@@ -64,7 +64,7 @@ def check_reward(request: Request) -> None:
     section = _section(request)
     if not section:
         raise bad_input(
-            f"{request.task_type} needs a reward: reward_model: {{type: model, identifier: ...}}, {{type: sentiment}}, "
+            f"{request.task_type} needs a reward: reward_model: {{type: model, url: ...}}, {{type: sentiment}}, "
             f"or {{type: function, identifier: {', '.join(FUNCTIONS)}}}"
         )
     if _kind(request) == "function":

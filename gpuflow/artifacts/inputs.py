@@ -1,4 +1,4 @@
-"""Brings the inputs of a task to this machine: checkpoints, adapters, projects become local folders, data local files.
+"""Brings the inputs of a task to this machine: models, adapters, projects become local folders, data local files.
 
 Called by the supervisor before the child starts, so that an executor sees local paths and plain values alone, and needs
 neither network nor keys. Archives are unpacked once into the cache, under their digest; references are loaded.
@@ -41,7 +41,7 @@ class LocalInputs:
 def localize(
     spec: Mapping[str, Any], *, settings: Settings, environment: Mapping[str, str] | None = None
 ) -> LocalInputs:
-    """Fetch and unpack what `spec` loads; `environment` are the values of `${env:NAME}` in checkpoint and adapters.
+    """Fetch and unpack what `spec` loads; `environment` are the values of `${env:NAME}` in what this process reads.
 
     Raises ArtifactError, UnresolvedReference, OSError.
     """
@@ -62,6 +62,8 @@ def _localized(spec: Mapping[str, Any], settings: Settings, environment: Mapping
         address = adapter.pop("url", None) or adapter.get("path")
         if address:
             adapter["path"] = str(_folder(filled(str(address), environment), settings))
+    if isinstance(local.get("reward_model"), dict):
+        local["reward_model"] = _reward(local["reward_model"], settings, environment)
     load = (local.get("checkpoint") or {}).get("load")
     checkpoint = str(_loaded(load, settings, environment, "checkpoint.load")) if load else None
     return LocalInputs(spec=local, checkpoint_path=checkpoint)
@@ -83,6 +85,18 @@ def _search(search: Mapping[str, Any], settings: Settings, environment: Mapping[
         local["index"] = {"path": str(_loaded(local["index"], settings, environment, "search.index"))}
     if isinstance(local.get("documents"), Mapping):
         local["documents"] = _data(local["documents"], settings, "search.documents")
+    return local
+
+
+def _reward(section: Mapping[str, Any], settings: Settings, environment: Mapping[str, str] | None) -> dict[str, Any]:
+    """Return a `reward_model` section whose archive, by `url` or `path`, is a folder of this machine."""
+    local = {name: value for name, value in section.items() if name not in ("url", "headers")}
+    path = Path(str(section.get("path") or "")).expanduser()
+    if section.get("url"):
+        load = {name: section[name] for name in ("url", "headers") if section.get(name)}
+        local["path"] = str(_loaded(load, settings, environment, "reward_model"))
+    elif section.get("path") and path.is_file():
+        local["path"] = str(_unpacked(path, settings.cache_dir))
     return local
 
 

@@ -1,4 +1,4 @@
-"""`${env:NAME}` in what a worker itself reads of a spec: destination, checkpoint, adapters, index.
+"""`${env:NAME}` in what a worker itself reads of a spec: destination, checkpoint, adapters, index, reward.
 
 Called by `destination` and `inputs`, which read those fields, and by whoever builds the task's redactor. The child
 replaces all others. Pure: the values come in as a mapping, which the worker makes of the same sources as the child's
@@ -16,7 +16,13 @@ from gpuflow.secrets import Redactor, is_secret_variable, secrets_in_spec
 from gpuflow.spec.references import find_references, resolve_env
 
 #: The fields of a spec that a worker reads before there is a child.
-_PLACES: Final = (("output", "destination"), ("checkpoint", "load"), ("model", "adapters"), ("search", "index"))
+_PLACES: Final = (
+    ("output", "destination"),
+    ("checkpoint", "load"),
+    ("model", "adapters"),
+    ("search", "index"),
+    ("reward_model",),
+)
 
 
 def filled(value: Any, environment: Mapping[str, str] | None) -> Any:
@@ -62,8 +68,11 @@ def hiding(spec: Mapping[str, Any], environment: Mapping[str, str] | None) -> It
 
 def _texts(spec: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
     """Yield (text, whether it is a header) of those fields."""
-    for section, field in _PLACES:
-        found = (spec.get(section) or {}).get(field) or ()
+    for place in _PLACES:
+        found: Any = spec
+        for name in place:
+            found = found.get(name) if isinstance(found, Mapping) else None
+        found = found or ()
         for item in [found] if isinstance(found, Mapping) else found:
             if isinstance(item, Mapping):
                 yield from ((value, False) for value in item.values() if isinstance(value, str))

@@ -28,6 +28,13 @@
 | `gpuflow.repairs` | hash | kind of repair -> how often the reconciler made it |
 | `gpuflow.tasks` | zset | task id -> when it was submitted |
 | `gpuflow.unfinished` | set | ids of the tasks that are not final |
+| `gpuflow.merge` | hash | counts of merged calls: `calls`, `new`, `coalesced`, `batched`, `hit`, ...; `kept_bytes` |
+| `gpuflow.merge.results` | zset | digest of a call whose result may be used again -> when it is forgotten |
+| `gpuflow.merge.sizes` | hash | digest -> bytes of that result |
+| `merge:call:<digest>` | string | the run that answers this very call, or holds its result |
+| `merge:batch:<digest>` | string | the run that takes compatible calls while it waits |
+| `merge:<run>:calls` | hash | digest -> spec of each different call of a run |
+| `merge:<run>:callers:<digest>` | set | callers of one call that have not been told of its end |
 | `pipeline:<id>` | hash | the pipeline record |
 | `pipeline:<id>:stages` | hash | stage name -> JSON of the stage's state |
 | `gpuflow.pipelines` | zset | pipeline id -> when it was submitted |
@@ -161,6 +168,29 @@ class Keys:
     def workers(self) -> str:
         """Set of worker ids."""
         return f"{self.prefix}gpuflow.workers"
+
+    @property
+    def merge(self) -> str:
+        """Counts of merged calls."""
+        return f"{self.prefix}gpuflow.merge"
+
+    @property
+    def merge_results(self) -> str:
+        """Results that may be used again."""
+        return f"{self.prefix}gpuflow.merge.results"
+
+    @property
+    def merge_sizes(self) -> str:
+        """Bytes of the results that may be used again."""
+        return f"{self.prefix}gpuflow.merge.sizes"
+
+    def merge_calls(self, run_id: str) -> str:
+        """The different calls of a run."""
+        return f"{self.prefix}merge:{run_id}:calls"
+
+    def merge_callers(self, run_id: str, digest: str) -> str:
+        """The callers of one call of a run."""
+        return f"{self.prefix}merge:{run_id}:callers:{digest}"
 
     def bell(self, owner: str) -> str:
         """Doorbell of one consumer."""

@@ -20,13 +20,14 @@ from kombu.utils.encoding import bytes_to_str
 from kombu.utils.json import dumps, loads
 from redis.exceptions import NoScriptError, ResponseError
 
+from gpuflow.broker.calls import CALLER_PRIORITY, control_message, hints_text, is_readable, run_message
 from gpuflow.broker.installed import installed
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.lease import NEVER
 from gpuflow.broker.leases import LeaseTable
 from gpuflow.broker.look import FAR_NAMES, FAR_SECONDS, PAGE_NAMES, RESCAN_SECONDS, Look
 from gpuflow.broker.messages import ETA_HEADER, LeaseMessage, LeaseQoS
-from gpuflow.broker.priorities import PRIORITY_STEPS, SEPARATOR, list_key, list_keys, queue_of
+from gpuflow.broker.priorities import DEFAULT_PRIORITY, PRIORITY_STEPS, SEPARATOR, list_key, list_keys, queue_of
 from gpuflow.broker.scripts import broker_script
 from gpuflow.broker.sweeper import BELL_SECONDS
 from gpuflow.logs import get_logger
@@ -37,6 +38,8 @@ log = get_logger("gpuflow.transport")
 REFUSED_SECONDS: Final = 1.0
 #: The id in the headers of a message; what else is a text in it has its quotes escaped.
 _ID: Final = re.compile(r'"id": "([^"\\]{1,255})"')
+#: The queue to which a caller's message goes when its run has ended (`routing.families.CONTROL_QUEUE`).
+CONTROL: Final = "gpuflow.control"
 #: Header that carries a record to be written with its message; it never reaches the wire.
 RECORD_HEADER: Final = "gpuflow_record"
 
@@ -141,6 +144,9 @@ class Channel(stock.Channel):  # type: ignore[misc]
             self.keys.delayed,
             self.keys.parked,
         ]
+        if record is not None and record["kind"] == "call" and is_readable(message):
+            self._join(queue, message, record, keys[0])
+            return
         args: list[Any] = [dumps(message), BELL_SECONDS, delay, properties["delivery_tag"]]
         if record is not None:
             more_keys, more_args = self._submission(queue, record)
@@ -158,15 +164,51 @@ class Channel(stock.Channel):  # type: ignore[misc]
             *([self.keys.unfinished] if of_task else []),
         ]
         pairs = [part for item in record.get("fields", {}).items() for part in item]
-        hints = json.dumps(record["hints"])[1:-1] + ", " if record.get("hints") else ""
         return keys, [
             record_id,
             queue,
             record.get("requirement") or "",
-            hints,
+            hints_text(record.get("hints") or {}),
             record.get("fallback_seconds", ""),
             *pairs,
         ]
+
+    def _join(self, queue: str, message: Mapping[str, Any], record: Mapping[str, Any], run_list: str) -> None:
+        """Publish a call that may be merged: it joins a run, or begins one (join.lua)."""
+        call, keys = record["call"], self.keys
+        priority = (message.get("properties") or {}).get("priority")
+        options = {
+            **call["options"],
+            "caller": record["id"],
+            "queue": queue,
+            "requirement": record["requirement"],
+            "fallback_seconds": record.get("fallback_seconds", ""),
+            "priority": DEFAULT_PRIORITY if priority is None else int(priority),
+            "bell": BELL_SECONDS,
+        }
+        broker_script("join")(
+            self.plain_client,
+            [
+                run_list,
+                keys.ready,
+                keys.task(record["id"]),
+                keys.events(record["id"]),
+                keys.tasks,
+                keys.unfinished,
+                self.global_keyprefix + list_key(CONTROL, CALLER_PRIORITY),
+                keys.merge,
+            ],
+            [
+                json.dumps(options),
+                dumps(message),
+                dumps(run_message(message, options["run"], call["kwargs"])),
+                dumps(control_message(message, CONTROL)),
+                hints_text(record.get("hints") or {}),
+                call["spec"],
+                json.dumps(record["fields"]),
+                json.dumps(call["fields"]),
+            ],
+        )
 
     def _purge(self, queue: str) -> int:
         """Take away what waits in a queue, and what is delayed for it; return how many messages that were."""

@@ -19,6 +19,7 @@ import click
 
 from gpuflow.cli.errors import BAD_INPUT, DONE, FAILED, bad_input
 from gpuflow.cli.options import json_option
+from gpuflow.merge.specs import MERGED
 
 if TYPE_CHECKING:
     from gpuflow.protocol import Request
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 #: Errors of a request that no attempt can fulfil.
 _BAD_INPUT: Final = frozenset({"BadInput", "BadRequest", "UnknownTaskType"})
-_MERGED: Final = "merge_children"
 
 
 @click.group(short_help="List the executors; run one by itself.")
@@ -157,5 +157,5 @@ def _checked(spec: Mapping[str, Any]) -> dict[str, Any]:
     """Return the canonical spec; the children of a merged one stay as they are. Raises InvalidTemplate."""
     from gpuflow.spec import canonical
 
-    children = {_MERGED: spec[_MERGED]} if _MERGED in spec else {}
-    return canonical({name: part for name, part in spec.items() if name != _MERGED}) | children
+    children = {MERGED: spec[MERGED]} if MERGED in spec else {}
+    return canonical({name: part for name, part in spec.items() if name != MERGED}) | children

@@ -9,11 +9,12 @@ from typing import Any, Final
 
 from gpuflow.artifacts.inputs import localize
 from gpuflow.errors import InvalidTemplate
+from gpuflow.merge.specs import MERGED
 from gpuflow.protocol import Request
 from gpuflow.settings import Settings
 from gpuflow.spec import canonical
 from gpuflow.worker.containers.local import local_container
-from gpuflow.worker.merged_inputs import MERGED, gather
+from gpuflow.worker.merged_inputs import gather
 from gpuflow.worker.secret_sources import reference_values
 
 #: Who lacks a secret, in the error of a caller of a merged request.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -18,22 +19,49 @@ _OFFLINE: Final = "OFFLINE"
 
 
 @click.command(short_help="List the queues.")
+@click.option("--merged", is_flag=True, help="Only what the merge layer has done.")
 @json_option
-def queues(as_json: bool) -> None:
-    """List the queues: what each asks for, what waits, what runs, and how many workers serve it."""
+def queues(merged: bool, as_json: bool) -> None:
+    """List the queues: what each asks for, what waits, what runs, and how many workers serve it.
+
+    Below them, or by itself with --merged: how many calls were merged, and what that saved.
+    """
     from gpuflow.cli import output
     from gpuflow.cli.session import connected
     from gpuflow.client import reachable
 
     with connected() as app, reachable():
-        rows = queue_rows(app)
+        rows = [] if merged else queue_rows(app)
+        counts = app.merger.store.counts()
     if as_json:
-        output.emit_json(rows)
+        output.emit_json(counts if merged else rows)
+        return
+    if merged:
+        output.line(merge_line(counts))
         return
     output.table(
         ["queue", "waiting", "running", "workers"],
         [[row["name"], row["waiting"], row["running"], len(row["workers"]) or "none"] for row in rows],
         empty="no queue yet; the first task makes one",
+    )
+    if counts:
+        output.line(merge_line(counts))
+
+
+def merge_line(counts: Mapping[str, int]) -> str:
+    """Return what the merge layer has done, for people."""
+    if not counts:
+        return "no calls have been merged yet"
+
+    def count(name: str, noun: str) -> str:
+        number = counts.get(name, 0)
+        return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+    runs = count("new", "run") if not counts.get("regrouped") else f"{counts['new'] + counts['regrouped']:,} runs"
+    return (
+        f"merged calls: {count('calls', 'call')} in {runs} ({counts.get('coalesced', 0):,} coalesced, "
+        f"{counts.get('batched', 0):,} batched, {counts.get('hit', 0):,} answered by earlier results); "
+        f"saved {count('saved_generations', 'generation')} and {count('saved_tokens', 'token')}"
     )
 
 

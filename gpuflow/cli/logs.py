@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from gpuflow.client import PipelineRun, Task
     from gpuflow.ledger.eventlog import LoggedEvent
 
-_PAGE: Final = 1000
+#: How long to wait for what is there already, in seconds.
+_AT_ONCE_SECONDS: Final = 0.001
 #: Events that no log needs: every piece of a text comes again in the whole of it.
 _SILENT: Final = frozenset({"text_delta"})
 
@@ -94,22 +95,18 @@ class Labels:
 def stored(app: GPUFlow, handle: PipelineRun | Task) -> list[LoggedEvent]:
     """Return all events of a run and of every task that it ever had, in order."""
     from gpuflow.client import reachable
+    from gpuflow.ledger.eventlog import EventCursor
 
     with reachable():
-        events = list(_all(app, handle.id))
-        tasks = dict.fromkeys(
-            str(task) for event in events if event.name == "stage" for task in event.data.get("tasks") or ()
-        )
-        for task_id in tasks:
-            events += _all(app, task_id)
+        cursor = EventCursor(app.event_log, [handle.id])
+        events: list[LoggedEvent] = []
+        while page := cursor.wait(_AT_ONCE_SECONDS):
+            events += page
+            for event in page:
+                if event.name == "stage":
+                    for task in event.data.get("tasks") or ():
+                        cursor.add(str(task))
     return sorted(events, key=lambda event: tuple(int(part) for part in event.id.split("-")))
-
-
-def _all(app: GPUFlow, source: str) -> Iterator[LoggedEvent]:
-    position = "0"
-    while page := app.event_log.read(source, position, _PAGE):
-        yield from page
-        position = page[-1].id
 
 
 def _print(labels: Labels, events: Any) -> None:

@@ -15,7 +15,7 @@ from gpuflow.errors import BrokerUnavailable
 if TYPE_CHECKING:
     from gpuflow.celery_app import GPUFlow
     from gpuflow.client import PipelineRun, Task
-    from gpuflow.ledger.eventlog import LoggedEvent
+    from gpuflow.ledger.eventlog import EventCursor, LoggedEvent
 
 #: How long a broker may be away while somebody watches, in seconds.
 PATIENCE_SECONDS: Final = 60.0
@@ -31,15 +31,16 @@ def follow(
     been away too long, UnknownTask, and what `tick` raises.
     """
     from gpuflow.client import reachable
+    from gpuflow.ledger.eventlog import EventCursor
 
-    positions = {handle.id: "0"}
+    cursor = EventCursor(app.event_log, [handle.id])
     away_since: float | None = None
     while True:
         tick()
         try:
             with reachable():
-                ended = _look(app, handle, positions)
-                events = app.event_log.wait(positions, 0.001 if ended else _SLICE_SECONDS)
+                ended = _look(app, handle, cursor)
+                events = cursor.wait(0.001 if ended else _SLICE_SECONDS)
         except BrokerUnavailable:
             away_since = away_since or time.monotonic()
             if time.monotonic() - away_since > PATIENCE_SECONDS:
@@ -47,21 +48,19 @@ def follow(
             time.sleep(_SLICE_SECONDS / 4)
             continue
         away_since = None
-        for event in events:
-            positions[event.source] = event.id
-            yield event
+        yield from events
         if ended and not events:
             return
 
 
-def _look(app: GPUFlow, handle: Any, positions: dict[str, str]) -> bool:
+def _look(app: GPUFlow, handle: Any, cursor: EventCursor) -> bool:
     """Add the streams of tasks that are new; say whether the run has ended."""
     record = app.pipelines.find(handle.id)
     if record is None:
         return app.ledger.get(handle.id).state.final
     for stage in record.stages.values():
         for task_id in stage.tasks:
-            positions.setdefault(task_id, "0")
+            cursor.add(task_id)
     return record.state.final
 
 

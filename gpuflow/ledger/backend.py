@@ -21,10 +21,13 @@ from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
 from gpuflow.broker.answers import passes
+from gpuflow.broker.calls import FETCH_HEADER, RECORDED_HEADER, RUN_HEADER
 from gpuflow.broker.installed import installed
 from gpuflow.broker.wire import needs_care, wrapped
+from gpuflow.errors import TaskFailed
 from gpuflow.ledger.joining import joining, joining_here
 from gpuflow.ledger.ledger import Holder, Ledger
+from gpuflow.ledger.result_consumer import PatientResultConsumer
 from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
 from gpuflow.routing.families import MAX_NOTICES, NOTICE_QUEUE, SUPERVISED_TASKS
@@ -102,6 +105,8 @@ def _until_told(request: Any, tail: Callable[[], Any]) -> Any:
 class LedgerBackend(RedisBackend):  # type: ignore[misc]
     """Celery results of the gpuflow app."""
 
+    ResultConsumer = PatientResultConsumer
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.attempts: Attempts = self.app.attempts
@@ -178,7 +183,7 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
         if _until_told(request, lambda: self._refused(task_id, request, TaskState.FAILED, exc)):
             return None
         tail = super().mark_as_failure
-        return _until_told(
+        answer = _until_told(
             request,
             lambda: tail(
                 task_id,
@@ -190,6 +195,8 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
                 state=state,
             ),
         )
+        self._complete_calls(task_id, request)
+        return answer
 
     def mark_as_revoked(
         self,
@@ -202,12 +209,45 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
         """Commit the cancellation to the record first, as `mark_as_failure` does."""
         revoked = RuntimeError(reason or "revoked")
         if _until_told(request, lambda: self._refused(task_id, request, TaskState.CANCELLED, revoked)):
+            if getattr(request, FETCH_HEADER, None):  # its call has ended before: that is what Celery is told
+                _until_told(request, lambda: self._tell_end(task_id, request))
             return None
         tail = super().mark_as_revoked
-        return _until_told(
+        answer = _until_told(
             request,
             lambda: tail(task_id, reason=reason, request=request, store_result=store_result, state=state),
         )
+        self._complete_calls(task_id, request)
+        return answer
+
+    def _tell_end(self, task_id: str, request: Any) -> None:
+        """Store the end of a merged call, by its record, and count its chord."""
+        record = self.ledger.find(task_id)
+        if record is None or not record.state.final:
+            return
+        if record.state is TaskState.SUCCEEDED:
+            result = record.result if record.spec else (record.result or {}).get("value")
+            super().mark_as_done(task_id, result, request)
+        else:
+            error = TaskFailed(str((record.error or {}).get("message") or record.state), dict(record.error or {}))
+            super().mark_as_failure(task_id, error, request=request)
+
+    def get_task_meta(self, task_id: str, cache: bool = True) -> Any:
+        """Return Celery's entry of a task; one that was merged into a run goes on as that does."""
+        entry = super().get_task_meta(task_id, cache=cache)
+        if entry.get("status") != states.PENDING:
+            return entry
+        state, run = self.app.redis.hmget(self.app.keys.task(task_id), "state", "run")
+        if state != TaskState.MERGED or not run:
+            return entry
+        of_run = super().get_task_meta(run, cache=False)
+        goes_on = of_run.get("status") in (states.STARTED, "PROGRESS")
+        return {**of_run, "task_id": task_id} if goes_on else entry
+
+    def _complete_calls(self, task_id: str, request: Any) -> None:
+        """Give the callers of a run of merged calls their ends; it is acknowledged after that."""
+        if getattr(request, RUN_HEADER, None):
+            _until_told(request, lambda: self.app.merger.complete(task_id))
 
     def on_chord_part_return(self, request: Any, state: str, result: Any, propagate: Any = None, **kwargs: Any) -> None:
         """Count the part; as long as all parts are counted and the body is not sent, see that it is.
@@ -292,6 +332,7 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
         answer = _until_told(request, lambda: tail(task_id, result, request, *args, **kwargs))
         if getattr(request, "task", None) in SUPERVISED_TASKS:
             _until_told(request, lambda: self._notify(task_id, TaskState.SUCCEEDED, request))
+        self._complete_calls(task_id, request)
         return answer
 
     def _notify(self, task_id: str, state: TaskState, request: Any) -> None:
@@ -314,11 +355,15 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
 
     def _refused(self, task_id: str, request: Any, state: TaskState, exc: BaseException) -> bool:
         name = getattr(request, "task", None) or getattr(request, "name", None)
-        if name not in SUPERVISED_TASKS:
+        is_plain = bool(getattr(request, RECORDED_HEADER, None))
+        if name not in SUPERVISED_TASKS and not is_plain:
             return False
         holder = self.attempts.of(task_id)
         wanted = self._state_for(exc, state)
-        if self.ledger.commit(task_id, wanted, holder=holder, error=error_record(exc)):
+        error = error_record(exc)
+        if is_plain:  # its callers raise what the function has raised
+            error["celery"] = self.prepare_exception(exc)
+        if self.ledger.commit(task_id, wanted, holder=holder, error=error):
             self._notify(task_id, wanted, request)
             return False
         log.warning("late_end_refused", task=task_id, attempt=holder and holder.attempt, wanted=str(wanted))

@@ -6,14 +6,17 @@ Each entry has an id (`<ms>-<n>`) from which reading can go on after a break, as
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import redis
 
 from gpuflow.broker.keys import Keys
+from gpuflow.ledger.states import FINAL, TaskState
+
+#: How long to wait for events that are there already, in seconds.
+_AT_ONCE_SECONDS: Final = 0.001
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,20 +59,7 @@ class EventLog:
         for key, entries in pairs:
             batch = entries[0] if entries and isinstance(entries[0], list) else entries
             found += [self._event(names[key], entry_id, fields) for entry_id, fields in batch]
-        return sorted(found, key=lambda event: tuple(int(part) for part in event.id.split("-")))
-
-    def follow(self, source: str, after: str = "0", timeout_seconds: float | None = None) -> Iterator[LoggedEvent]:
-        """Yield events as they come, until the caller stops or `timeout_seconds` pass without one."""
-        position, quiet_since = after, time.monotonic()
-        while True:
-            events = self.wait({source: position}, 1.0)
-            for event in events:
-                position = event.id
-                yield event
-            if events:
-                quiet_since = time.monotonic()
-            elif timeout_seconds is not None and time.monotonic() - quiet_since > timeout_seconds:
-                return
+        return sorted(found, key=lambda event: _order(event.id))
 
     def append(self, source: str, data: Mapping[str, Any], maxlen: int) -> None:
         """Add one event (a mapping with the key `event`)."""
@@ -83,3 +73,70 @@ class EventLog:
     def _event(self, source: str, entry_id: str, fields: Mapping[str, str]) -> LoggedEvent:
         data = json.loads(fields["event"])
         return LoggedEvent(id=entry_id, source=source, name=str(data.pop("event", "log")), data=data)
+
+
+class EventCursor:
+    """Reads on in the streams of several tasks and pipelines. What the run of a merged call tells is told by its
+    caller.
+
+    A run's final state is left out: its caller has one of its own.
+    """
+
+    def __init__(self, log: EventLog, sources: Iterable[str]) -> None:
+        self._log = log
+        self._sources = set(sources)
+        self._positions = dict.fromkeys(self._sources, "0")
+        #: Run -> its callers among the sources: the key of the call, and the event with which it waited no more, or "".
+        self._callers: dict[str, dict[str, tuple[str, str]]] = {}
+
+    def add(self, source: str) -> None:
+        """Read another stream, too."""
+        if source not in self._sources:
+            self._sources.add(source)
+            self._positions.setdefault(source, "0")
+
+    def wait(self, timeout_seconds: float) -> list[LoggedEvent]:
+        """Return new events in order, waiting up to `timeout_seconds` for the first."""
+        known = set(self._callers)
+        found = self._read(self._positions, timeout_seconds)
+        if new := {run: self._positions[run] for run in self._callers if run not in known}:
+            found += self._read(new, _AT_ONCE_SECONDS)
+        return sorted(found, key=lambda event: _order(event.id))
+
+    def _read(self, positions: Mapping[str, str], timeout_seconds: float) -> list[LoggedEvent]:
+        found: list[LoggedEvent] = []
+        for event in self._log.wait(positions, timeout_seconds):
+            self._positions[event.source] = event.id
+            if event.source in self._sources:
+                self._note_run(event)
+                found.append(event)
+            found += self._as_callers(event)
+        return found
+
+    def _note_run(self, event: LoggedEvent) -> None:
+        """Learn from a state of a source whether it waits for a run, from now on or no more."""
+        if event.name != "state" or event.data.get("state") in (TaskState.STARTING, TaskState.RUNNING):
+            return
+        for callers in self._callers.values():
+            if event.source in callers:
+                call, until = callers[event.source]
+                callers[event.source] = (call, until or event.id)
+        run_id = event.data.get("run")
+        if event.data.get("state") == TaskState.MERGED and run_id:
+            self._callers.setdefault(str(run_id), {})[event.source] = (str(event.data.get("call", "")), "")
+            self._positions.setdefault(str(run_id), "0")
+
+    def _as_callers(self, event: LoggedEvent) -> list[LoggedEvent]:
+        if event.name == "state" and event.data.get("state") in FINAL:
+            return []
+        child = event.data.get("child")
+        data = {name: value for name, value in event.data.items() if name != "child"}
+        return [
+            replace(event, source=caller, data=data)
+            for caller, (call, until) in self._callers.get(event.source, {}).items()
+            if child in (None, call) and not (until and _order(event.id) > _order(until))
+        ]
+
+
+def _order(event_id: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in event_id.split("-"))

@@ -22,6 +22,8 @@ from gpuflow.ledger.states import TaskState, lua_preamble
 
 #: So many lost workers end a task: it may be the task that takes its machines down.
 MAX_LOSSES: Final = 10
+#: Answer of requeue.lua for a run of merged calls.
+_IS_RUN: Final = -2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +33,7 @@ class StartVerdict:
     `alone`: a warm session is to answer it by itself.
     """
 
-    verdict: Literal["begin", "final", "live", "lost", "avoid", "newer"]
+    verdict: Literal["begin", "final", "live", "lost", "avoid", "newer", "merged", "gone"]
     state: str
     attempt: int
     failures: int = 0
@@ -142,7 +144,8 @@ class Ledger:
     ) -> StartVerdict:
         """Begin the next attempt of a task for the delivery `tag`, which `owner_token` holds (START).
 
-        `returned` is when its message had last gone back before this delivery (`Lease.returned`).
+        `returned` is when its message had last gone back before this delivery (`Lease.returned`). `new_fields` are
+        those of the record of a task that has none; without them it is `gone`.
 
         A call whose answer was lost is repeated with the same `call`: the attempt that it began is then answered again.
         """
@@ -391,7 +394,10 @@ class Ledger:
         return bool(self.client.hexists(self.keys.task(task_id), "cancel_requested"))
 
     def requeue(self, task_id: str) -> bool:
-        """Queue an ended task again under its id. False if it has not ended or has succeeded. Raises UnknownTask."""
+        """Queue an ended task again under its id. False if it has not ended or has succeeded.
+
+        Raises UnknownTask, also for a run of merged calls: its callers are the tasks.
+        """
         done = ledger_script("requeue")(
             self.client,
             [
@@ -405,6 +411,10 @@ class Ledger:
             ],
             [str(uuid.uuid4()), self.events_maxlen, BELL_SECONDS],
         )
+        if done == _IS_RUN:
+            raise UnknownTask(
+                f"{task_id} is a run of merged calls and has no callers left; retry the tasks that it served"
+            )
         if done < 0:
             raise UnknownTask(f"no task {task_id!r} that could be queued again; its record may have expired")
         return bool(done)

@@ -10,8 +10,8 @@ from typing import Any, Final
 from gpuflow.ledger.states import TaskState
 from gpuflow.protocol import whole_text
 
-#: Schema number of a record; readers accept this one and the one before.
-RECORD_SCHEMA: Final = 1
+#: Schema number of a record; readers accept this one and the one before. 2: merged calls and their runs.
+RECORD_SCHEMA: Final = 2
 #: Message header that carries the schema number of a supervised task's message.
 SCHEMA_HEADER: Final = "gpuflow_schema"
 
@@ -20,7 +20,8 @@ SCHEMA_HEADER: Final = "gpuflow_schema"
 class TaskRecord:
     """One task. Times are Unix seconds on the server's clock; `spec` is the task spec as submitted.
 
-    `lost`: its worker has gone, and it waits for another one (`Ledger.as_seen`).
+    `lost`: its worker has gone, and it waits for another one (`Ledger.as_seen`). `run`: the run of merged calls that
+    answers it, `call` the key of its call there; `is_run`: it is such a run.
     """
 
     id: str
@@ -50,6 +51,9 @@ class TaskRecord:
     not_before: float | None = None
     tag: str | None = None
     lost: bool = False
+    run: str | None = None
+    call: str | None = None
+    is_run: bool = False
     schema: int = RECORD_SCHEMA
 
     @classmethod
@@ -89,6 +93,9 @@ class TaskRecord:
             preemptions=int(raw.get("preemptions", "0")),
             not_before=seconds("not_before"),
             tag=raw.get("tag") or None,
+            run=raw.get("run") or None,
+            call=raw.get("call") or None,
+            is_run="merge_tokens" in raw,
             schema=int(raw.get("schema", RECORD_SCHEMA)),
         )
 
@@ -115,6 +122,8 @@ class TaskRecord:
             "preemptions": self.preemptions or None,
             "notBefore": self.not_before,
             "lost": self.lost or None,
+            "coalescedInto": self.run,
+            "isRun": self.is_run or None,
         }
         return {key: value for key, value in shown.items() if value not in (None, "")}
 

@@ -15,6 +15,8 @@ from typing import Any, Self
 ANY_ENGINE = "auto"
 #: Engines that can keep a model loaded for many tasks.
 WARM_ENGINES = frozenset({"vllm", "transformers"})
+#: Task types without a choice of engines that sessions answer, where the task has a request to one.
+WARM_TASK_TYPES = frozenset({"container"})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,10 +11,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-#: Task types that sessions answer.
+#: Task types whose model a session keeps loaded. `container` is apart: a session answers a task with a request.
 SESSION_TYPES: Final = frozenset({"inference", "embedding"})
 #: Parts of `model` that a request brings along.
 _OF_REQUEST: Final = frozenset({"adapters"})
+#: The same of `container`.
+_OF_CONTAINER_REQUEST: Final = frozenset({"request", "metrics"})
 _DIGITS: Final = 16
 
 
@@ -26,6 +28,8 @@ def session_name(spec: Mapping[str, Any], asks: Sequence[str] = ()) -> str:
     so it counts as it is. Secrets count by their names here, by their values where the session is (`Sessions.open`).
     """
     task_type, model = str(spec.get("taskType")), spec.get("model")
+    if task_type == "container":
+        return _container_name(spec, asks)
     if task_type not in SESSION_TYPES or not isinstance(model, Mapping) or not isinstance(model.get("source"), Mapping):
         return ""
     loaded = {name: value for name, value in model.items() if name not in _OF_REQUEST}
@@ -40,5 +44,20 @@ def session_name(spec: Mapping[str, Any], asks: Sequence[str] = ()) -> str:
         spec.get("secrets"),
         sorted(asks),
     ]
+    return _digest(parts)
+
+
+def _container_name(spec: Mapping[str, Any], asks: Sequence[str]) -> str:
+    """Return the name for a request to a container: everything but the request itself counts."""
+    section = spec.get("container")
+    if not isinstance(section, Mapping) or section.get("request") is None:
+        return ""
+    started = {name: value for name, value in section.items() if name not in _OF_CONTAINER_REQUEST}
+    hardware = (spec.get("resources") or {}).get("hardware")
+    parts = ["container", spec.get("environment"), started, spec.get("model"), spec.get("env"), spec.get("secrets")]
+    return _digest([*parts, hardware, sorted(asks)])
+
+
+def _digest(parts: Sequence[Any]) -> str:
     text = json.dumps(parts, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]

@@ -89,6 +89,14 @@ class Settings(BaseModel):
     )
     enable_task_merge: bool = _setting("ENABLE_TASK_MERGE", True, "true or false")
     task_merge_max_batch_size: PositiveCount = _setting("TASK_MERGE_MAX_BATCH_SIZE", 4, "a count from 1 up")
+    task_merge_max_batch_tokens: PositiveCount = _setting(
+        "TASK_MERGE_MAX_BATCH_TOKENS", 16_384, "a count of tokens, such as 16384"
+    )
+    merge_across_owners: bool = _setting("GPUFLOW_MERGE_ACROSS_OWNERS", False, "true or false")
+    merge_max_results: PositiveCount = _setting("GPUFLOW_MERGE_MAX_RESULTS", 10_000, "a count from 1 up")
+    merge_max_result_bytes: Annotated[ByteSize, Field(gt=0)] = _setting(
+        "GPUFLOW_MERGE_MAX_RESULT_BYTES", "256MiB", "a size such as 256MiB, or bytes"
+    )
     enable_elastic_scaling: bool = _setting("ENABLE_ELASTIC_SCALING", True, "true or false")
     elastic_auto_disable_idle_seconds: Seconds = _setting("ELASTIC_AUTO_DISABLE_IDLE_SEC", 60, "seconds, such as 60")
     elastic_auto_enable_queue_threshold: Count = _setting(

@@ -95,13 +95,25 @@ class ContainerPreset(Strict):
     network: Name | None = None
     init: Flag = True
     pull: Literal["missing", "always", "never"] = "missing"
-    timeout: Duration | None = None
+    timeout: Duration | None = Field(None, description="Limit of a run; of each request, and of the load, of a session")
     process: PresetProcess | None = None
+    mode: Literal["one-off", "session"] = Field("one-off", description="session: one container answers many requests")
+    idle_timeout: Duration | None = Field(None, description="A session without a request for so long is ended")
+    max_lifetime: Duration | None = Field(None, description="A session that is so old takes no more requests")
+
+    @model_validator(mode="after")
+    def _has_limits_of_its_mode(self) -> ContainerPreset:
+        for name in ("idle_timeout", "max_lifetime"):
+            if self.mode != "session" and getattr(self, name) is not None:
+                raise ValueError(f"{name} is of sessions only; add `mode: session`")
+        return self
 
     @model_validator(mode="after")
     def _can_run_as_a_process(self) -> ContainerPreset:
         if self.process is not None and self.process.command is None and self.command is None:
             raise ValueError("process has no command, and the preset has none either; give process.command")
+        if self.process is not None and self.process.folder is None and self.mode == "session":
+            raise ValueError("process has no folder, and a session runs in none of a task; give process.folder")
         return self
 
 

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, mo
 from pydantic_core import PydanticKnownError
 
 from gpuflow.spec.artifact_reference import is_reference, read_reference
-from gpuflow.spec.models_types import Digest, Flag, Name, Number, Strict, Whole
+from gpuflow.spec.models_types import Digest, Flag, Name, Number, Strict, Text, Whole
 from gpuflow.spec.report import one_of, show
 from gpuflow.spec.sharding import shard_range
 
@@ -220,14 +220,23 @@ class RewardModel(Strict):
     identifier: Name | None = Field(None, description="Hub id, path, or name of a reward function")
     type: Literal["sentiment", "model", "function"] | None = None
     revision: Name | None = None
-    path: Name | None = None
+    path: Name | None = Field(None, description="On the worker: a folder, or an archive of one")
+    url: Name | None = Field(None, description="Of an archive, such as final_model_archive_url of a reward task")
+    headers: dict[Name, Text] | None = None
     trust_remote_code: Flag | None = None
     weight: Number | None = Field(None, ge=-1000, le=1000)
 
     @model_validator(mode="after")
     def _names_something(self) -> RewardModel:
-        if self.identifier is None and self.path is None and self.type != "sentiment":
-            raise ValueError("needs identifier (or path)")
+        places = [name for name in ("identifier", "path", "url") if getattr(self, name) is not None]
+        if not places and self.type != "sentiment":
+            raise ValueError("needs identifier, path or url")
+        if len(places) > 1:
+            raise ValueError(f"has {' and '.join(places)}, which contradict each other; keep one of them")
+        if self.type == "function" and self.identifier is None:
+            raise ValueError(f"is a function, which is no {places[0]}; name it by identifier")
+        if self.headers is not None and self.url is None:
+            raise ValueError("has headers, which are those of a url; give url, or leave them out")
         return self
 
 

@@ -250,11 +250,14 @@ class Container(Strict):
     metrics: dict[Name, MetricPattern] | None = Field(
         None, max_length=100, description="Name -> regular expression whose first group is the number"
     )
+    request: Any = Field(None, description="What a preset with `mode: session` is asked: any JSON but null")
 
     @model_validator(mode="after")
     def _has_an_image(self) -> Container:
         if (self.image is None) == (self.preset is None):
             raise ValueError("needs image or preset, one of them")
+        if self.request is not None and self.preset is None:
+            raise ValueError("has a request, which only a preset with `mode: session` answers; name one by preset")
         return self
 
 

@@ -17,11 +17,11 @@ _OPTIONS: Final = (
     (("-r", "--requirement"), "list its lines here"),
     (("-c", "--constraint"), "write the versions here"),
     (("-e", "--editable"), "bring the code by command.project, or build a wheel of it"),
-    (("-i", "--index-url", "--pypi-url"), "the index is PIP_INDEX_URL of the worker"),
-    (("--extra-index-url",), "set PIP_EXTRA_INDEX_URL in env"),
-    (("-f", "--find-links"), "set PIP_FIND_LINKS in env"),
-    (("--trusted-host",), "set PIP_TRUSTED_HOST in env"),
-    (("--pre",), "set PIP_PRE in env, or name the version"),
+    (("-i", "--index-url", "--pypi-url"), "set PIP_INDEX_URL on the worker, or name it in secrets"),
+    (("--extra-index-url",), "set PIP_EXTRA_INDEX_URL on the worker, or name it in secrets"),
+    (("-f", "--find-links"), "set PIP_FIND_LINKS on the worker"),
+    (("--trusted-host",), "set PIP_TRUSTED_HOST on the worker"),
+    (("--pre",), "name the version, such as torch==2.14.0rc1"),
     (("",), "write requirements such as torch==2.13.0"),
 )
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f]")

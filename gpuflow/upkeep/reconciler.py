@@ -19,6 +19,8 @@ from gpuflow.broker.priorities import list_keys
 from gpuflow.celery_app import GPUFlow
 from gpuflow.errors import GPUFlowError
 from gpuflow.fleet.registry import Fleet
+from gpuflow.ledger.records import TaskRecord
+from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
 from gpuflow.pipelines.records import PipelineState
 from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUE
@@ -50,6 +52,7 @@ class Reconciler:
         """
         repairs: dict[str, Callable[[], int]] = {
             "message_restored": self.restore_messages,
+            "calls_completed": self.complete_calls,
             "pipeline_settled": self.settle_pipelines,
             "worker_offline": lambda: len(self.fleet.note_silent()),
             "worker_forgotten": lambda: len(self.fleet.forget_gone(FORGET_EPHEMERAL_SECONDS, self._retention_seconds)),
@@ -92,6 +95,30 @@ class Reconciler:
             elif answer == "lost":
                 log.error("message_missing", task=task_id, mend=f"`gpuflow cancel {task_id}`, then submit it again")
         return count
+
+    def complete_calls(self) -> int:
+        """Complete merged calls whose run has ended, or is gone, and was completed by nobody; return how many runs."""
+        runs: dict[str, list[TaskRecord]] = {}
+        for record in self.app.ledger.find_many(self.app.ledger.unfinished()):
+            if record is not None and record.state is TaskState.MERGED and record.run:
+                runs.setdefault(record.run, []).append(record)
+        now = float(self.client.time()[0])
+        left = 0
+        for run_id, run in zip(runs, self.app.ledger.find_many(list(runs)), strict=True):
+            callers = runs[run_id]
+            if run is None:
+                left += sum(self._made("calls_completed", self._release, caller.id) for caller in callers)
+            elif run.state.final and now - (run.finished_at or now) > 2 * self.app.settings.lease_seconds:
+                left += self._made("calls_completed", self._complete, run_id, callers[0].call or "")
+        return left
+
+    def _release(self, caller_id: str) -> int:
+        log.warning("run_gone", caller=caller_id)
+        return int(self.app.merger.store.release(caller_id))
+
+    def _complete(self, run_id: str, call: str) -> int:
+        log.warning("calls_completed", run=run_id)
+        return int(self.app.merger.complete(run_id, of_caller=call))
 
     def settle_pipelines(self) -> int:
         """Settle every running pipeline: mends one whose join never fired. Returns how many moved by that."""

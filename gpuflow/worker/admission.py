@@ -17,6 +17,7 @@ from gpuflow.fleet.gpu_locks import Hold
 from gpuflow.routing.capability import Capability
 from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUE
 from gpuflow.routing.fit import match, shared_mib
+from gpuflow.routing.offers import WARM_TASK_TYPES, task_type_of
 from gpuflow.routing.queues import is_demand_queue
 from gpuflow.routing.requirement import Requirement
 from gpuflow.worker.books import Books
@@ -211,7 +212,7 @@ class Admission:
             hold, self._chosen = self._chosen, None
         if sessions is not None:
             allocation.slot, allocation.session = "request", session
-            sessions.expect(session, tag, hold, requirement)
+            sessions.expect(session, tag, hold, requirement, in_turn=task_type_of(asked) in WARM_TASK_TYPES)
         else:
             allocation.requirement, allocation.hold = requirement, hold
         self.limits.jobs_taken += 1

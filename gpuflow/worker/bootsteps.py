@@ -16,7 +16,8 @@ from celery.signals import task_postrun
 from celery.worker.consumer.mingle import Mingle
 from celery.worker.control import control_command
 
-import gpuflow.worker.inspecting  # noqa: F401  (registers its commands)
+import gpuflow.worker.inspecting
+import gpuflow.worker.revoking  # noqa: F401  (both register their commands)
 from gpuflow.broker import installed, leases
 from gpuflow.broker.lease import new_token
 from gpuflow.errors import GPUFlowError, InvalidSettings
@@ -33,6 +34,7 @@ from gpuflow.worker.event_batches import EventBatches
 from gpuflow.worker.housekeeping import Housekeeping
 from gpuflow.worker.machine_gpus import MachineGpus
 from gpuflow.worker.main import CannotStart
+from gpuflow.worker.merged_tasks import requeues_run
 from gpuflow.worker.offering import Offering
 from gpuflow.worker.pool import publishes_again
 from gpuflow.worker.preflight import require_durable, require_own_id
@@ -179,6 +181,7 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
         runtime.stopper = Stopper(runtime, float(app.conf.worker_soft_shutdown_timeout or 0))
         install(runtime)
         app.publishes_again = publishes_again
+        app.requeues_run = requeues_run
         task_postrun.connect(_forget_attempt, weak=False)
 
     def start(self, worker: Any) -> None:

@@ -70,6 +70,9 @@ def fail_unreadable(app: Any, task_id: str, why: str) -> None:
         task_id, TaskState.FAILED, holder=None, error=error_record(error, retryable=False)
     ):
         return  # it has ended, or it runs by another delivery
+    if record is not None and record.is_run:
+        app.merger.complete(task_id)
+        return
     app.backend.store_result(task_id, error, "FAILURE")
     if record is not None and record.pipeline:
         app.send_task(SETTLE_TASK, args=(record.pipeline,), queue=CONTROL_QUEUE, ignore_result=True)

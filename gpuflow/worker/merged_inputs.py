@@ -13,13 +13,12 @@ from typing import Any, Final
 
 from gpuflow.artifacts.inputs import localize
 from gpuflow.errors import GPUFlowError
+from gpuflow.merge.specs import MERGED
 from gpuflow.settings import Settings
 from gpuflow.spec.env_names import first_problem
 from gpuflow.worker.ends import cause_of
 from gpuflow.worker.secret_sources import reference_values, secrets_of
 
-#: Section of a spec that carries the calls of several callers.
-MERGED: Final = "merge_children"
 #: Sections that become part of the one process, not of a caller's spec.
 _OF_THE_PROCESS: Final = frozenset({"env", "secrets", "notify"})
 

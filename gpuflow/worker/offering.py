@@ -12,7 +12,7 @@ from typing import Any
 
 from gpuflow.environments import Choice, Snapshot, choose, note_problem, offers_of, snapshot
 from gpuflow.logs import get_logger
-from gpuflow.routing.offers import WARM_ENGINES, Offers, parts_of
+from gpuflow.routing.offers import WARM_ENGINES, WARM_TASK_TYPES, Offers, parts_of
 from gpuflow.settings import Settings
 from gpuflow.worker.starting import Start, start_of
 
@@ -63,13 +63,13 @@ class Offering:
         return start_of(spec, stands, named=self._task_types.get(str(spec["taskType"])))
 
     def keeps_warm(self, asked: str, *, gpus: bool) -> bool:
-        """Whether what runs here for such an ask (`routing.offers`) is an engine that can be kept warm."""
+        """Whether what runs here for such an ask (`routing.offers`) can be kept warm."""
         task_type, engine, environment = parts_of(asked)
         with self._lock:
             states = self._stands[gpus and self._kinds[-1]].states
         wanted = environment or self._task_types.get(task_type)
         choice = choose(states, task_type, engine=engine, environment=wanted)
-        return isinstance(choice, Choice) and choice.engine in WARM_ENGINES
+        return isinstance(choice, Choice) and (choice.engine in WARM_ENGINES or task_type in WARM_TASK_TYPES)
 
     def let_down(self, start: Start, problem: str) -> None:
         """Note that a built environment could not even begin a child: it is offered no more until a check mends it."""

@@ -25,12 +25,13 @@ from gpuflow.artifacts.reading import reading_by
 from gpuflow.artifacts.store import Store
 from gpuflow.errors import ArtifactError
 from gpuflow.logs import get_logger
+from gpuflow.merge.specs import MERGED
 from gpuflow.protocol import Request
 from gpuflow.secrets import Redactor
 from gpuflow.settings import Settings
 from gpuflow.worker.containers.local import local_container
 from gpuflow.worker.environment import child_environment, given_variables, python_path
-from gpuflow.worker.merged_inputs import MERGED, gather, refuse_variables, specs_of
+from gpuflow.worker.merged_inputs import gather, refuse_variables, specs_of
 from gpuflow.worker.reader import ChildReader
 from gpuflow.worker.results import ResultsFolder, attempt_and_step
 from gpuflow.worker.secret_sources import redactor_of, reference_values, secrets_of

@@ -18,12 +18,15 @@ from redis.exceptions import RedisError
 from gpuflow.artifacts.destination import stored_name, upload_attempt
 from gpuflow.artifacts.manifest import SealedResults, seal_results
 from gpuflow.artifacts.store import Store
-from gpuflow.broker.answers import passes
+from gpuflow.broker.calls import RUN_HEADER
 from gpuflow.errors import GPUFlowError
 from gpuflow.ledger.ledger import Holder, StartVerdict
 from gpuflow.ledger.records import RECORD_SCHEMA, SCHEMA_HEADER, new_record_fields
+from gpuflow.ledger.retries import AVOID_SECONDS, Again, decide
 from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
+from gpuflow.merge.sealing import named_by_engine, seal_calls
+from gpuflow.merge.specs import MERGED, run_spec
 from gpuflow.routing.affinity import model_key
 from gpuflow.spec.units import duration_seconds
 from gpuflow.worker.attempt import ASK_SECONDS, Attempt, Outcome, handed_back
@@ -34,10 +37,10 @@ from gpuflow.worker.judging import stopped
 from gpuflow.worker.preparation import prepare
 from gpuflow.worker.preparing import Preparing, Stopped
 from gpuflow.worker.results import ResultsFolder
-from gpuflow.worker.retries import AVOID_SECONDS, Again, decide
 from gpuflow.worker.runtime import Runtime, current
 from gpuflow.worker.secret_sources import scrubbed
 from gpuflow.worker.starting import EnvironmentNotReady, Start
+from gpuflow.worker.steps import until_answered
 from gpuflow.worker.work import begin_of, hold_of
 
 log = get_logger("gpuflow.supervisor")
@@ -75,6 +78,9 @@ class Delivery:
         self.ledger = runtime.app.ledger
         self.failures = 0
         self.alone = False
+        #: Whether it is a run of merged calls, and the calls that it executes: digest -> spec.
+        self.is_run = bool(self.request.get(RUN_HEADER))
+        self.calls: dict[str, dict[str, Any]] = {}
         self.start_call = uuid.uuid4().hex
         self._asked_at = 0.0
         self.store: Store | None = None
@@ -85,20 +91,24 @@ class Delivery:
         if (self.request.get(SCHEMA_HEADER) or 1) > RECORD_SCHEMA:
             self._pass_on("newer")
         started = self._until_told(self._start)
-        if started.verdict in ("live", "lost"):
+        if started.verdict in ("live", "lost", "gone"):
             log.warning("delivery_dropped", task=self.id, why=started.verdict)
-            if started.verdict == "live":  # it runs elsewhere, by a message of its own
+            if started.verdict != "lost":  # it runs elsewhere, by a message of its own, or is no more
                 raise Ignore
             self._let_go()
         if started.verdict in ("avoid", "newer"):
             self._pass_on(started.verdict)
         if started.verdict == "final":
             return self._replay()
+        if started.verdict == "merged":
+            return self._fetch()
         holder = Holder(attempt=started.attempt, token=self.runtime.leases.owner)
         self.failures, self.alone = started.failures, started.alone
         self.runtime.app.attempts.begin(self.id, holder)
         self.runtime.leases.begin(self.tag, self.id, started.attempt)
         log.info("task_started", task=self.id, attempt=started.attempt, worker=self.runtime.worker_id)
+        if self.is_run:
+            self._take_calls(holder)
         outcome = self._attempt(holder)
         if outcome.completed:
             return self._succeed(holder, outcome)
@@ -120,7 +130,6 @@ class Delivery:
         raise Ignore
 
     def _start(self) -> StartVerdict:
-        task_type = str(self.spec.get("taskType", ""))
         if self.runtime.presence is not None:
             self.runtime.presence.note_held()
         return self.ledger.start(
@@ -129,10 +138,36 @@ class Delivery:
             owner_token=self.runtime.leases.owner,
             tag=self.tag,
             lowest_attempt=self.folder.next_attempt(),
-            new_fields=new_record_fields(name=task_type, task_type=task_type, spec=self.spec, requirement=None),
+            new_fields=None if self.is_run else self._new_fields(),
             call=self.start_call,
             returned=self.runtime.leases.returned(self.tag),
         )
+
+    def _new_fields(self) -> dict[str, str]:
+        """Return the record of a task whose producer wrote none. A run whose record is gone has no callers any more."""
+        task_type = str(self.spec.get("taskType", ""))
+        return new_record_fields(name=task_type, task_type=task_type, spec=self.spec, requirement=None)
+
+    def _take_calls(self, holder: Holder) -> None:
+        """Read what this run is to execute; nothing joins it any more but equal calls. Without a caller it ends."""
+        store = self.runtime.app.merger.store
+        calls = self._until_told(lambda: store.calls(self.id))
+        waited_for = self._until_told(lambda: store.waited_for(self.id, list(calls)))
+        self.calls = {digest: calls[digest] for digest in waited_for}
+        if not self.calls:
+            left = {"type": "Cancelled", "message": "every caller of this run has left", "retryable": False}
+            self._finish(holder, TaskState.CANCELLED, left, Outcome(completed=False))
+        self.spec = run_spec(self.calls)
+
+    def _fetch(self) -> dict[str, Any]:
+        """Return the end of a call that was merged into a run which has ended."""
+        record = self._until_told(lambda: self.ledger.get(self.id))
+        if record.state is TaskState.MERGED:
+            self._until_told(lambda: self.runtime.app.merger.fetch(record))
+            record = self._until_told(lambda: self.ledger.get(self.id))
+        if not record.state.final:
+            raise Ignore  # it waits for another run, or was queued again by hand
+        return self._replay()
 
     def _attempt(self, holder: Holder) -> Outcome:
         runtime, number, settings = self.runtime, holder.attempt, self.runtime.app.settings
@@ -233,8 +268,7 @@ class Delivery:
     def _by_engine(self, outcome: Outcome, start: Start) -> Outcome:
         """Name the engine in the result, and the environment in the error of a child that it did not even begin."""
         if outcome.completed:
-            engine = {"engine": start.engine} if start.engine and "children" not in outcome.result else {}
-            return replace(outcome, result={**engine, **outcome.result})
+            return replace(outcome, result=named_by_engine(outcome.result, start.engine, merged=MERGED in self.spec))
         if outcome.began or outcome.stop is not None or not start.use.variant:
             return outcome
         broken = EnvironmentNotReady(
@@ -289,14 +323,16 @@ class Delivery:
     def _seal(self, number: int, outcome: Outcome) -> SealedResults:
         """Close the attempt's folder, and store it where the task wants it. Raises OSError, ArtifactError."""
         folder, store = self.folder.attempt_dir(number), self.store
-        if store is None:
-            return seal_results(folder, outcome.result, outcome.artifacts, self.spec)
 
         def url_of(name: str) -> str:
-            return store.url(stored_name(self.id, number, name))
+            return store.url(stored_name(self.id, number, name)) if store is not None else (folder / name).as_uri()
 
-        sealed = seal_results(folder, outcome.result, outcome.artifacts, self.spec, url_of)
-        upload_attempt(store, folder, self.id, number, sealed.names)
+        if self.is_run:
+            sealed = seal_calls(folder, outcome.result, outcome.artifacts, self.calls, url_of)
+        else:
+            sealed = seal_results(folder, outcome.result, outcome.artifacts, self.spec, url_of)
+        if store is not None:
+            upload_attempt(store, folder, self.id, number, sealed.names)
         return sealed
 
     def _commit(self, step: Callable[[], bool]) -> bool:
@@ -399,25 +435,19 @@ class Delivery:
         self.runtime.app.attempts.begin(self.id, Holder(attempt=record.attempt, token=""))
         if record.state is TaskState.SUCCEEDED:
             return dict(record.result or {})
+        if record.state is TaskState.CANCELLED and not self._was_stopped():
+            # It was cancelled on its way here. Whoever did that tells Celery the same.
+            reason = str((record.error or {}).get("message", ""))
+            self.backend.mark_as_revoked(
+                self.id, reason, request=self.request, store_result=not self.request.ignore_result
+            )
+            raise Ignore
         raise exception_of(record.state, dict(record.error or {}))
 
-    def _until_told(self, step: Callable[[], T]) -> T:
-        """Take a step on the broker; while it takes none, try again as long as the lease is ours. Raises Ignore then.
+    def _was_stopped(self) -> bool:
+        """Whether the task was cancelled while an attempt ran."""
+        attempts = self._until_told(lambda: self.ledger.attempts(self.id))
+        return any(entry.outcome == "cancelled" for entry in attempts)
 
-        A step that can never be taken ends the delivery without a word: its lease runs out, and the sweep returns it.
-        """
-        pause = 0.1
-        while True:
-            try:
-                return step()
-            except RedisError as error:
-                if not passes(error):
-                    log.error("step_refused", task=self.id, cause=str(error))
-                    self.runtime.leases.forget(self.tag)
-                    raise Ignore from None
-                if not self.runtime.leases.holds(self.tag):
-                    log.warning("attempt_superseded", task=self.id, why="lost")
-                    raise Ignore from None
-                log.warning("broker_away", task=self.id, cause=str(error))
-                self.runtime.leases.wait(pause)
-                pause = min(pause * 2, 2.0)
+    def _until_told(self, step: Callable[[], T]) -> T:
+        return until_answered(self.runtime.leases, self.tag, self.id, step)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gpuflow.fleet.gpu_locks import Hold
-from gpuflow.routing.offers import WARM_ENGINES
+from gpuflow.routing.offers import WARM_ENGINES, WARM_TASK_TYPES
 from gpuflow.worker.child import Child, Work
 from gpuflow.worker.containers.local import removal_of
 from gpuflow.worker.handed_back import HandedBack
@@ -39,7 +39,7 @@ def begin_of(
     sessions = runtime.admission.sessions
     if sessions is None or allocation is None or not allocation.session:
         return lambda: _own_child(allocation, start, prepared)
-    if start.engine not in WARM_ENGINES:
+    if start.engine not in WARM_ENGINES and prepared.request.task_type not in WARM_TASK_TYPES:
         raise HandedBack("its environment has changed since it was taken")
     opening = opening_of(start, prepared)
     return lambda: sessions.ask(tag, prepared.request, opening, alone=alone)

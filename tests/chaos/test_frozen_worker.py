@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,8 +13,9 @@ import pytest
 
 from gpuflow.client import Task, submit
 from gpuflow.ledger.states import TaskState
-from tests.chaos.accounting import check
-from tests.chaos.conftest import LEASE, LEASE_SECONDS
+from tests.chaos.accounting import check, leftovers
+from tests.chaos.conftest import LEASE, LEASE_SECONDS, MORTAL
+from tests.chaos.faults import Fault
 from tests.chaos.freezing import frozen
 from tests.support.fleet import TestFleet, WorkerProcess, running
 from tests.support.waiting import eventually, patient
@@ -159,3 +161,22 @@ def test_a_beat_that_was_stopped_wakes_up_and_takes_nothing_away(fleet: TestFlee
     finally:
         beat.kill()
         beat.wait(timeout=patient(30))
+
+
+def test_what_is_cancelled_between_its_lease_and_its_start_is_revoked_for_celery_too(
+    fleet: TestFleet, fault: Fault
+) -> None:
+    # Given a worker that has leased a message, and is stopped before it begins with the task
+    worker = fleet.start_worker("w1", *MORTAL, env={"GPUFLOW_LEASE_SEC": "60", **fault.env})
+    fault.arm("popped", signal.SIGSTOP)
+    task = submit(fleet.echo(output=1), app=fleet.app)
+    eventually(fault.struck, what="the worker halted with the message")
+
+    # When the task is cancelled meanwhile
+    assert task.cancel() == "cancelled"
+    worker.send(signal.SIGCONT)
+
+    # Then the worker drops it, and what Celery was told stays
+    eventually(lambda: not leftovers(fleet), what="the end of the delivery")
+    assert task.state == "CANCELLED" and not task.attempts()
+    assert fleet.app.AsyncResult(task.id).state == "REVOKED"

@@ -138,15 +138,43 @@ tell(event="artifact", path="made.txt")
 tell(event="result", value={"rows": 3})
 tell(event="finish", status="completed")
 """
+_SESSION = """
+import json, os, sys
+tell = lambda event, **data: print(json.dumps({"event": event, **data}), flush=True)
+tell("connection", status="connected")
+tell("ready")
+for line in sys.stdin:
+    told = json.loads(line)
+    if told["op"] == "abort":
+        tell("finish", id=told["id"], status="cancelled")
+        continue
+    tell("progress", current=1, total=2)
+    print("hello", flush=True)
+    tell("progress", current=2, total=2, id=told["id"])
+    open(os.path.join(told["output_dir"], "made.txt"), "w").close()
+    tell("artifact", path="made.txt")
+    tell("result", value={"rows": told["request"]["rows"]})
+    tell("finish", id=told["id"], status="completed")
+"""
 CONTAINER_IMAGE = "conformance:latest"
 
 
 def container(folder: Path, engine: str = "none", **fields: Any) -> Spec:
     """Return the spec of a container as a worker gives it to its child; `folder` is for its preset."""
     preset = {"image": CONTAINER_IMAGE, "command": ["python", "-c", _WORKER], "process": {}, **fields}
-    (folder / "conformance.yaml").write_text(json.dumps(preset))
+    return _prepared(folder, engine, "conformance", preset)
+
+
+def container_request(folder: Path, engine: str = "none", *, name: str = "conformance-session", **fields: Any) -> Spec:
+    """Return the spec of a request to a container that answers several."""
+    preset = {"image": CONTAINER_IMAGE, "command": ["python", "-c", _SESSION], "process": {"folder": str(folder)}}
+    return _prepared(folder, engine, name, {**preset, "mode": "session", **fields}, request={"rows": 3})
+
+
+def _prepared(folder: Path, engine: str, name: str, preset: Spec, **section: Any) -> Spec:
+    (folder / f"{name}.yaml").write_text(json.dumps(preset))
     settings = Settings(container_engine=engine, container_presets=folder, state_dir=folder / "state")
-    return local_container({"taskType": "container", "container": {"preset": "conformance"}}, settings)
+    return local_container({"taskType": "container", "container": {"preset": name, **section}}, settings)
 
 
 _NO_ROWS = {"type": "list", "items": [{"nothing": "of use"}]}

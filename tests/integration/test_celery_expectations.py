@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from celery.app.task import Context
 from celery.exceptions import WorkerLostError
+from celery.utils import uuid
 from kombu import Queue
 
 from tests.support.fleet import TestFleet, WorkerProcess
@@ -91,3 +95,22 @@ def test_a_consumer_that_is_no_worker_takes_as_many_as_its_prefetch_count(fleet:
             assert comes() == 3
             for message in taken[1:]:
                 message.ack()
+
+
+def test_a_result_whose_message_was_missed_is_found(fleet: TestFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Celery reads a result and subscribes to its channel over two connections; it may be published in between."""
+    result = fleet.app.AsyncResult(uuid())
+    key = fleet.app.keys.celery_result(result.id)
+    consumer, was_read = fleet.app.backend.result_consumer, threading.Event()
+    read = consumer.on_wait_for_pending
+
+    def note_read(*args: Any, **options: Any) -> None:
+        read(*args, **options)
+        was_read.set()
+
+    monkeypatch.setattr(consumer, "on_wait_for_pending", note_read)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(result.get, timeout=patient(20))
+        assert was_read.wait(timeout=patient(30))
+        fleet.broker.client.set(key, fleet.app.backend.meta("SUCCESS", "stored", Context(id=result.id)))
+        assert waiting.result(timeout=patient(30)) == "stored"

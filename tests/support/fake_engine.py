@@ -77,7 +77,7 @@ class FakeContainer:
         self.code: int | None = None
         self.oom_killed = False
         self.attached: list[Any] = []
-        self.ended = threading.Event()
+        self.ended, self.began = threading.Event(), threading.Event()
         self.lock, self.sending = threading.Lock(), threading.Lock()
 
     @property
@@ -102,7 +102,7 @@ class FakeContainer:
                 [_outside(word, places) for word in argv],
                 cwd=_outside(self.config.get("WorkingDir") or self.image.workdir, places),
                 env=env,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE if self.config.get("OpenStdin") else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
@@ -116,6 +116,22 @@ class FakeContainer:
         for reader in readers:
             reader.start()
         threading.Thread(target=self._wait, args=(readers,), daemon=True).start()
+        self.began.set()
+
+    def feed(self, connection: Any) -> None:
+        """Give the process what comes from a client that is attached to its stdin; with `StdinOnce` its end, too."""
+        while not self.began.wait(0.05):
+            if self.ended.is_set():
+                return
+        stdin = self.process.stdin if self.process is not None else None
+        assert stdin is not None
+        with contextlib.suppress(OSError):
+            while chunk := connection.recv(65_536):
+                stdin.write(chunk)
+                stdin.flush()
+        if self.config.get("StdinOnce"):
+            with contextlib.suppress(OSError):
+                stdin.close()
 
     def _read(self, stream: int, pipe: Any) -> None:
         with pipe:
@@ -128,6 +144,9 @@ class FakeContainer:
         assert self.process is not None
         code = self.process.wait()
         self.kill_group()  # with the first process of its PID namespace, all others end
+        if self.process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self.process.stdin.close()
         for reader in readers:
             reader.join()
         self.code = code if code >= 0 else 128 - code
@@ -142,6 +161,7 @@ class FakeContainer:
         if self.status == "running":
             self.kill_group()
             self.ended.wait()
+        self.ended.set()  # one that was never started, for who waits for its start
 
     def inspect(self) -> dict[str, Any]:
         state = {
@@ -379,12 +399,19 @@ class _Handler(BaseHTTPRequestHandler):
         container = self.engine.find(reference)
         if self.headers.get("Upgrade") != "tcp" or self.query.get("stream") != "1":
             raise Refused(400, "attach is asked for with Upgrade: tcp and stream=1")
-        container.attached.append(self.connection)  # it is started by a client that has the answer
+        wants = {name for name in ("stdin", "stdout", "stderr") if self.query.get(name) == "1"}
+        if "stdin" in wants and not container.config.get("OpenStdin"):
+            raise Refused(400, "stdin of the container is not open")  # the real one attaches to nothing, in silence
+        if {"stdout", "stderr"} & wants:
+            container.attached.append(self.connection)  # it is started by a client that has the answer
         self.connection.sendall(
             b"HTTP/1.1 101 UPGRADED\r\nContent-Type: application/vnd.docker.raw-stream\r\n"
             b"Connection: Upgrade\r\nUpgrade: tcp\r\n\r\n"
         )
-        container.ended.wait()
+        if "stdin" in wants:
+            container.feed(self.connection)
+        else:
+            container.ended.wait()
         self.close_connection = True
 
     def _wait(self, _: bytes, reference: str) -> None:

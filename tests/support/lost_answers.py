@@ -17,6 +17,14 @@ _WORDS: Final = "refused lost live avoid newer final present young superseded be
 _NOTHING: Final = {0, None, *_WORDS.split()}
 #: A key of its own, to look at a dump.
 _SCRATCH: Final = "scratch"
+#: Name, dump and remaining time of every key, in one answer.
+_ALL: Final = """
+local flat = {}
+for _, name in ipairs(redis.call('KEYS', '*')) do
+  flat[#flat + 1], flat[#flat + 2], flat[#flat + 3] = name, redis.call('DUMP', name), redis.call('PTTL', name)
+end
+return flat
+"""
 _READERS: Final[Mapping[str, Callable[[Any, str], Any]]] = {
     "hash": lambda client, key: client.hgetall(key),
     "list": lambda client, key: client.lrange(key, 0, -1),
@@ -59,13 +67,15 @@ class Calls:
             made.append((Call(script, tuple(keys), tuple(args)), answer))
             return answer
 
-        with patch.object(Script, "__call__", noting):
-            yield
-        self.over(caller)
-        if made:
-            self._newest, answer = made[-1]
-            if (answer[0] if isinstance(answer, list) else answer) not in _NOTHING:
-                self._last[caller] = self._newest
+        try:
+            with patch.object(Script, "__call__", noting):
+                yield
+        finally:  # one who stops between two steps has taken the first of them
+            self.over(caller)
+            if made:
+                self._newest, answer = made[-1]
+                if answer == [] or (answer[0] if isinstance(answer, list) else answer) not in _NOTHING:
+                    self._last[caller] = self._newest
 
     def over(self, caller: Hashable) -> None:
         """Note that the caller is gone, or has its answer."""
@@ -102,10 +112,7 @@ class Calls:
         return bool(contents[0] == contents[1])
 
     def _everything(self) -> dict[str, tuple[bytes, bool]]:
-        names = self.client.keys("*")
-        pipe = self.client.pipeline(transaction=False)
-        for name in names:
-            pipe.execute_command("DUMP", name, **{NEVER_DECODE: True})
-            pipe.pttl(name)
-        answers = pipe.execute()
-        return {name: (answers[2 * i], answers[2 * i + 1] > 0) for i, name in enumerate(names)}
+        flat = self.client.execute_command("EVAL", _ALL, 0, **{NEVER_DECODE: True})
+        return {
+            name.decode(): (dump, ttl > 0) for name, dump, ttl in zip(flat[::3], flat[1::3], flat[2::3], strict=True)
+        }

@@ -79,3 +79,57 @@ def reject_first(self: Any) -> bool:
 @app.task(bind=True)
 def asked_eta(self: Any) -> str | None:
     return self.request.eta  # type: ignore[no-any-return]
+
+
+@app.task
+def outputs(results: list[dict[str, Any]]) -> list[Any]:
+    """The body of a chord; counts itself."""
+    app.redis.rpush("bodies", 1)
+    return [result["output"] for result in results]
+
+
+@app.task
+def outputs_of_one(result: dict[str, Any]) -> Any:
+    return result["output"]
+
+
+@app.task
+def note_output(result: dict[str, Any]) -> None:
+    app.redis.rpush("noted", str(result["output"]))
+
+
+def first_argument(name: str, *rest: object, **more: object) -> str | None:
+    return name or None
+
+
+@app.task(merge=True)
+def merged_sum(a: int, b: int, gate: str = "") -> dict[str, int]:
+    """Counts its executions; waits for a file where one is named."""
+    app.redis.rpush("executed", f"{a}+{b}")
+    while gate and not Path(gate).exists():
+        time.sleep(0.02)
+    return {"sum": a + b}
+
+
+@app.task(merge=first_argument, resources="cpu", merge_result_ttl=600)
+def merged_by_name(name: str, other: int = 0) -> str:
+    app.redis.rpush("executed", name)
+    return f"hello {name}"
+
+
+class Unlucky(Exception):
+    """An error of a team's own."""
+
+
+@app.task(merge=True)
+def merged_failure(message: str) -> None:
+    app.redis.rpush("executed", message)
+    raise Unlucky(message)
+
+
+@app.task(bind=True, merge=True, max_retries=3)
+def merged_retry(self: Any, number: int) -> int:
+    tries = app.redis.rpush("executed", str(number))
+    if tries < 3:
+        raise self.retry(countdown=0.1)
+    return tries

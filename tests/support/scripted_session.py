@@ -91,7 +91,9 @@ def main() -> None:
         error = {"type": "BadModel", "message": "there is no such model", "retryable": False}
         say("finish", status="failed", error=error)
         sys.exit(1)
-    say("ready", engine=opening["engine"], model=model, load_seconds=0.1, max_requests=4, memory_bytes=1000, loads=1)
+    told = {"engine": opening["engine"], "model": model, "load_seconds": 0.1, "max_requests": 4, "memory_bytes": 1000}
+    limits = [name for name in ("idle_seconds", "lifetime_seconds") if name.upper() in os.environ]
+    say("ready", **told, loads=1, **{name: float(os.environ[name.upper()]) for name in limits})
     threads = []
     for line in sys.stdin:
         told = json.loads(line)

@@ -1,5 +1,5 @@
 -- Cancel a task: at once while it waits, by request while an attempt runs under a live lease. An attempt without one is
--- lost: what it does can be committed no more.
+-- lost: what it does can be committed no more. A caller of a merged run leaves it (common.lua).
 --
 -- KEYS[1] task record  KEYS[2] events  KEYS[3] attempts of the task  KEYS[4] gpuflow.dead
 -- KEYS[5] gpuflow.delayed  KEYS[6] gpuflow.parked  KEYS[7] gpuflow.unfinished  KEYS[8] gpuflow.ready
@@ -8,7 +8,7 @@
 --
 -- Returns {verdict, state}: 'cancelled' (its message is taken away in the same step), 'requested' (its
 -- worker stops it), 'final' (it has ended already), 'unknown'.
-local state, list, message = unpack(redis.call('HMGET', KEYS[1], 'state', 'list', 'message'))
+local state = redis.call('HGET', KEYS[1], 'state')
 if not state then return {'unknown', ''} end
 local before = answer_to(KEYS[1], 'cancel', ARGV[4])
 if before then return {before, state} end
@@ -25,14 +25,7 @@ if runs(state) then
   remember(KEYS[1], KEYS[3], seconds, 'lost', worker_lost(KEYS[1]), '')
   if tag then end_lease(KEYS[9], KEYS[10], KEYS[11], tag) end
 end
-if list and message then
-  take_out(KEYS[8], list, message)
-  local tag = cjson.decode(message)['properties']['delivery_tag']
-  redis.call('ZREM', KEYS[5], tag)
-  redis.call('HDEL', KEYS[6], tag)
-  forget_return(KEYS[8], tag)
-end
-local error = cjson.encode({type = 'Cancelled', message = ARGV[1], retryable = false})
-finish(KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[7], ARGV[2], ARGV[3], seconds, 'CANCELLED', error)
+if state ~= 'MERGED' then take_message(KEYS[8], KEYS[5], KEYS[6], KEYS[1]) end
+finish(KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[7], ARGV[2], ARGV[3], seconds, 'CANCELLED', cancelled_error(ARGV[1]))
 note_answer(KEYS[1], 'cancel', ARGV[4], 'cancelled')
 return {'cancelled', 'CANCELLED'}

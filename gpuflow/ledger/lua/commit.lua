@@ -12,7 +12,12 @@ local state, attempt, token = unpack(redis.call('HMGET', KEYS[1], 'state', 'atte
 if not state then return 0 end
 if ARGV[2] ~= '' and (attempt or '0') ~= ARGV[2] then return 0 end
 if ARGV[2] == '' and answer_to(KEYS[1], 'commit', ARGV[10]) then return 2 end
-if is_final(state) then return state == ARGV[1] and 2 or 0 end
+if is_final(state) and state ~= ARGV[1] then return 0 end
+if is_final(state) then
+  -- Sent again after a retry by hand, it must not end the new life of the task.
+  if ARGV[2] == '' then note_answer(KEYS[1], 'commit', ARGV[10], ARGV[1]) end
+  return 2
+end
 -- An attempt commits only while it runs: after a retry by hand the record waits again, under the same number.
 if runs(state) ~= (ARGV[2] ~= '') then return 0 end
 if ARGV[2] ~= '' and token ~= ARGV[3] then return 0 end

@@ -27,19 +27,43 @@ local function remember(record, attempts, seconds, outcome, error, log_tail)
   redis.call('HSET', attempts, attempt, cjson.encode(entry))
 end
 
+-- The prefix of all keys, by the record of a task.
+local function prefix_before(record, id) return string.sub(record, 1, -#id - #'task:' - 1) end
+
 -- Whether a pipeline that has not ended needs the record: a later stage, or a resume, may read its result.
 -- Its end lets the record expire (pipeline_end.lua).
 local function is_needed(record, id)
   local pipeline = redis.call('HGET', record, 'pipeline')
-  local prefix = string.sub(record, 1, -#id - #'task:' - 1)
-  return pipeline and redis.call('HGET', prefix .. 'pipeline:' .. pipeline, 'state') == 'RUNNING'
+  return pipeline and redis.call('HGET', prefix_before(record, id) .. 'pipeline:' .. pipeline, 'state') == 'RUNNING'
 end
 
--- Make the record final. It expires after `ttl` seconds, or so long after the end of its pipeline.
+local leave_run
+
+-- Keep what a run that has ended was joined by no longer than its record: its completion removes it before.
+local function expire_run(prefix, run, ttl)
+  local keys = prefix .. 'merge:' .. run .. ':'
+  for _, call in ipairs(redis.call('HKEYS', keys .. 'calls')) do redis.call('EXPIRE', keys .. 'callers:' .. call, ttl) end
+  redis.call('EXPIRE', keys .. 'calls', ttl)
+end
+
+-- Let nobody join a run any more by these of its calls, nor by its batch (broker/lua/join.lua).
+local function bar(prefix, run, calls, batch)
+  for _, call in ipairs(calls) do
+    if redis.call('GET', prefix .. 'merge:call:' .. call) == run then redis.call('DEL', prefix .. 'merge:call:' .. call) end
+  end
+  if batch and redis.call('GET', prefix .. 'merge:batch:' .. batch) == run then
+    redis.call('DEL', prefix .. 'merge:batch:' .. batch)
+  end
+end
+
+-- Make the record final. It expires after `ttl` seconds, or so long after the end of its pipeline. Of a run, only a
+-- success can still be joined; the calls that it had are kept as long as its record.
 local function finish(record, events, attempts, dead, unfinished, cap, ttl, seconds, state, error)
+  local before, run, call, tokens, batch = unpack(redis.call('HMGET', record,
+    'state', 'run', 'call', 'merge_tokens', 'merge_batch'))
   redis.call('HSET', record, 'state', state, 'finished_at', seconds, 'updated_at', seconds)
   if error ~= '' then redis.call('HSET', record, 'error', error) end
-  redis.call('HDEL', record, 'tag', 'owner_token', 'cancel_requested', 'not_before')
+  redis.call('HDEL', record, 'tag', 'owner_token', 'cancel_requested', 'not_before', 'fetches')
   local id, attempt = unpack(redis.call('HMGET', record, 'id', 'attempt'))
   redis.call('SREM', unfinished, id)
   local event = {event = 'state', state = state, attempt = tonumber(attempt or '0')}
@@ -48,5 +72,51 @@ local function finish(record, events, attempts, dead, unfinished, cap, ttl, seco
   if not is_needed(record, id) then
     for _, key in ipairs({record, events, attempts}) do redis.call('EXPIRE', key, ttl) end
   end
-  if state == 'DEAD' then redis.call('ZADD', dead, seconds, id) end
+  if state == 'DEAD' and not tokens then redis.call('ZADD', dead, seconds, id) end
+  local prefix = prefix_before(record, id)
+  if tokens then
+    if state ~= 'SUCCEEDED' then bar(prefix, id, redis.call('HKEYS', prefix .. 'merge:' .. id .. ':calls'), batch) end
+    expire_run(prefix, id, ttl)
+  end
+  if before == 'MERGED' then leave_run(prefix, id, run, call, dead, unfinished, cap, ttl, seconds) end
+end
+
+-- End a task that no attempt runs: its message is taken away.
+local function take_message(ready, delayed, parked, record)
+  local list, message = unpack(redis.call('HMGET', record, 'list', 'message'))
+  if not list or not message then return end
+  take_out(ready, list, message)
+  local tag = cjson.decode(message)['properties']['delivery_tag']
+  redis.call('ZREM', delayed, tag)
+  redis.call('HDEL', parked, tag)
+  forget_return(ready, tag)
+end
+
+local function cancelled_error(message) return cjson.encode({type = 'Cancelled', message = message, retryable = false}) end
+
+-- A caller has ended before it got the end of the run that it was merged into (broker/lua/join.lua). The run stops when
+-- nobody is left: at once while it waits, by request while it runs.
+leave_run = function(prefix, id, run, call, dead, unfinished, cap, ttl, seconds)
+  local record, keys = prefix .. 'task:' .. run, prefix .. 'merge:' .. run .. ':'
+  redis.call('SREM', keys .. 'callers:' .. call, id)
+  local state, batch = unpack(redis.call('HMGET', record, 'state', 'merge_batch'))
+  if not state or is_final(state) then return end
+  local calls, left = redis.call('HKEYS', keys .. 'calls'), 0
+  for _, one in ipairs(calls) do left = left + redis.call('SCARD', keys .. 'callers:' .. one) end
+  if left > 0 then
+    if not runs(state) and redis.call('SCARD', keys .. 'callers:' .. call) == 0 then
+      bar(prefix, run, {call}, nil)
+      redis.call('HDEL', keys .. 'calls', call)
+    end
+    return
+  end
+  bar(prefix, run, calls, batch)
+  redis.call('DEL', keys .. 'calls')
+  if runs(state) then
+    redis.call('HSETNX', record, 'cancel_requested', seconds)
+    return
+  end
+  take_message(prefix .. 'gpuflow.ready', prefix .. 'gpuflow.delayed', prefix .. 'gpuflow.parked', record)
+  finish(record, prefix .. 'events:' .. run, record .. ':attempts', dead, unfinished, cap, ttl, seconds, 'CANCELLED',
+    cancelled_error('every caller of this run has left'))
 end

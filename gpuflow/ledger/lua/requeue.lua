@@ -4,10 +4,13 @@
 -- KEYS[5] attempts of the task  KEYS[6] gpuflow.dead  KEYS[7] gpuflow.unfinished
 -- ARGV[1] new delivery tag, which is also the id of this call  ARGV[2] cap of the event stream  ARGV[3] doorbell token seconds
 --
--- Returns 1 queued, 0 it has not ended or has succeeded, -1 unknown or without its message.
+-- A caller of a merged run runs by itself then; a run is not queued again: it has no callers left.
+--
+-- Returns 1 queued, 0 it has not ended or has succeeded, -1 unknown or without its message, -2 a run of merged calls.
 local state, list, message, id = unpack(redis.call('HMGET', KEYS[1], 'state', 'list', 'message', 'id'))
 if not state or not list or not message then return -1 end
 if answer_to(KEYS[1], 'requeue', ARGV[1]) then return 1 end
+if redis.call('HEXISTS', KEYS[1], 'merge_tokens') == 1 then return -2 end
 if not is_final(state) or not may_move(state, 'QUEUED') then return 0 end
 local old = cjson.decode(message)['properties']['delivery_tag']
 local from, to = string.find(message, old, 1, true)
@@ -16,7 +19,7 @@ local seconds = clock()
 if queued_at(message) then message = stamped('{' .. string.gsub(message, '^[^,]*,', ''), seconds, '') end
 redis.call('HSET', KEYS[1], 'state', 'QUEUED', 'message', message, 'updated_at', seconds)
 redis.call('HDEL', KEYS[1], 'finished_at', 'error', 'progress', 'result', 'tag', 'owner_token', 'cancel_requested',
-  'failures', 'losses', 'preemptions', 'alone', 'not_before', 'avoid_worker', 'avoid_until')
+  'failures', 'losses', 'preemptions', 'alone', 'not_before', 'avoid_worker', 'avoid_until', 'run', 'call', 'fetches')
 for _, key in ipairs({KEYS[1], KEYS[2], KEYS[5]}) do redis.call('PERSIST', key) end
 redis.call('DEL', KEYS[4])
 redis.call('ZREM', KEYS[6], id)

@@ -6,12 +6,14 @@
 -- ARGV[4] doorbell token seconds
 --
 -- Returns 'restored'; 'present' (its message is somewhere); 'young' (a step may be under way); 'final' (it has ended
--- or is unknown, and leaves the set of unfinished tasks); 'lost' (its message was never stored).
+-- or is unknown, and leaves the set of unfinished tasks); 'lost' (its message was never stored); 'merged' (it has none of
+-- its own in a queue: it waits for the end of a run).
 local state, list, message, changed = unpack(redis.call('HMGET', KEYS[1], 'state', 'list', 'message', 'updated_at'))
 if not state or is_final(state) then
   redis.call('SREM', KEYS[7], ARGV[1])
   return 'final'
 end
+if state == 'MERGED' then return 'merged' end
 local seconds = clock()
 if seconds - tonumber(changed or '0') < tonumber(ARGV[2]) then return 'young' end
 if not list or not message then return 'lost' end

@@ -9,20 +9,27 @@
 -- ARGV[10] id of this call: a repeat, whose first answer was lost, begins nothing again
 -- ARGV[11] when the message had last gone back before this delivery, 0 for never (pop.lua): a repeat that comes after
 -- the message was returned begins nothing, whoever has it now
--- ARGV[12..] field, value, ... of a record to create, for a message of a producer that wrote none
+-- ARGV[12..] field, value, ... of a record to create, for a message of a producer that wrote none; without any, none is
+--
+-- A message that was leased from gpuflow.control is that of a caller which comes for the end of its run. It begins
+-- nothing: a task that runs by itself now has another message.
 --
 -- A task that a user wants cancelled, and whose attempt was lost, ends here.
 --
 -- Returns {verdict, state, attempt, failures, alone}: 'begin'; 'final' (replay the tail and ack); 'live' (another attempt
 -- runs: ack and drop); 'lost' (our lease of this delivery has ended: change nothing); 'avoid' (another worker
--- is to take it, give it back); 'newer' (written by a newer version, give it back).
+-- is to take it, give it back); 'newer' (written by a newer version, give it back); 'merged' (a caller that was merged into
+-- a run has come for its end); 'gone' (there is no record, and none to create: ack and drop).
 local seconds = clock()
 local held = redis.call('HGET', KEYS[3], ARGV[4])
-local ours = held and string.sub(held, 1, string.find(held, '\n', 1, true) - 1) == ARGV[3]
+local cut = held and string.find(held, '\n', 1, true)
+local ours = held and string.sub(held, 1, cut - 1) == ARGV[3]
 if not ours or has_returned(KEYS[9], ARGV[4], ARGV[11]) then
   return {'lost', '', 0, 0, 0}
 end
-local state = redis.call('HGET', KEYS[1], 'state')
+local state, queue = unpack(redis.call('HMGET', KEYS[1], 'state', 'queue'))
+local fetches = queue ~= 'gpuflow.control' and queue_of(KEYS[9], string.sub(held, cut + 1)) == 'gpuflow.control'
+if not state and (fetches or #ARGV < 12) then return {'gone', '', 0, 0, 0} end
 if not state then
   local fields = {}
   for i = 12, #ARGV do fields[#fields + 1] = ARGV[i] end
@@ -37,6 +44,7 @@ alone = alone and 1 or 0
 attempt, failures = tonumber(attempt or '0'), tonumber(failures or '0')
 if tonumber(schema or '1') > tonumber(ARGV[7]) then return {'newer', state, attempt, failures, alone} end
 if is_final(state) then return {'final', state, attempt, failures, alone} end
+if state == 'MERGED' or fetches then return {'merged', state, attempt, failures, alone} end
 if runs(state) and tag == ARGV[4] and call == ARGV[10] then return {'begin', state, attempt, failures, alone} end
 if runs(state) and tag and tag ~= ARGV[4] then
   local ends = redis.call('ZSCORE', KEYS[2], tag)
@@ -44,8 +52,8 @@ if runs(state) and tag and tag ~= ARGV[4] then
 end
 if redis.call('HEXISTS', KEYS[1], 'cancel_requested') == 1 then
   if runs(state) then remember(KEYS[1], KEYS[6], seconds, 'lost', worker_lost(KEYS[1]), '') end
-  local error = cjson.encode({type = 'Cancelled', retryable = false, message = 'cancelled by a user'})
-  finish(KEYS[1], KEYS[4], KEYS[6], KEYS[7], KEYS[8], ARGV[6], ARGV[9], seconds, 'CANCELLED', error)
+  finish(KEYS[1], KEYS[4], KEYS[6], KEYS[7], KEYS[8], ARGV[6], ARGV[9], seconds, 'CANCELLED',
+    cancelled_error('cancelled by a user'))
   return {'final', 'CANCELLED', attempt, failures, alone}
 end
 if worker == ARGV[2] and tonumber(until_ or '0') > tonumber(seconds) then

@@ -57,6 +57,7 @@ def local_container(spec: Mapping[str, Any], settings: Settings) -> dict[str, An
 
 def _local(spec: Mapping[str, Any], section: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     preset, folder = _preset(section, settings)
+    _check_mode(preset, section)
     named = [split_mount_or_fail(text) for text in section.get("mounts") or ()]
     mounts = [{"source": _resolved(source), "target": target, "read_only": True} for source, target in named]
     model = _model_path(spec)
@@ -71,6 +72,8 @@ def _local(spec: Mapping[str, Any], section: Mapping[str, Any], settings: Settin
     if engine.path is None:
         refuse_variables(section.get("env_vars") or {})
     run = uuid.uuid4().hex
+    locks = settings.state_dir / LOCKS
+    is_session = preset.mode == "session"
     # A template may run what it likes where a container confines it, and only there.
     confined = next((name for name in ("command", "entrypoint", "workdir") if section.get(name)), "")
     return {
@@ -92,7 +95,13 @@ def _local(spec: Mapping[str, Any], section: Mapping[str, Any], settings: Settin
         "engine": engine.path,
         "no_engine": f"{engine.why}, without which {confined} of a template is not run" if confined else engine.why,
         "run": run,
-        "lock": str(settings.state_dir / LOCKS / f"{run}.lock"),
+        "lock": str(locks / f"{run}.lock"),
+        "mode": preset.mode,
+        "request": section.get("request"),
+        "idle_seconds": _seconds(preset.idle_timeout),
+        "lifetime_seconds": _seconds(preset.max_lifetime),
+        # The container of a session outlives the folders of its first task; removal.py knows it by the lock's name.
+        "exchange": str(locks / run) if is_session and engine.path is not None else None,
     }
 
 
@@ -111,6 +120,24 @@ def removal_of(request: Request) -> tuple[str, ...]:
     if request.task_type != "container" or not isinstance(section, Mapping) or not section.get("engine"):
         return ()
     return (sys.executable, "-I", "-S", removal.__file__, *(str(section[name]) for name in ("engine", "run", "lock")))
+
+
+def _check_mode(preset: ContainerPreset, section: Mapping[str, Any]) -> None:
+    """Raise InvalidTemplate where a request is lacking, or where nobody would answer it."""
+    has_request = section.get("request") is not None
+    if preset.mode == "session" and not has_request:
+        raise InvalidTemplate(
+            f"container.request: preset {section.get('preset')} answers requests (mode: session); give one"
+        )
+    if preset.mode != "session" and has_request:
+        raise InvalidTemplate(
+            f"container.request: preset {section.get('preset')} takes no requests; leave it out, or add "
+            "`mode: session` to the preset"
+        )
+
+
+def _seconds(duration: Any) -> float | None:
+    return duration_seconds(duration) if duration is not None else None
 
 
 def split_mount_or_fail(text: str) -> tuple[str, str]:
@@ -163,7 +190,7 @@ def _limits(preset: ContainerPreset, section: Mapping[str, Any], spec: Mapping[s
         "pids": preset.pids,
         "shm_bytes": memory_mib(section.get("shm_size") or preset.shm_size) << 20,
         "gpus": preset.gpus,
-        "timeout_seconds": duration_seconds(preset.timeout) if preset.timeout is not None else None,
+        "timeout_seconds": _seconds(preset.timeout),
     }
 
 

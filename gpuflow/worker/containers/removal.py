@@ -2,7 +2,8 @@
 
 The standard library alone. As a program, `removal.py SOCKET RUN LOCK`, it removes the containers of one run; the shim
 starts it when the tree of a container's task has ended, however that was. Without the lock file there is nothing to do:
-the child makes it before its container, and removes it after that. It speaks two calls of the Docker Engine API 1.41,
+the child makes it before its container, and removes it after that. The folder of a session's files, which lies beside
+the lock file under the name of the run, goes with it. It speaks two calls of the Docker Engine API 1.41,
 which Podman has too. A container that is created is started only by the child that had the answer, so none that
 appears later than the list is ever started.
 """
@@ -12,6 +13,8 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import sys
@@ -35,6 +38,8 @@ _PAUSE_SECONDS: Final = 0.5
 #: The program ends itself after this time, whatever the engine does, in seconds.
 _PROGRAM_SECONDS: Final = 60
 _MAX_BYTES: Final = 16 << 20
+#: How the lock files are called: by the name of the run.
+_LOCK_NAME: Final = re.compile(r"[0-9a-f]{32}\.lock")
 
 
 class EngineError(OSError):
@@ -111,10 +116,17 @@ def remove_lost(engine: str, locks: Path, removed: Callable[[str, str], None] = 
         lock = Path(str(labels.get(LOCK_LABEL)))
         if lock.parent == locks and not is_held(lock):
             remove(engine, str(one.get("Id")))
-            lock.unlink(missing_ok=True)
+            _forget(lock)
             removed(str(one.get("Id"))[:12], str(labels.get(TASK_LABEL)))
             count += 1
     return count
+
+
+def _forget(lock: Path) -> None:
+    """Remove the folder of a session's files, if there is one, and the lock file. Raises OSError."""
+    if _LOCK_NAME.fullmatch(lock.name):  # a label may say anything
+        shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
+    lock.unlink(missing_ok=True)
 
 
 def is_held(lock: Path) -> bool:
@@ -144,7 +156,7 @@ def main() -> int:
         return 0
     try:
         remove_run(engine, run)
-        os.unlink(lock)  # noqa: PTH108  (as the folder of locks is, the name is ours)
+        _forget(Path(lock))
     except EngineError as error:
         print(error, file=sys.stderr)
         return 1

@@ -21,15 +21,24 @@ CLOSE_SECONDS: Final = 15.0
 
 
 class Keeper:
-    """`look` returns the sessions, `close_idle` closes one that still idles and says whether it did."""
+    """`look` returns the sessions, `close_idle` closes one that still idles and says whether it did.
+
+    `retire` lets one answer what it has, and nothing more. Sessions idle for `idle_seconds` are closed, or as long as
+    they say themselves.
+    """
 
     def __init__(
-        self, look: Callable[[], Sequence[Warm]], close_idle: Callable[[Warm], bool], idle_seconds: float
+        self,
+        look: Callable[[], Sequence[Warm]],
+        close_idle: Callable[[Warm], bool],
+        retire: Callable[[Warm], object],
+        idle_seconds: float,
     ) -> None:
         #: Called about once a second while a session idles.
         self.on_idle: Callable[[], None] | None = None
         self._look = look
         self._close_idle = close_idle
+        self._retire = retire
         self._idle_seconds = idle_seconds
         self._lock = threading.Lock()
         self._stopped = threading.Event()
@@ -66,8 +75,12 @@ class Keeper:
         session = warm.session
         if session is None:
             return
-        if warm.is_idle() and now - warm.used_at > self._idle_seconds and self._close_idle(warm):
-            log.info("session_idle", model=warm.model, seconds=round(self._idle_seconds))
+        idle_seconds = session.told.idle_seconds or self._idle_seconds
+        if warm.is_idle() and now - warm.used_at > idle_seconds and self._close_idle(warm):
+            log.info("session_idle", model=warm.model, seconds=round(idle_seconds))
+        if not warm.leaving and warm.is_too_old(now):
+            log.info("session_too_old", model=warm.model, seconds=session.told.lifetime_seconds)
+            self._retire(warm)
         if now - warm.pinged_at >= PING_SECONDS:
             warm.pinged_at = now
             session.ping()

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from gpuflow.protocol import Request
 from gpuflow.secrets import Redactor
+from gpuflow.worker.containers.local import removal_of
 from gpuflow.worker.preparation import Prepared
 from gpuflow.worker.starting import Start
 
@@ -28,14 +29,19 @@ _OF_TASK: Final = frozenset(
     }
 )
 #: Sections of a spec that say what is loaded.
-_LOADED: Final = ("taskType", "model", "env", "embedding")
+_LOADED: Final = ("taskType", "model", "env", "embedding", "secrets")
+#: Fields of a prepared container section that are of one task: its request, and what its container would be called.
+_OF_CONTAINER_REQUEST: Final = frozenset({"request", "metrics", "run", "lock", "exchange", "no_engine"})
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]+")
 _TITLE_CHARACTERS: Final = 60
 
 
 @dataclass(frozen=True, kw_only=True)
 class Opening:
-    """How a session is begun. `title` is for people; `variables` a digest of what it is loaded with: values too."""
+    """How a session is begun. `title` is for people; `variables` a digest of what it is loaded with: values too.
+
+    `at_end` is a command that is run when nothing of its processes is left, however they ended.
+    """
 
     title: str
     argv: Sequence[str]
@@ -43,6 +49,7 @@ class Opening:
     environment: Mapping[str, str]
     redactor: Redactor
     variables: str
+    at_end: Sequence[str] = ()
 
 
 def opening_of(start: Start, prepared: Prepared) -> Opening:
@@ -56,7 +63,10 @@ def opening_of(start: Start, prepared: Prepared) -> Opening:
         line=_line(start, request),
         environment={**shared, "CUDA_VISIBLE_DEVICES": gpus, "GPU_DEVICE": gpus},
         redactor=prepared.redactor,
-        variables=hashlib.sha256(json.dumps([shared, _weights(request)], sort_keys=True).encode()).hexdigest(),
+        variables=hashlib.sha256(
+            json.dumps([shared, _weights(request), _container(request)], sort_keys=True, default=str).encode()
+        ).hexdigest(),
+        at_end=removal_of(request),
     )
 
 
@@ -65,21 +75,30 @@ def _weights(request: Request) -> str:
     return request.checkpoint_path or ""
 
 
+def _container(request: Request) -> dict[str, Any]:
+    """Return what a container is started with, by its preset as that is now; nothing for other task types."""
+    section = request.spec.get("container") or {}
+    return {name: value for name, value in section.items() if name not in _OF_CONTAINER_REQUEST}
+
+
 def _title(request: Request) -> str:
     source = (request.spec.get("model") or {}).get("source") or {}
-    return _UNSAFE.sub("-", str(source.get("identifier") or "model")).strip("-.")[-_TITLE_CHARACTERS:] or "model"
+    name = (request.spec.get("container") or {}).get("preset") or source.get("identifier") or "model"
+    return _UNSAFE.sub("-", str(name)).strip("-.")[-_TITLE_CHARACTERS:] or "model"
 
 
 def _line(start: Start, request: Request) -> str:
     """Return the line that opens it. Adapters come with each request; here it is said whether there will be any."""
     spec: dict[str, Any] = {name: request.spec[name] for name in _LOADED if name in request.spec}
+    if "container" in request.spec:
+        spec["container"] = {**request.spec["container"], "request": None}
     if "model" in spec:
         spec["model"] = {name: value for name, value in spec["model"].items() if name != "adapters"}
         spec["adapted"] = bool(request.spec["model"].get("adapters"))
     return json.dumps(
         {
             "op": "open",
-            "engine": start.engine,
+            "engine": start.engine or request.task_type,
             "spec": spec,
             "task_type": request.task_type,
             "gpus": list(request.gpus),

@@ -49,7 +49,7 @@ class Sessions:
         self._warm: list[Warm] = []
         self._numbers = itertools.count(1)
         self._ended_one = threading.Condition(self._lock)
-        self.keeper = Keeper(self._look, self._close_idle, idle_seconds)
+        self.keeper = Keeper(self._look, self._close_idle, self._retire, idle_seconds)
 
     # -- places: the admission ----------------------------------------------------------------------------------
 
@@ -81,10 +81,15 @@ class Sessions:
             min(found, key=lambda warm: len(warm.places)).places.add(tag)
             return True
 
-    def expect(self, name: str, tag: str, hold: Hold | None, requirement: Requirement | None) -> None:
-        """Keep a place in a session that is to be opened, by whichever of its messages comes first; it has `hold`."""
+    def expect(
+        self, name: str, tag: str, hold: Hold | None, requirement: Requirement | None, *, in_turn: bool = False
+    ) -> None:
+        """Keep a place in a session that is to be opened, by whichever of its messages comes first; it has `hold`.
+
+        One that answers `in_turn` has one place at a time.
+        """
         with self._lock:
-            self._warm.append(Warm(name=name, hold=hold, requirement=requirement, places={tag}))
+            self._warm.append(Warm(name=name, hold=hold, requirement=requirement, in_turn=in_turn, places={tag}))
 
     def leave(self, tag: str) -> None:
         """Give a place back. A session that nobody has begun goes with the last who had a place in it."""
@@ -188,6 +193,7 @@ class Sessions:
             environment=opening.environment,
             cwd=self._log_dir,
             keep_open=warm.hold.fds if warm.hold is not None else (),
+            at_end=opening.at_end,
             talks=True,
         )
         session = Session(child, log_path=path, redactor=opening.redactor, on_end=self._ended)
@@ -263,6 +269,12 @@ class Sessions:
             if idle:
                 self._close(warm)
         return idle
+
+    def _retire(self, warm: Warm) -> None:
+        """Give no more places of a session away; it ends with the last request that it has."""
+        with self._lock:
+            warm.leaving = True
+            self._close(warm)
 
     def _close(self, warm: Warm) -> None:
         """Close a session in which nobody has a place; the others are closed when the last of these leaves."""

@@ -50,6 +50,8 @@ class Told:
     load_seconds: float = 0.0
     max_requests: int = 1
     memory_bytes: int | None = None
+    idle_seconds: float | None = None
+    lifetime_seconds: float | None = None
 
     @classmethod
     def read(cls, event: Mapping[str, Any]) -> Told:
@@ -62,7 +64,13 @@ class Told:
             load_seconds=max(0.0, float(seconds)) if isinstance(seconds, int | float) else 0.0,
             max_requests=min(max(1, requests), _MOST_REQUESTS) if isinstance(requests, int) else 1,
             memory_bytes=memory if isinstance(memory, int) else None,
+            idle_seconds=_positive(event.get("idle_seconds")),
+            lifetime_seconds=_positive(event.get("lifetime_seconds")),
         )
+
+
+def _positive(seconds: Any) -> float | None:
+    return float(seconds) if isinstance(seconds, int | float) and seconds > 0 else None
 
 
 class Session:

@@ -21,7 +21,8 @@ class Warm:
     """A session with its GPUs, and the messages that have a place in it.
 
     It is expected, without a process, until the first of these messages begins it. One that is `leaving` gives no
-    place away and is closed with the last request; `closed_at` is when that was (monotonic seconds).
+    place away and is closed with the last request; `closed_at` is when that was (monotonic seconds). One that answers
+    `in_turn` has a single place, also while it loads: what comes later waits in its queue, where order holds.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Warm:
     requirement: Requirement | None
     session: Session | None = None
     variables: str = ""
+    in_turn: bool = False
     places: set[str] = field(default_factory=set)
     leaving: bool = False
     pinged_at: float = 0.0
@@ -58,7 +60,7 @@ class Warm:
 
     def has_place(self, now: float) -> bool:
         """Whether it takes one more request."""
-        if self.leaving:
+        if self.leaving or (self.in_turn and self.places):
             return False
         if self.session is None or self.session.state == "loading":
             return len(self.places) < LOADING_PLACES
@@ -67,6 +69,12 @@ class Warm:
             and len(self.places) < self.session.told.max_requests
             and not self.session.is_suspect(now)
         )
+
+    def is_too_old(self, now: float) -> bool:
+        """Whether it has lived for as long as it may, by a limit of its own."""
+        session = self.session
+        limit = session.told.lifetime_seconds if session is not None else None
+        return session is not None and limit is not None and session.ready_at > 0 and now - session.ready_at > limit
 
     def is_idle(self) -> bool:
         """Whether it could be closed at once and nobody would miss an answer; a load that nobody waits for, too."""

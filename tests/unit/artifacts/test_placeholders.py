@@ -32,6 +32,7 @@ class Server:
     """Serves one archive at any address, and notes what it was asked: (method, path, Authorization)."""
 
     def __init__(self, archive: Path) -> None:
+        self.archive = archive
         self.asked: list[tuple[str, str, str | None]] = []
         asked = self.asked
 
@@ -118,6 +119,20 @@ def test_checkpoint_and_adapters_are_fetched_with_their_values(settings: Setting
     assert TOKEN not in str(inputs.spec), "the child puts in its own"
 
 
+def test_a_reward_is_fetched_with_its_values_or_unpacked_where_it_is(settings: Settings, server: Server) -> None:
+    by_url = {"type": "model", "url": f"{server.url}/r.tar.gz", "headers": {"Authorization": "Bearer ${env:PLAIN}"}}
+    reward = localize({"reward_model": by_url}, settings=settings, environment={"PLAIN": TOKEN}).spec["reward_model"]
+
+    assert server.asked == [("GET", "/r.tar.gz", f"Bearer {TOKEN}")]
+    assert set(reward) == {"type", "path"}
+    assert (Path(reward["path"]) / "adapter.bin").read_bytes() == b"weights"
+    here = {"type": "model", "path": str(server.archive), "weight": 2}
+    local = localize({"reward_model": here}, settings=settings).spec["reward_model"]
+    assert local == {"type": "model", "path": reward["path"], "weight": 2}, "the same content is unpacked once"
+    for kept in ({"type": "model", "path": reward["path"]}, {"type": "function", "identifier": "brevity"}):
+        assert localize({"reward_model": kept}, settings=settings).spec["reward_model"] == kept
+
+
 def test_what_an_earlier_stage_gave_is_never_read_as_a_name(settings: Settings, tmp_path: Path) -> None:
     folder = tmp_path / "${env:HOME}"
     folder.mkdir()
@@ -132,6 +147,7 @@ def test_what_an_earlier_stage_gave_is_never_read_as_a_name(settings: Settings, 
         {"output": {"destination": {"type": "http", "url": "http://h/${env:AWAY}"}}},
         {"checkpoint": {"load": {"url": "http://127.0.0.1:1/${env:AWAY}"}}},
         {"model": {"adapters": [{"url": "http://127.0.0.1:1/${env:AWAY}"}]}},
+        {"reward_model": {"url": "http://127.0.0.1:1/${env:AWAY}"}},
     ],
 )
 def test_a_name_without_value_is_told(spec: dict[str, Any], settings: Settings) -> None:
@@ -175,6 +191,7 @@ def test_an_error_does_not_show_what_was_put_in(settings: Settings) -> None:
         ({"output": {"destination": {"headers": {"Authorization": "Bearer ${env:A}"}}}}, {"value-a"}),
         ({"checkpoint": {"load": {"url": "https://u:${env:A}@h/${env:B}?sig=${env:C}"}}}, {"value-a", "value-c"}),
         ({"model": {"adapters": [{"url": "https://h/${env:A}"}, {"url": "https://h/${env:HUB_TOKEN}"}]}}, {"value-t"}),
+        ({"reward_model": {"url": "https://h/${env:B}", "headers": {"Authorization": "Bearer ${env:A}"}}}, {"value-a"}),
         ({"secrets": ["A"], "model": {"adapters": [{"path": "/x/${env:A}"}]}}, {"value-a"}),
         ({"model": {"adapters": [{"path": "/x/${env:GONE}"}]}, "output": {"destination": None}}, set()),
     ],

@@ -202,7 +202,8 @@ def test_presets(invoke: Invoke) -> None:
     shown = json.loads(invoke("presets", "gpus", "--json").stdout)
     assert {"kind": "gpus", "name": "catalogue", "about": ""} in shown
     assert invoke("presets").exit_code == 0
-    assert [row["name"] for row in json.loads(invoke("presets", "containers", "--json").stdout)] == ["loading-worker"]
+    rows = json.loads(invoke("presets", "containers", "--json").stdout)
+    assert [row["name"] for row in rows] == ["loading-session", "loading-worker"]
     told = invoke("presets", "cats")
     assert told.exit_code == 2
     assert "pipelines" in told.stderr

@@ -107,10 +107,11 @@ def test_a_file_that_is_being_written_is_tried_again(
 def test_the_settings_of_one_task_do_not_reach_the_environments_of_others(
     tmp_path: Path, emitter: Emitter, pip: Pip, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = {"PIP_INDEX_URL": "https://me:s3cret@mine", "HTTPS_PROXY": "http://p", "HOME": "/mine", "LD_PRELOAD": "x.so"}
-    for name, value in {**own, "PYTHONPATH": "/of/somebody", "OF_THE_WORKER": "yes"}.items():
+    secret = {"PIP_INDEX_URL": "https://me:s3cret@mine", "HTTPS_PROXY": "http://p", "HOME": "/mine"}
+    env = {"LD_PRELOAD": "x.so", "PIP_EXTRA_INDEX_URL": "https://theirs"}
+    for name, value in {**secret, **env, "PYTHONPATH": "/of/somebody", "OF_THE_WORKER": "yes"}.items():
         monkeypatch.setenv(name, value)
-    wanted = Wanted(requirements=["six"], brought=frozenset(own))
+    wanted = Wanted(requirements=["six"], env=frozenset(env), secrets=frozenset(secret))
 
     mine = python_for(wanted, tmp_path, emitter)
     assert python_for(wanted, tmp_path, emitter) == mine
@@ -120,9 +121,9 @@ def test_the_settings_of_one_task_do_not_reach_the_environments_of_others(
 
     assert len({mine, other, third}) == 3
     (given, *_) = pip.environments
-    assert (given["PIP_INDEX_URL"], given["HTTPS_PROXY"]) == (own["PIP_INDEX_URL"], "http://p")
+    assert (given["PIP_INDEX_URL"], given["HTTPS_PROXY"]) == (secret["PIP_INDEX_URL"], "http://p")
     assert given["OF_THE_WORKER"] == "yes"
-    assert not {"HOME", "LD_PRELOAD", "PYTHONPATH"} & set(given)
+    assert not {"HOME", "LD_PRELOAD", "PIP_EXTRA_INDEX_URL", "PYTHONPATH"} & set(given)
     assert "s3cret" not in (mine.parents[1] / "complete.json").read_text()
 
 
@@ -132,7 +133,7 @@ def test_the_settings_of_one_task_do_not_reach_the_environments_of_others(
         (Wanted(requirements=["--pre"]), "is an option of pip"),
         (Wanted(requirements=["/no/such-1.0-py3-none-any.whl"]), "is no file on this worker"),
         (Wanted(requirements=[f"./{NAME}"]), "is a file of a project"),
-        (Wanted(requirements=["six"], brought={"PIP_TARGET"}), "env.PIP_TARGET is not taken"),
+        (Wanted(requirements=["six"], secrets={"PIP_TARGET"}), "secrets: PIP_TARGET is not taken"),
         (Wanted(requirements=["six"], python="no-such-python"), "is not on this worker"),
     ],
 )

@@ -62,6 +62,8 @@ def test_every_operation_is_read() -> None:
         (b'{"op": "open", "engine": "vllm"}', "needs spec"),
         (b'{"op": "open", "engine": "x", "spec": {}}', "vllm, transformers"),
         (b'{"op": "open", "engine": "vllm", "spec": {"taskType": "sft"}}', "inference, embedding"),
+        (b'{"op": "open", "engine": "vllm", "spec": {"taskType": "container"}}', "inference, embedding"),
+        (b'{"op": "open", "engine": "container", "spec": {}}', "engine container serves container"),
         (b'{"op": "open", "engine": "vllm", "spec": {}, "gpus": [1]}', "gpus"),
         (b'{"op": "open", "engine": "vllm", "spec": {}, "cache_dir": 1}', "cache_dir"),
         (b'{"op": "open", "engine": "vllm", "spec": {}, "share_mib": "8"}', "share_mib"),

@@ -42,6 +42,29 @@ def test_what_each_request_brings_along_is_not_in_the_name() -> None:
     assert session_name({"taskType": "sft", "model": spec_of()["model"]}) == ""
 
 
+def container(request: Any = 1, *, env: Any = None, **section: Any) -> dict[str, Any]:
+    return {"taskType": "container", "container": {"preset": "p", "request": request, **section}, "env": env}
+
+
+def test_requests_to_one_container_have_one_name() -> None:
+    name = session_name(container())
+
+    assert name
+    assert session_name(container({"other": "request"}, metrics={"a": "(.)"})) == name
+    others = [
+        container(env={"A": "b"}),
+        container(env_vars={"A": "b"}),
+        container(workdir="/x"),
+        {**container(), "secrets": ["A"]},
+    ]
+    assert len({name, *(session_name(other) for other in others), session_name(container(), ["gpu"])}) == 6
+
+
+def test_a_container_without_a_request_is_answered_by_no_session() -> None:
+    assert session_name(container(None)) == ""
+    assert session_name({"taskType": "container", "container": {"image": "a:1"}}) == ""
+
+
 def test_a_request_says_how_much_of_a_gpu_is_its_own() -> None:
     request = Request(task_id="t", task_type="echo", spec={}, output_dir="o", share_mib=4096)
 

@@ -112,7 +112,7 @@ def test_an_operators_presets_hide_shipped_ones(tmp_path: Path) -> None:
     preset, path = container_preset("loading-worker", tmp_path)
 
     assert (preset.image, preset.env, path.parent) == ("acme/mine:1", {"MODEL_NAME": "a", "N": "1"}, tmp_path)
-    assert preset_images(tmp_path) == ("acme/mine:1",)
+    assert preset_images(tmp_path) == ("loading-worker:latest", "acme/mine:1")
     with pytest.raises(GPUFlowError, match="did you mean loading-worker"):
         container_preset("loading-work", tmp_path)
     for name in ("../x", "/etc/passwd", ""):
@@ -130,6 +130,9 @@ def test_an_operators_presets_hide_shipped_ones(tmp_path: Path) -> None:
         ("image: a\nmounts: [{source: a, target: /b}]", "must be an absolute path"),
         ("image: a\nprocess: {folder: x}", "process has no command"),
         ("image: a\nmemory: 3", "is not an amount of memory"),
+        ("image: a\nidle_timeout: 5m", "idle_timeout is of sessions only; add `mode: session`"),
+        ("image: a\nmode: session\nmax_lifetime: soon", "max_lifetime"),
+        ("image: a\ncommand: x\nmode: session\nprocess: {}", "process has no folder"),
         ("- image", "preset: Input should be"),
     ],
 )

@@ -24,6 +24,10 @@ def echo(field: str) -> str:
     return task(f"taskType: echo\n{field}")
 
 
+def grpo(reward: str) -> str:
+    return task(f"taskType: grpo\n{MODEL}\ndata: {{prompts: [hi]}}\nreward_model: {{{reward}}}")
+
+
 def stages(*entries: str) -> str:
     return task("taskType: echo\nstages:\n" + "\n".join(f"  - {entry}" for entry in entries))
 
@@ -58,6 +62,11 @@ WRONG = [
     (HEAD + "metadata: {nam: x}\nspec: {taskType: echo}", "metadata.nam", "did you mean 'name'"),
     (HEAD + "metadata: words\nspec: {taskType: echo}", "metadata", "must be a mapping"),
     (task(MODEL), "spec.taskType", "required and missing"),
+    (grpo("type: model"), "spec.reward_model", "needs identifier, path or url"),
+    (grpo("type: model, path: /a, url: 'http://h/a'"), "spec.reward_model", "path and url, which contradict"),
+    (grpo("type: function, url: 'http://h/a'"), "spec.reward_model", "is a function, which is no url"),
+    (grpo("identifier: a, headers: {Authorization: '${env:A}'}"), "spec.reward_model", "has headers"),
+    (task("taskType: container\ncontainer: {image: 'a:1', request: 1}"), "spec.container", "only a preset"),
     (task("taskType: infrence"), "spec.taskType", "did you mean 'inference'"),
     (task("taskType: [sft]"), "spec.taskType", "must be echo"),
     (task("taskType: inference\ndata: {items: [hi]}"), "spec.model", "needs model.source"),

@@ -143,6 +143,47 @@ def test_other_variables_get_another_session_and_cost_no_attempt(pool: Pool) -> 
     eventually(lambda: not pool.sessions._look(), what="it ends with the last of them")
 
 
+def test_one_that_answers_in_turn_has_one_place(pool: Pool) -> None:
+    pool.sessions.expect("s", "a", None, None, in_turn=True)
+    assert not pool.sessions.join("s", "b"), "while it loads, too"
+    assert pool.sessions.full() == ("s",)
+    finish(pool.ask("a", "echo a"))
+    ready(pool)
+    assert not pool.sessions.join("s", "b")
+
+    pool.sessions.leave("a")
+
+    assert pool.sessions.join("s", "b")
+    assert not pool.sessions.join("s", "c")
+
+
+def test_one_that_is_too_old_answers_what_it_has_and_nothing_more(pool: Pool) -> None:
+    pool.sessions.expect("s", "a", None, None)
+    running = pool.ask("a", f"wait {pool.folder / 'go'}", scripted(LIFETIME_SECONDS="0.01"))
+    warm = ready(pool)
+    eventually(lambda: warm.is_too_old(time.monotonic()), what="its age")
+
+    pool.sessions.keeper.look()
+
+    assert not pool.sessions.join("s", "b")
+    (pool.folder / "go").touch()
+    assert finish(running)["status"] == "completed"
+    pool.sessions.leave("a")
+    eventually(lambda: not pool.sessions._look(), what="it ends with its last request")
+
+
+def test_the_idle_time_that_a_session_says_stands_in_place_of_the_workers(pool: Pool) -> None:
+    pool.sessions.expect("s", "a", None, None)
+    finish(pool.ask("a", "echo a", scripted(IDLE_SECONDS="0.05")))
+    pool.sessions.leave("a")
+
+    def ended() -> bool:
+        pool.sessions.keeper.look()
+        return not pool.sessions._look()
+
+    eventually(ended, what="its end")
+
+
 def test_a_drain_answers_those_that_have_a_place(pool: Pool) -> None:
     pool.sessions.expect("s", "a", None, None)
     finish(pool.ask("a", "echo a"))
@@ -382,7 +423,7 @@ def test_one_that_is_closed_and_does_not_end_is_ended(pool: Pool, monkeypatch: p
 
 def test_idle_ones_are_closed_by_the_keeper(tmp_path: Path) -> None:
     pool = Pool(tmp_path)
-    pool.sessions.keeper = Keeper(pool.sessions._look, pool.sessions._close_idle, 0.1)
+    pool.sessions.keeper = Keeper(pool.sessions._look, pool.sessions._close_idle, pool.sessions._retire, 0.1)
     pool.sessions.expect("s", "a", None, None)
     finish(pool.ask("a", "echo a"))
     pool.sessions.leave("a")

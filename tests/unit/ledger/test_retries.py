@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpuflow.ledger.retries import MAX_BACKOFF_SECONDS, Again, End, decide
 from gpuflow.ledger.states import TaskState
-from gpuflow.worker.retries import MAX_BACKOFF_SECONDS, Again, End, decide
 
 
 def failure(retryable: bool = True) -> dict[str, Any]:

@@ -1,0 +1,88 @@
+"""The results folder of a caller: the files of its call in the run's folder, by hard links.
+
+So they take no space of their own, and stay when the run's folder goes. A machine that has not run it has none of
+them; the result itself stands in the record.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import uuid
+from pathlib import Path
+from typing import Final
+
+from gpuflow.logs import get_logger
+
+log = get_logger("gpuflow.merge")
+
+#: Folder of an attempt that has one folder for each of several calls.
+CHILDREN_FOLDER: Final = "children"
+#: An id that can name a folder (`worker.results`); a call with another one is not merged.
+SAFE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+#: Folders of an attempt that are no results.
+_WORKING_FOLDERS: Final = frozenset({"checkpoints", "work"})
+
+
+def link_results(
+    results_dir: Path, run_id: str, attempt: int, digest: str, caller_id: str, *, single: bool
+) -> Path | None:
+    """Link the files of one call into `<results_dir>/<caller>/attempt-N`; return that folder.
+
+    `single`: the run had no other call. None where they are not on this machine, or cannot be linked. May be done
+    again.
+    """
+    if not SAFE_ID.fullmatch(caller_id):
+        return None
+    source = call_folder(results_dir, run_id, attempt, digest, single=single)
+    root = results_dir / caller_id
+    target = root / f"attempt-{attempt}"
+    fresh = root / f".attempt-{attempt}.new-{uuid.uuid4().hex}"
+    try:
+        if target.is_dir() or not source.is_dir():
+            return target if target.is_dir() else None
+        _link_tree(source, fresh)
+        fresh.rename(target)
+        for entry in sorted(target.iterdir()):
+            _point(root / entry.name, Path(target.name) / entry.name)
+        return target
+    except (OSError, ValueError) as error:
+        # Some mean that another thread was first: two may complete one run at once.
+        if getattr(error, "errno", None) not in (errno.EEXIST, errno.ENOTEMPTY):
+            log.warning("results_not_linked", run=run_id, caller=caller_id, cause=str(error))
+        shutil.rmtree(fresh, ignore_errors=True)
+        return _whole(target)
+
+
+def call_folder(results_dir: Path, run_id: str, attempt: int, digest: str, *, single: bool) -> Path:
+    """Return the folder of one call in that of its run."""
+    folder = results_dir / run_id / f"attempt-{attempt}"
+    return folder if single else folder / CHILDREN_FOLDER / digest
+
+
+def _whole(folder: Path) -> Path | None:
+    """Return the folder if it is there: it appears by rename, whole."""
+    try:
+        return folder if folder.is_dir() else None
+    except OSError:
+        return None
+
+
+def _link_tree(source: Path, target: Path) -> None:
+    target.mkdir(parents=True)
+    for entry in source.iterdir():
+        if entry.is_symlink() or (entry.name in _WORKING_FOLDERS or entry.name.startswith(".")):
+            continue
+        if entry.is_dir():
+            _link_tree(entry, target / entry.name)
+        else:
+            os.link(entry, target / entry.name)
+
+
+def _point(link: Path, target: Path) -> None:
+    fresh = link.with_name(f".{link.name}.new-{uuid.uuid4().hex}")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(target)
+    fresh.replace(link)
