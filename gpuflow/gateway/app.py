@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gpuflow.gateway import problems
 from gpuflow.gateway.auth import Gatekeeper
 from gpuflow.gateway.files import ResultsFolder
+from gpuflow.gateway.metrics import metrics_router
 from gpuflow.gateway.results import results_router
 from gpuflow.gateway.retention import remove_old_results, remove_stale_parts
 from gpuflow.gateway.uploads import Limits, Uploads
@@ -57,7 +58,9 @@ def create_app(settings: Settings, *, limits: Limits | None = None) -> FastAPI:
         """Say that the gateway answers."""
         return {"status": "ok"}
 
-    app.include_router(results_router(folder, uploads, Gatekeeper(settings)))
+    gatekeeper = Gatekeeper(settings)
+    app.include_router(results_router(folder, uploads, gatekeeper))
+    app.include_router(metrics_router(settings, gatekeeper))
     return app
 
 
