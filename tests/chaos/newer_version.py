@@ -1,4 +1,4 @@
-"""Makes this worker a newer version: it writes and reads schema 2. Loaded by `--include newer_version`."""
+"""Makes this worker a newer version: it writes and reads the next schema. Loaded by `--include newer_version`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from gpuflow import celery_app
 from gpuflow.ledger import ledger, records
 from gpuflow.worker import supervisor
 
-SCHEMA = 2
+SCHEMA = records.RECORD_SCHEMA + 1
 MODULES = (celery_app, ledger, records, supervisor)
 
 for module in MODULES:

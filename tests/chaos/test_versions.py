@@ -20,7 +20,8 @@ from tests.support.waiting import eventually, patient
 
 #: Where the schema number is used; `newer_version` changes the same in a worker, and so is not imported here.
 MODULES = (celery_app, ledger, records, supervisor)
-NEWER = 2
+CURRENT = records.RECORD_SCHEMA
+NEWER = CURRENT + 1
 HERE = str(Path(__file__).resolve().parent)
 
 
@@ -29,7 +30,7 @@ def test_the_old_hands_back_what_is_newer_and_the_new_runs_what_is_older(
 ) -> None:
     gate = tmp_path / "gate"
     for module in MODULES:
-        monkeypatch.setattr(module, "RECORD_SCHEMA", 1)
+        monkeypatch.setattr(module, "RECORD_SCHEMA", CURRENT)
     old = fleet.start_worker("old", "--max-jobs", "2", env=LEASE)
     running = submit(fleet.echo(until_exists=str(gate), output="old"), app=fleet.app)
     eventually(lambda: running.state == "RUNNING")
@@ -52,7 +53,7 @@ def test_the_old_hands_back_what_is_newer_and_the_new_runs_what_is_older(
     old.send(signal.SIGTERM)
     eventually(lambda: fleet.registry.find("old").state is WorkerState.DRAINING, what="the old worker draining")
     for module in MODULES:
-        monkeypatch.setattr(module, "RECORD_SCHEMA", 1)
+        monkeypatch.setattr(module, "RECORD_SCHEMA", CURRENT)
     older = submit(fleet.echo(output="older"), app=fleet.app)
     gate.touch()
 
