@@ -80,6 +80,24 @@ def test_the_second_of_two_cancels_sent_again_leaves_the_next_life_alone(fleet: 
     assert task.record().state == TaskState.QUEUED
 
 
+def test_a_return_sent_again_after_its_cancelled_task_came_here_once_more_changes_nothing(
+    fleet: TestFleet, table: LeaseTable
+) -> None:
+    # Given a message that its process has put back and has again, and whose task is cancelled meanwhile
+    ledger, client = fleet.app.ledger, fleet.broker.client
+    task = submit(fleet.echo(output=1), app=fleet.app)
+    tag, list_key, raw = popped(fleet, table)
+    assert table.take(tag, "cpu", list_key, raw, "0")
+    calls = Calls(client)
+    with calls.of("worker"):
+        assert table.settle(tag, "front")
+    popped(fleet, table)
+    assert ledger.cancel(task.id) == ("cancelled", "CANCELLED")
+
+    # When the return is sent again, then it puts nothing back: it is of an earlier delivery
+    assert calls.again() == 0
+
+
 def test_a_start_sent_again_after_its_message_went_back_begins_nothing(fleet: TestFleet, table: LeaseTable) -> None:
     # Given a START whose process has lost the lease to a sweep, and has the message again after another one began it
     ledger, client = fleet.app.ledger, fleet.broker.client

@@ -81,7 +81,8 @@ local function finish(record, events, attempts, dead, unfinished, cap, ttl, seco
   if before == 'MERGED' then leave_run(prefix, id, run, call, dead, unfinished, cap, ttl, seconds) end
 end
 
--- End a task that no attempt runs: its message is taken away.
+-- End a task that no attempt runs: its message is taken away. One that somebody holds is told apart from its earlier
+-- deliveries as before: its acknowledgement ends that.
 local function take_message(ready, delayed, parked, record)
   local list, message = unpack(redis.call('HMGET', record, 'list', 'message'))
   if not list or not message then return end
@@ -89,7 +90,7 @@ local function take_message(ready, delayed, parked, record)
   local tag = cjson.decode(message)['properties']['delivery_tag']
   redis.call('ZREM', delayed, tag)
   redis.call('HDEL', parked, tag)
-  forget_return(ready, tag)
+  if redis.call('HEXISTS', prefix_of(ready) .. 'gpuflow.owners', tag) == 0 then forget_return(ready, tag) end
 end
 
 local function cancelled_error(message) return cjson.encode({type = 'Cancelled', message = message, retryable = false}) end
