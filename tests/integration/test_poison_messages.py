@@ -88,7 +88,7 @@ def test_a_message_that_cannot_be_run_ends_its_task_and_nobody_else(
         with pytest.raises(TaskFailed, match=r"cannot be run.*submit the task again"):
             task.get(timeout=patient(30))
         assert task.record().error["type"] == "UnreadableMessage"
-        assert AsyncResult(task.id, app=fleet.app).state == "FAILURE"
+        eventually(lambda: AsyncResult(task.id, app=fleet.app).state == "FAILURE", what="the word to Celery")
     (told,) = eventually(fleet.app.ledger.unreadable, what="a message aside")
     assert told["list"] == "cpu"
     assert told["why"]
@@ -104,7 +104,7 @@ def test_arguments_that_are_none_fail_the_task(fleet: TestFleet) -> None:
 
     with pytest.raises(TaskFailed):
         task.get(timeout=patient(30))
-    assert AsyncResult(task.id, app=fleet.app).state == "FAILURE"
+    eventually(lambda: AsyncResult(task.id, app=fleet.app).state == "FAILURE", what="the word to Celery")
     eventually(lambda: fleet.broker.client.zcard(fleet.app.keys.leases) == 0, what="the end of its lease")
 
 
