@@ -13,15 +13,17 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeVar
 
 from gpuflow.protocol import PREEMPTED
 
 _CANCEL: Final = (signal.SIGTERM, signal.SIGINT)
 _NOTICE: Final = signal.SIGUSR1
+T = TypeVar("T")
+
 #: A signal that the main thread has not seen is sent to it again after this many seconds.
 _AGAIN_SECONDS: Final = 0.2
 
@@ -103,6 +105,24 @@ def check() -> None:
     """Raise again what a signal raised, for loops inside libraries that swallow exceptions."""
     if _State.raised is not None:
         raise _State.raised
+
+
+def run_async(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine as `asyncio.run` does, and raise what a signal raised in whichever callback it came.
+
+    asyncio keeps an exception for itself that is raised in a callback, or in another task than this one: the loop goes
+    on then, and waits for what may come no more.
+    """
+    import asyncio  # most children need none of it
+
+    async def watched() -> T:
+        task = asyncio.ensure_future(work)
+        while not task.done():
+            await asyncio.wait({task}, timeout=_AGAIN_SECONDS)
+            check()
+        return task.result()
+
+    return asyncio.run(watched())
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from executors import cancellation
 from executors.base import ExecutorError, bad_input
 from executors.containers.files import RequestFolder, SharedFolder
 from executors.containers.starting import Launch, launch_of, starter_of
@@ -354,6 +355,6 @@ def answer_alone(launch: Launch, emitter: Emitter) -> dict[str, Any]:
     engine = ContainerEngine(alone=True)
     engine.start(launch, emitter)
     try:
-        return asyncio.run(engine.run(launch.request, emitter))
+        return cancellation.run_async(engine.run(launch.request, emitter))
     finally:
         engine.close()

@@ -5,11 +5,11 @@ Found by `registry` in a child that was started for vLLM. The transformers engin
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
+from executors import cancellation
 from executors.base import Executor
 from executors.merging import MergedChild, Result
 from executors.sessions.children import answer_children
@@ -55,7 +55,7 @@ class Alone(Executor):
             checkpoint_path=request.checkpoint_path,
         )
         with _loaded(opening, emitter) as engine:
-            return asyncio.run(answer(engine, opening))
+            return cancellation.run_async(answer(engine, opening))
 
 
 @contextmanager
