@@ -76,3 +76,14 @@ class ArtifactError(GPUFlowError):
 
 class AuthError(GPUFlowError):
     """The token is missing, unknown or has not the right for this."""
+
+
+class NotAllowed(GPUFlowError):
+    """The policy of the worker does not allow this.
+
+    `setting` is the variable of the worker that would allow it. A task that is refused so fails and is not tried again.
+    """
+
+    def __init__(self, message: str | None = None, setting: str = "") -> None:
+        super().__init__(message)
+        self.setting = setting
