@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +20,7 @@ from gpuflow.errors import TaskCancelled, TaskDead, TaskFailed, UnknownTask
 from gpuflow.explaining import explain
 from gpuflow.ledger.states import TaskState
 from gpuflow.routing.families import CONTROL_QUEUE
+from tests.fixtures.fleets import OPTIONS
 from tests.support.fleet import TestFleet
 from tests.support.waiting import eventually, patient
 
@@ -49,85 +52,108 @@ def runs(fleet: TestFleet) -> list[Any]:
     return [record for record in fleet.app.ledger.recent(1000) if record.is_run]
 
 
-def test_equal_calls_run_once_and_each_has_its_own_end(fleet: TestFleet, tmp_path: Path) -> None:
-    tasks = [submit(call({"n": 1}, artifact="note.txt"), app=fleet.app) for _ in range(5)]
-    assert {task.state for task in tasks} == {"MERGED"}
-    assert len({task.record().run for task in tasks}) == 1
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestFleet]:
+    """A broker and one worker, which runs one task at a time, for the tests whose outputs are theirs alone."""
+    made = TestFleet(tmp_path_factory.mktemp("shared"), options=OPTIONS)
+    try:
+        made.start_worker("w1", "--max-jobs", "1")
+        yield made
+    finally:
+        made.close()
 
-    fleet.start_worker()
+
+@contextlib.contextmanager
+def waiting_queue(fleet: TestFleet, folder: Path) -> Iterator[None]:
+    """Keep the worker of `shared` busy, so that what is submitted inside waits until the end of the block."""
+    gate = folder / "end-of-the-wait"
+    busy = submit({**call("busy", until_exists=str(gate)), "merge": "never"}, app=fleet.app)
+    eventually(lambda: busy.state == "RUNNING")
+    try:
+        yield
+    finally:
+        gate.touch()
+
+
+def test_equal_calls_run_once_and_each_has_its_own_end(shared: TestFleet, tmp_path: Path) -> None:
+    before = counts(shared)
+    with waiting_queue(shared, tmp_path):
+        tasks = [submit(call({"n": 1}, artifact="note.txt"), app=shared.app) for _ in range(5)]
+        assert {task.state for task in tasks} == {"MERGED"}
+        assert len({task.record().run for task in tasks}) == 1
 
     assert [task.get(timeout=patient(30))["output"] for task in tasks] == [{"n": 1}] * 5
-    (run,) = runs(fleet)
+    run = run_of(tasks[0]).record()
     assert (run.state, run.attempt) == ("SUCCEEDED", 1)
     for task in tasks:
         record = task.record()
         assert (record.state, record.attempt, record.worker, record.run) == ("SUCCEEDED", 1, "w1", run.id)
-        folder = fleet.results / task.id
+        folder = shared.results / task.id
         assert json.loads((folder / "responses.json").read_text())["output"] == {"n": 1}
         manifest = json.loads((folder / "manifest.json").read_text())
         assert {"note.txt", "responses.json"} <= {item["name"] for item in manifest["artifacts"]}
         assert record.result["result_dir"] == str(folder / "attempt-1")
         assert (folder / "note.txt").exists()
-        assert eventually(lambda task=task: fleet.app.AsyncResult(task.id).state == "SUCCESS")
-        assert fleet.app.AsyncResult(task.id).get(timeout=patient(10))["output"] == {"n": 1}
+        assert eventually(lambda task=task: shared.app.AsyncResult(task.id).state == "SUCCESS")
+        assert shared.app.AsyncResult(task.id).get(timeout=patient(10))["output"] == {"n": 1}
         assert [entry.outcome for entry in task.attempts()] == ["succeeded"]
-    assert counts(fleet)["new"] == 1 and counts(fleet)["coalesced"] == 4
-    assert not fleet.broker.client.keys("merge:*")
+    assert {name: counts(shared)[name] - before.get(name, 0) for name in ("new", "coalesced")} == {
+        "new": 1,
+        "coalesced": 4,
+    }
+    assert not shared.broker.client.keys(f"merge:*{run.id}*")
 
 
-def test_a_call_joins_a_run_that_is_running(fleet: TestFleet, tmp_path: Path) -> None:
-    fleet.start_worker()
+def test_a_call_joins_a_run_that_is_running(shared: TestFleet, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
-    first = submit(call(1, until_exists=str(gate)), app=fleet.app)
+    first = submit(call(1, until_exists=str(gate)), app=shared.app)
     eventually(lambda: run_of(first).state == "RUNNING")
 
-    second = submit(call(1, until_exists=str(gate)), app=fleet.app)
+    second = submit(call(1, until_exists=str(gate)), app=shared.app)
     gate.touch()
 
     assert [first.get(timeout=patient(30))["pid"], second.get(timeout=patient(30))["pid"]] == [first.result["pid"]] * 2
-    assert len(runs(fleet)) == 1
+    assert first.record().run == second.record().run
 
 
-def test_different_calls_travel_together_and_a_bad_one_fails_alone(fleet: TestFleet) -> None:
-    good = [submit(call(number), app=fleet.app) for number in range(2)]
-    same = submit(call(0), app=fleet.app)
-    bad = submit(call(2, fail={"type": "Boom", "message": "no luck", "retryable": False}), app=fleet.app)
-    assert len({task.record().run for task in (*good, same, bad)}) == 1
-
-    fleet.start_worker()
+def test_different_calls_travel_together_and_a_bad_one_fails_alone(shared: TestFleet, tmp_path: Path) -> None:
+    with waiting_queue(shared, tmp_path):
+        good = [submit(call(number), app=shared.app) for number in range(2)]
+        same = submit(call(0), app=shared.app)
+        bad = submit(call(2, fail={"type": "Boom", "message": "no luck", "retryable": False}), app=shared.app)
+        assert len({task.record().run for task in (*good, same, bad)}) == 1
 
     assert [task.get(timeout=patient(30))["output"] for task in (*good, same)] == [0, 1, 0]
     with pytest.raises(TaskFailed, match="no luck"):
         bad.get(timeout=patient(30))
-    (run,) = runs(fleet)
-    assert run.state == "SUCCEEDED"
+    assert run_of(bad).state == "SUCCEEDED"
     for task in good:
-        folder = fleet.results / task.id
+        folder = shared.results / task.id
         manifest = json.loads((folder / "manifest.json").read_text())
         assert {item["name"] for item in manifest["artifacts"]} == {"responses.json"}
         assert json.loads((folder / "responses.json").read_text())["output"] == task.result["output"]
     with pytest.raises(TaskFailed, match="no luck"):
-        fleet.app.AsyncResult(bad.id).get(timeout=patient(10))
+        shared.app.AsyncResult(bad.id).get(timeout=patient(10))
 
 
-def test_a_batch_whose_process_dies_is_tried_call_by_call(fleet: TestFleet) -> None:
+def test_a_batch_whose_process_dies_is_tried_call_by_call(shared: TestFleet, tmp_path: Path) -> None:
+    before = counts(shared).get("regrouped", 0)
     retry = {"max_attempts": 1}
-    good = submit(call(1, retry=retry), app=fleet.app)
-    killer = submit(call(2, retry=retry, exit_code=3), app=fleet.app)
-    assert run_of(good).id == run_of(killer).id
-
-    fleet.start_worker()
+    with waiting_queue(shared, tmp_path):
+        good = submit(call(1, retry=retry), app=shared.app)
+        killer = submit(call(2, retry=retry, exit_code=3), app=shared.app)
+        assert run_of(good).id == run_of(killer).id
 
     assert good.get(timeout=patient(30))["output"] == 1
     with pytest.raises(TaskFailed):
         killer.get(timeout=patient(30))
-    assert counts(fleet)["regrouped"] == 2
+    assert counts(shared)["regrouped"] - before == 2
 
 
-def test_a_caller_that_is_cancelled_leaves_and_the_last_one_ends_the_run(fleet: TestFleet, tmp_path: Path) -> None:
-    worker = fleet.start_worker()
+def test_a_caller_that_is_cancelled_leaves_and_the_last_one_ends_the_run(shared: TestFleet, tmp_path: Path) -> None:
+    (worker,) = shared.workers
     gate = tmp_path / "gate"
-    first, second = (submit(call(1, until_exists=str(gate)), app=fleet.app) for _ in range(2))
+    first, second = (submit(call(1, until_exists=str(gate)), app=shared.app) for _ in range(2))
     run = run_of(first)
     eventually(lambda: run.state == "RUNNING" and worker.supervised())
 
@@ -138,7 +164,7 @@ def test_a_caller_that_is_cancelled_leaves_and_the_last_one_ends_the_run(fleet: 
 
     assert second.cancel() == "cancelled"
     eventually(lambda: run.state == "CANCELLED" and not worker.supervised())
-    later = submit(call(1, until_exists=str(gate)), app=fleet.app)
+    later = submit(call(1, until_exists=str(gate)), app=shared.app)
     gate.touch()
     assert later.get(timeout=patient(30))["output"] == 1
     assert run_of(later).id != run.id
@@ -157,20 +183,19 @@ def test_a_run_that_waits_ends_with_its_last_caller_and_leaves_nothing(fleet: Te
     assert not fleet.broker.client.keys("merge:*")
 
 
-def test_revoke_is_a_leave(fleet: TestFleet, tmp_path: Path) -> None:
-    fleet.start_worker()
+def test_revoke_is_a_leave(shared: TestFleet, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
-    first, second = (submit(call(1, until_exists=str(gate)), app=fleet.app) for _ in range(2))
+    first, second = (submit(call(1, until_exists=str(gate)), app=shared.app) for _ in range(2))
     run = run_of(first)
     eventually(lambda: run.state == "RUNNING")
 
-    fleet.app.AsyncResult(first.id).revoke(terminate=True)
+    shared.app.AsyncResult(first.id).revoke(terminate=True)
 
     eventually(lambda: first.state == "CANCELLED")
     assert run.state == "RUNNING"
     gate.touch()
     assert second.get(timeout=patient(30))["output"] == 1
-    assert eventually(lambda: fleet.app.AsyncResult(first.id).state == "REVOKED")
+    assert eventually(lambda: shared.app.AsyncResult(first.id).state == "REVOKED")
 
 
 def test_a_chord_a_group_with_links_and_a_chain_complete(fleet: TestFleet) -> None:
@@ -259,9 +284,11 @@ def test_a_more_urgent_caller_raises_the_run(fleet: TestFleet) -> None:
     assert run_of(low).record().started_at < other.record().started_at
 
 
-def test_a_caller_tells_what_its_run_tells_of_its_call(fleet: TestFleet) -> None:
-    one, other = (submit(call(number, steps=number), app=fleet.app) for number in (2, 3))
-    fleet.start_worker()
+def test_a_caller_tells_what_its_run_tells_of_its_call(shared: TestFleet, tmp_path: Path) -> None:
+    with waiting_queue(shared, tmp_path):
+        one, other = (submit(call(number, steps=number), app=shared.app) for number in (2, 3))
+    for task in (one, other):
+        task.get(timeout=patient(30))
 
     def steps(task: Task) -> list[Any]:
         return [
@@ -286,8 +313,7 @@ def test_a_merged_call_is_explained_by_its_run_and_counted(fleet: TestFleet) -> 
     assert counts(fleet) == {"calls": 2, "coalesced": 1, "new": 1}
 
 
-def test_a_stage_of_equal_calls_is_one_execution(fleet: TestFleet) -> None:
-    fleet.start_worker()
+def test_a_stage_of_equal_calls_is_one_execution(shared: TestFleet) -> None:
     spec = call("same")
     run = submit_pipeline(
         {
@@ -301,17 +327,16 @@ def test_a_stage_of_equal_calls_is_one_execution(fleet: TestFleet) -> None:
                 ]
             },
         },
-        app=fleet.app,
+        app=shared.app,
     )
     run.wait(timeout=patient(60))
     assert (run["ask"].result or {})["output"] == (run["again"].result or {})["output"] == "same"
 
 
-def test_a_retried_caller_runs_by_itself_and_a_run_has_no_retry(fleet: TestFleet, tmp_path: Path) -> None:
-    fleet.start_worker()
+def test_a_retried_caller_runs_by_itself_and_a_run_has_no_retry(shared: TestFleet, tmp_path: Path) -> None:
     flag = tmp_path / "flag"
     fail = {"type": "Boom", "message": "not yet", "retryable": False, "unless_exists": str(flag)}
-    one, other = (submit(call(1, fail=fail), app=fleet.app) for _ in range(2))
+    one, other = (submit(call(1, fail=fail), app=shared.app) for _ in range(2))
     for task in (one, other):
         with pytest.raises(TaskFailed, match="not yet"):
             task.get(timeout=patient(30))
@@ -446,24 +471,26 @@ def test_links_of_a_teams_own_task_are_called_once_each(fleet: TestFleet, plain:
 
 
 @pytest.mark.parametrize("options", [{"compression": "gzip"}, {"serializer": "yaml"}])
-def test_a_caller_with_another_encoding_runs_by_itself(fleet: TestFleet, options: dict[str, str]) -> None:
-    fleet.app.conf.accept_content = ["json", "yaml"]
-    odd = fleet.app.send_task(ECHO, kwargs={"spec": call(1)}, **options)
-    usual = submit(call(1), app=fleet.app)
-    assert fleet.state(odd.id) == "QUEUED" and usual.state == "MERGED"
-    fleet.start_worker()
+def test_a_caller_with_another_encoding_runs_by_itself(
+    shared: TestFleet, tmp_path: Path, options: dict[str, str]
+) -> None:
+    shared.app.conf.accept_content = ["json", "yaml"]
+    with waiting_queue(shared, tmp_path):
+        odd = shared.app.send_task(ECHO, kwargs={"spec": call(1)}, **options)
+        usual = submit(call(1), app=shared.app)
+        assert shared.state(odd.id) == "QUEUED" and usual.state == "MERGED"
     assert usual.get(timeout=patient(30))["output"] == 1
-    eventually(lambda: fleet.state(odd.id) in ("SUCCEEDED", "FAILED"))
+    eventually(lambda: shared.state(odd.id) in ("SUCCEEDED", "FAILED"))
 
 
 @pytest.mark.parametrize("task_id", ["../../outside", "/tmp/outside-of-results", "x" * 300, "a/attempt-1", "nul\0"])
-def test_an_id_that_names_no_folder_is_not_merged(fleet: TestFleet, task_id: str) -> None:
-    usual = submit(call(1, artifact="note.txt"), app=fleet.app)
-    odd = fleet.app.send_task(ECHO, kwargs={"spec": call(1, artifact="note.txt")}, task_id=task_id)
-    assert fleet.state(odd.id) == "QUEUED"
-    fleet.start_worker()
+def test_an_id_that_names_no_folder_is_not_merged(shared: TestFleet, tmp_path: Path, task_id: str) -> None:
+    with waiting_queue(shared, tmp_path):
+        usual = submit(call(1, artifact="note.txt"), app=shared.app)
+        odd = shared.app.send_task(ECHO, kwargs={"spec": call(1, artifact="note.txt")}, task_id=task_id)
+        assert shared.state(odd.id) == "QUEUED"
     assert usual.get(timeout=patient(30))["output"] == 1
-    assert not (fleet.folder / "outside").exists() and not Path("/tmp/outside-of-results").exists()
+    assert not (shared.folder / "outside").exists() and not Path("/tmp/outside-of-results").exists()
 
 
 def test_a_retry_by_hand_while_the_end_is_on_its_way_runs_in_its_own_queue(fleet: TestFleet) -> None:
@@ -498,26 +525,25 @@ def test_a_revoked_caller_whose_end_is_on_its_way_gets_that_end(fleet: TestFleet
     body = chord(header, app=fleet.app)(fleet.app.signature("plain_tasks.outputs"))
     (run,) = runs(fleet)
     ids = [one.id for one in body.parent.results]
-    fleet.app.control.revoke(ids, reply=True, timeout=patient(5))
+    fleet.app.control.revoke(ids, reply=True, limit=1, timeout=patient(5))
     for one in ids:
         eventually(lambda one=one: fleet.state(one) == "CANCELLED")
     eventually(lambda: fleet.state(run.id) == "CANCELLED")
 
 
-def test_celery_sees_the_progress_of_the_run(fleet: TestFleet, tmp_path: Path) -> None:
-    fleet.start_worker()
+def test_celery_sees_the_progress_of_the_run(shared: TestFleet, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
-    task = submit(call(1, until_exists=str(gate)), app=fleet.app)
-    result = fleet.app.AsyncResult(task.id)
+    task = submit(call(1, until_exists=str(gate)), app=shared.app)
+    result = shared.app.AsyncResult(task.id)
     eventually(lambda: result.state in ("STARTED", "PROGRESS"))
     gate.touch()
     assert result.get(timeout=patient(30))["output"] == 1
 
 
-def test_a_dead_run_is_no_dead_letter_and_all_of_them_can_be_retried(fleet: TestFleet) -> None:
+def test_a_dead_run_is_no_dead_letter_and_all_of_them_can_be_retried(shared: TestFleet) -> None:
+    before = {record.id for record in shared.app.ledger.dead()}
     fail = {"type": "Boom", "message": "no luck", "retryable": True}
-    task = submit(call(1, fail=fail, retry={"max_attempts": 1}), app=fleet.app)
-    fleet.start_worker()
+    task = submit(call(1, fail=fail, retry={"max_attempts": 1}), app=shared.app)
     with pytest.raises(TaskDead):
         task.get(timeout=patient(30))
-    assert [record.id for record in fleet.app.ledger.dead()] == [task.id]
+    assert {record.id for record in shared.app.ledger.dead()} - before == {task.id}
