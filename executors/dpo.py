@@ -14,6 +14,7 @@ class PreferenceTuning(Training):
     """Trains on pairs of answers of which one is preferred."""
 
     task_types: ClassVar[tuple[str, ...]] = ("dpo",)
+    continues_adapters: ClassVar[bool] = True
     bare: ClassVar[str] = "chosen"
 
     def roles(self, rows: Sequence[Mapping[str, Any]], data: Mapping[str, Any]) -> Rows:
@@ -36,7 +37,7 @@ class PreferenceTuning(Training):
             shape_preferences(rows, chat=parts.has_template, separator=parts.separator)
             for rows in (parts.job.train_rows, parts.job.eval_rows)
         ]
-        # With an adapter, the model without it is the reference. TRL would load a full one from the hub again, and
-        # so without the adapters that were merged into this one.
-        reference = None if parts.peft_config is not None else copy.deepcopy(parts.model)
+        # With a new adapter, the model without it is the reference; with one that is trained on, TRL's copy of it. Of
+        # a whole model TRL would load one from the hub again, and so without the adapters that were merged into this.
+        reference = None if parts.job.is_lora else copy.deepcopy(parts.model)
         return DPOTrainer(**parts.common(*shaped), ref_model=reference)

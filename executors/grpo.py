@@ -27,6 +27,7 @@ class GroupTuning(Training):
     """Trains on prompts: samples a group of answers to each, scores them, and learns from the differences."""
 
     task_types: ClassVar[tuple[str, ...]] = ("grpo",)
+    continues_adapters: ClassVar[bool] = True
     measure: ClassVar[str] = "eval_reward"
     bare: ClassVar[str] = "prompt"
     padding_side: ClassVar[Literal["left", "right"]] = "left"
@@ -90,11 +91,11 @@ class GroupTuning(Training):
                 f"training.per_device_eval_batch_size is {arguments.per_device_eval_batch_size}; for an evaluation it "
                 f"must be a multiple of the {group} answers to a prompt (num_generations)"
             )
-        if arguments.beta and arguments.fsdp and parts.peft_config is None:
+        if arguments.beta and arguments.fsdp and not parts.job.is_lora:
             raise bad_input("training.beta needs a second model, which training.fsdp does not spread; use section lora")
         reward, reward_tokenizer = load_reward(request, parts.job.emitter)
         shaped = [shape_prompts(rows, chat=parts.has_template) for rows in (parts.job.train_rows, parts.job.eval_rows)]
-        needs_reference = bool(parts.arguments.beta) and parts.peft_config is None
+        needs_reference = bool(parts.arguments.beta) and not parts.job.is_lora
         if needs_reference:  # TRL loads it by the name of the model, with these arguments
             parts.arguments.model_init_kwargs = {**parts.location.options, "dtype": parts.model.dtype}
         trainer = GRPOTrainer(

@@ -13,6 +13,7 @@ class SupervisedTuning(Training):
     """Trains on texts, chats, or prompts with completions."""
 
     task_types: ClassVar[tuple[str, ...]] = ("sft", "lora_sft")
+    continues_adapters: ClassVar[bool] = True
 
     def roles(self, rows: Sequence[Mapping[str, Any]], data: Mapping[str, Any]) -> Rows:
         """Return rows with {messages}, {prompt, completion} or {text}."""

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from executors.base import bad_input
+from executors.data.messages import checked_messages, checked_tools
 
 Row = Mapping[str, Any]
+
+_TOOLS: Final = "tools"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +23,8 @@ class Forms:
     """The forms of a row that a trainer takes.
 
     `groups` are the roles of each form, `usual` names of columns for them, where a data section names none: the first
-    whose columns are there is taken. `single` is the role of `data.column`; `words` say it to the user.
+    whose columns are there is taken. `single` is the role of `data.column`; `words` say it to the user. Chats of a form
+    that `takes_tools` may come with a column `tools`, the tools that were offered in them.
     """
 
     groups: tuple[tuple[str, ...], ...]
@@ -28,6 +32,7 @@ class Forms:
     single: str
     words: str
     lacking: str
+    takes_tools: bool = True
 
 
 SUPERVISED: Final = Forms(
@@ -73,11 +78,12 @@ PROMPTS: Final = Forms(
     single="prompt",
     words="prompt, or messages",
     lacking="neither prompt nor messages",
+    takes_tools=False,
 )
 
 
 def training_rows(rows: Sequence[Row], data: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return rows with the keys of one form: {messages}, {prompt, completion} or {text}.
+    """Return rows with the keys of one form: {messages}, {prompt, completion} or {text}; `tools` beside chats.
 
     Raises ExecutorError: BadInput naming the columns found, or the row whose value is of a wrong type.
     """
@@ -87,8 +93,8 @@ def training_rows(rows: Sequence[Row], data: Mapping[str, Any]) -> list[dict[str
 def preference_rows(rows: Sequence[Row], data: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return rows with {prompt, chosen, rejected}, or {chosen, rejected} where both begin with the prompt.
 
-    The values of a row are texts or chat messages. Raises ExecutorError: BadInput naming the columns found, or the row
-    that prefers nothing: an answer is empty, or both are equal.
+    `tools` stand beside chats. The values of a row are texts or chat messages. Raises ExecutorError: BadInput naming
+    the columns found, or the row that prefers nothing: an answer is empty, or both are equal.
     """
     done = _with_roles(rows, _roles(rows, data, PREFERENCES))
     for index, row in enumerate(done):
@@ -140,11 +146,15 @@ def _before_the_answer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _with_roles(rows: Sequence[Row], roles: Mapping[str, str]) -> list[dict[str, Any]]:
     done = []
     for index, row in enumerate(rows):
-        missing = [column for column in roles.values() if row.get(column) is None]
+        missing = [column for role, column in roles.items() if role != _TOOLS and row.get(column) is None]
         if missing:
             found = ", ".join(map(str, row)) or "none"
             raise bad_input(f"data row {index} lacks {', '.join(map(repr, missing))}; its columns are: {found}")
-        done.append({role: _checked(row[column], role, index) for role, column in roles.items()})
+        shaped = {role: _checked(row[column], role, index) for role, column in roles.items() if role != _TOOLS}
+        tools = checked_tools(row.get(roles[_TOOLS]), f"data row {index}: tools") if _TOOLS in roles else None
+        if tools and not any(isinstance(value, list) for value in shaped.values()):
+            raise bad_input(f"data row {index} has tools, and no messages in which they are offered")
+        done.append({**shaped, _TOOLS: tools} if tools else shaped)
     return done
 
 
@@ -154,9 +164,11 @@ def _roles(rows: Sequence[Row], data: Mapping[str, Any], forms: Forms) -> dict[s
     given: dict[str, str] = dict(data.get("columns") or {})
     if not given and data.get("column"):
         given = {forms.single: str(data["column"])}
+    if not given and not forms.takes_tools and any(row.get(_TOOLS) for row in rows):
+        raise bad_input("the data has tools, which this training does not offer; leave the column out")
     if given:
         for form in forms.groups:
-            if set(form) == set(given):
+            if set(form) == set(given) - ({_TOOLS} if forms.takes_tools else set()):
                 absent = [column for column in given.values() if column not in found]
                 if absent:
                     raise bad_input(f"data.columns names {', '.join(absent)}, but the columns found are: {listed}")
@@ -167,7 +179,7 @@ def _roles(rows: Sequence[Row], data: Mapping[str, Any], forms: Forms) -> dict[s
         )
     for usual in forms.usual:
         if all(column in found for column in usual.values()):
-            return dict(usual)
+            return {**usual, **({_TOOLS: _TOOLS} if forms.takes_tools and _TOOLS in found else {})}
     example = ", ".join(
         f"{role}: {_EXAMPLES[role]}" for role in next(form for form in forms.groups if "prompt" in form)
     )
@@ -188,24 +200,3 @@ def _checked(value: Any, role: str, index: int) -> Any:
     if isinstance(value, str):
         return value
     raise bad_input(f"data row {index}: {role} is {type(value).__name__}; it must be text")
-
-
-def checked_messages(value: Any, where: str) -> list[dict[str, Any]]:
-    """Return chat messages `[{role, content}]`. Raises ExecutorError: BadInput."""
-    if not isinstance(value, list) or not value:
-        raise bad_input(f"{where} must be a list of messages, each with role and content")
-    for number, message in enumerate(value):
-        role = message.get("role", message.get("from")) if isinstance(message, Mapping) else None
-        content = message.get("content", message.get("value")) if isinstance(message, Mapping) else None
-        if not isinstance(role, str) or not isinstance(content, str):
-            raise bad_input(f"{where}[{number}] must have a role and a content, both text")
-    return [_message(message) for message in value]
-
-
-_SHAREGPT: Final = {"human": "user", "gpt": "assistant"}
-
-
-def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    if "role" in message:
-        return {"role": message["role"], "content": message["content"]}
-    return {"role": _SHAREGPT.get(message["from"], message["from"]), "content": message["value"]}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from executors.base import bad_input
-from executors.data.columns import checked_messages
+from executors.data.messages import checked_messages, uses_tools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,6 +57,11 @@ def _read(entry: Any, index: int, column: str | None) -> Prompt:
             wanted = repr(column) if column else "messages or prompt"
             raise bad_input(f"data item {index} has no {wanted}; its columns are: {found}")
         value = entry[name]
+        if isinstance(value, list) and entry.get("tools"):
+            raise bad_input(
+                f"data item {index} has tools, which would not reach the model; give them to every item by "
+                "inference.chat_template_kwargs: {tools: [...]}"
+            )
     if isinstance(value, list):
         return Prompt(index=index, given=entry, messages=tuple(checked_messages(value, f"data item {index}")))
     if isinstance(value, bool | int | float):
@@ -86,6 +91,10 @@ def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, inference: Mappin
         messages.insert(0, {"role": "system", "content": system})
     template = inference.get("chat_template") or tokenizer.chat_template
     if not template:
+        if uses_tools(messages):
+            raise bad_input(
+                f"data item {prompt.index} has tool calls, and the model has no chat template to write them"
+            )
         return Rendered(text="\n\n".join(message["content"] for message in messages), templated=False)
     generate = inference.get("add_generation_prompt")
     ends_open = messages[-1]["role"] == "assistant"

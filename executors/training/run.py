@@ -82,13 +82,11 @@ class Parts:
 
     def common(self, train_rows: Rows, eval_rows: Rows) -> dict[str, Any]:
         """Return the arguments that all trainers of TRL have, with rows in the trainer's shape."""
-        import datasets
-
         return {
             "model": self.model,
             "args": self.arguments,
-            "train_dataset": datasets.Dataset.from_list(train_rows),
-            "eval_dataset": datasets.Dataset.from_list(eval_rows) if eval_rows else None,
+            "train_dataset": _dataset(train_rows),
+            "eval_dataset": _dataset(eval_rows) if eval_rows else None,
             "processing_class": self.tokenizer,
             "peft_config": self.peft_config,
             "callbacks": list(self.callbacks),
@@ -107,6 +105,8 @@ class Training(Executor):
     lora_kind: ClassVar[Literal["CAUSAL_LM", "SEQ_CLS"]] = "CAUSAL_LM"
     #: Whether the trainer can go on from a checkpoint.
     resumes: ClassVar[bool] = True
+    #: Whether it can train an adapter on that an earlier training has left.
+    continues_adapters: ClassVar[bool] = False
 
     @abstractmethod
     def roles(self, rows: Sequence[Mapping[str, Any]], data: Mapping[str, Any]) -> Rows:
@@ -229,10 +229,12 @@ class Training(Executor):
         from transformers import PrinterCallback, set_seed
 
         from executors.distributed.preparing import shard_where_asked
-        from executors.modeling.loading import load_tokenizer, locate, merged
+        from executors.modeling.loading import load_tokenizer, locate
         from executors.modeling.precision import training_dtype
         from executors.training.arguments import lora_config, trainer_arguments
+        from executors.training.beginning import begin, beginning
         from executors.training.progress import Progress
+        from executors.training.shaping import check_tools
 
         request, training, emitter = job.request, job.training, job.emitter
         datasets.disable_progress_bars()
@@ -248,7 +250,10 @@ class Training(Executor):
         shard_where_asked(arguments)
         set_seed(arguments.seed)
         location, adapters = locate(request, emitter)
+        start = beginning(request.spec, adapters, is_lora=job.is_lora, may_continue=self.continues_adapters)
         tokenizer = load_tokenizer(location, padding_side=self.padding_side)
+        for rows in (job.train_rows, job.eval_rows):
+            check_tools(rows, tokenizer, location.name)
         options = {
             "dtype": training_dtype(location, is_lora=job.is_lora, bf16=bool(arguments.bf16)),
             **(training.get("model_init_kwargs") or {}),
@@ -256,9 +261,10 @@ class Training(Executor):
         }
         if quantised(request):
             options.setdefault("device_map", {"": int(os.environ.get("LOCAL_RANK") or 0)})
-        model = merged(self.load_model(location, options), adapters)
+        model = begin(self.load_model(location, options), start)
         job.loaded = job.batch or Batch.of(arguments)
         progress = Progress(emitter, fails_on_nan=not arguments.logging_nan_inf_filter)
+        makes_adapter = job.is_lora and start.continued is None
         lora = request.spec.get("lora")
         parts = Parts(
             job=job,
@@ -266,7 +272,7 @@ class Training(Executor):
             location=location,
             model=model,
             tokenizer=tokenizer,
-            peft_config=lora_config(lora, model.config.model_type, kind=self.lora_kind) if job.is_lora else None,
+            peft_config=lora_config(lora, model.config.model_type, kind=self.lora_kind) if makes_adapter else None,
             callbacks=[progress, *self._checkpoints(job, arguments)],
         )
         trainer = self.trainer(parts)
@@ -302,6 +308,13 @@ class Training(Executor):
         save_final(model, trainer.processing_class, target, base_name=parts.location.name, state=state)
         job.emitter.artifact(name)
         return {name: name}
+
+
+def _dataset(rows: Rows) -> Any:
+    """Return rows as a data set; what differs from row to row (the arguments of tool calls) stays as it is, as JSON."""
+    import datasets
+
+    return datasets.Dataset.from_list(rows, on_mixed_types="use_json")
 
 
 def _trained_rows(job: Job, trainer: Any) -> int:

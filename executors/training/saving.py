@@ -31,7 +31,9 @@ def save_final(
     fresh = target.with_name(f".{target.name}.new")
     shutil.rmtree(fresh, ignore_errors=True)
     try:
-        model.save_pretrained(fresh, state_dict=state)
+        # Trainers that compare with the beginning keep it as an adapter of its own, "ref".
+        only = {"selected_adapters": ["default"]} if "ref" in getattr(model, "peft_config", ()) else {}
+        model.save_pretrained(fresh, state_dict=state, **only)
         tokenizer.save_pretrained(fresh)
         adapter = fresh / "adapter_config.json"
         if adapter.is_file():

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+from executors.base import bad_input
+from executors.data.messages import tool_name, uses_tools
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Row = Mapping[str, Any]
 
 _ANSWERS: Final = ("chosen", "rejected")
+_NO_TEMPLATE: Final = (
+    "which only a chat template can write; take a model that has one (and no data.separator), or leave them out"
+)
 
 
 def shape(rows: Sequence[Row], *, chat: bool, separator: str | None) -> list[dict[str, Any]]:
@@ -31,13 +40,15 @@ def shape_preferences(rows: Sequence[Row], *, chat: bool, separator: str | None)
 
 def _preference(row: Row, *, as_chat: bool, separator: str | None) -> dict[str, Any]:
     shaped = {role: _as_chat(row[role], "assistant") if as_chat else _joined(row[role]) for role in _ANSWERS}
+    if row.get("tools"):
+        shaped["tools"] = _offered(row, as_chat=as_chat)
     if "prompt" not in row:
         return shaped
     prompt = _as_chat(row["prompt"], "user") if as_chat else _joined(row["prompt"])
     # Public sets of preferences often repeat the prompt at the front of both answers: it is asked once.
     begin = len(prompt)
-    if all(answer[:begin] == prompt and len(answer) > begin for answer in shaped.values()):
-        shaped = {role: answer[begin:] for role, answer in shaped.items()}
+    if all(shaped[role][:begin] == prompt and len(shaped[role]) > begin for role in _ANSWERS):
+        shaped |= {role: shaped[role][begin:] for role in _ANSWERS}
     between = "\n" if separator is None else separator
     return {"prompt": prompt if as_chat else prompt + between, **shaped}
 
@@ -50,11 +61,14 @@ def shape_prompts(rows: Sequence[Row], *, chat: bool) -> list[dict[str, Any]]:
 def _shaped(row: Row, *, chat: bool, separator: str | None) -> dict[str, Any]:
     if "text" in row:
         return {"text": row["text"]}
+    tools = (
+        {"tools": _offered(row, as_chat=chat and ("messages" in row or separator is None))} if "tools" in row else {}
+    )
     if "messages" in row:
-        return {"messages": row["messages"]} if chat else {"text": _joined(row["messages"])}
+        return {"messages": row["messages"], **tools} if chat else {"text": _joined(row["messages"])}
     prompt, completion = row["prompt"], row["completion"]
     if chat and separator is None:
-        return {"prompt": _as_chat(prompt, "user"), "completion": _as_chat(completion, "assistant")}
+        return {"prompt": _as_chat(prompt, "user"), "completion": _as_chat(completion, "assistant"), **tools}
     between = "\n" if separator is None else separator
     return {"prompt": _joined(prompt) + between, "completion": _joined(completion)}
 
@@ -63,5 +77,47 @@ def _as_chat(value: Any, role: str) -> list[dict[str, Any]]:
     return value if isinstance(value, list) else [{"role": role, "content": value}]
 
 
+def _offered(row: Row, *, as_chat: bool) -> Any:
+    if not as_chat:
+        raise bad_input(f"the data has tools, {_NO_TEMPLATE}")
+    return row["tools"]
+
+
 def _joined(value: Any) -> str:
-    return value if isinstance(value, str) else "\n\n".join(message["content"] for message in value)
+    if isinstance(value, str):
+        return value
+    if uses_tools(value):
+        raise bad_input(f"the data has tool calls, {_NO_TEMPLATE}")
+    return "\n\n".join(message["content"] for message in value)
+
+
+def check_tools(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, model: str) -> None:
+    """Refuse rows of which the chat template would leave out a tool or a call.
+
+    Many templates know no tools and write such messages as empty ones. Without a template there is nothing to ask:
+    the shape of the rows refuses them. Raises ExecutorError: BadInput.
+    """
+    if not tokenizer.chat_template:
+        return
+    for index, row in enumerate(rows):
+        chats = [
+            row[role] for role in ("messages", "prompt", "completion", *_ANSWERS) if isinstance(row.get(role), list)
+        ]
+        calls = [call for chat in chats for message in chat for call in message.get("tool_calls") or ()]
+        names = {tool_name(tool) for tool in (*(row.get("tools") or ()), *calls)} - {None}
+        if not names:
+            continue
+        written = _written([message for chat in chats for message in chat], row.get("tools"), tokenizer, index)
+        lost = sorted(name for name in names if name and name not in written)
+        if lost:
+            raise bad_input(
+                f"data row {index}: the chat template of {model} leaves out the tool {lost[0]!r}, so the training "
+                f"would not see it; take a model whose template knows tools, or leave tools and tool calls out"
+            )
+
+
+def _written(messages: list[Any], tools: Any, tokenizer: PreTrainedTokenizerBase, index: int) -> str:
+    try:
+        return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False))
+    except Exception as error:  # a template is a program of the model's author
+        raise bad_input(f"data row {index}: the chat template cannot write it: {str(error)[:300]}") from error

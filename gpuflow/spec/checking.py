@@ -75,6 +75,8 @@ def check_spec(
     _library_sections(spec, task_type, findings, foreign=foreign, at_dispatch=at_dispatch)
     if task_type in TRAINING_SCHEMAS:
         check_ranks(spec, findings)
+    elif isinstance(spec.get("checkpoint"), dict) and spec["checkpoint"].get("merge_first") is not None:
+        findings.add(("checkpoint", "merge_first"), f"is for trainings that begin from an adapter, not for {task_type}")
     if at_dispatch:
         _render_template(spec, findings)
     else:

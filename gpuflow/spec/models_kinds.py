@@ -83,6 +83,9 @@ class Checkpoint(Strict):
     """What a task begins from, instead of the model's own weights."""
 
     load: Load
+    merge_first: Flag | None = Field(
+        None, description="Of a training that begins from an adapter: merge it into the weights, do not train it on"
+    )
 
 
 class Qdrant(Strict):

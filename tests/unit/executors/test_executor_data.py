@@ -115,7 +115,7 @@ def test_shuffles_by_seed_and_cuts(emitter):
             {"messages": [{"role": "user", "content": "h"}, {"role": "assistant", "content": "g"}]},
         ),
         (
-            {"prompt": [{"role": "user", "content": "h", "name": "x"}], "completion": "c"},
+            {"prompt": [{"role": "user", "content": "h", "id": "x"}], "completion": "c"},
             {},
             {"prompt": [{"role": "user", "content": "h"}], "completion": "c"},
         ),
