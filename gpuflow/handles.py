@@ -238,6 +238,7 @@ class PipelineRun:
                     "dependsOn": list(stage.depends_on),
                     "state": str(record.stage(stage.name).state),
                     "error": record.stage(stage.name).error,
+                    "reason": record.stage(stage.name).reason,
                     "tasks": tasks[stage.name],
                 }
                 for stage in stages

@@ -35,6 +35,7 @@ _MARKS: Final = {
     "FAILED": ("✘", "x", "red"),
     "DEAD": ("✘", "x", "red"),
     "CANCELLED": ("⊘", "-", "yellow"),
+    "SKIPPED": ("⊘", "-", "dim"),
 }
 
 
@@ -130,7 +131,7 @@ def render(
         spinner = spinners.setdefault(stage.name, Spinner("dots" if unicode else "line", style="cyan"))
         table.add_row(*_row(stage, spinner, unicode, now(), room_for_detail))
     if len(shown) < len(stages):
-        done = sum(1 for stage in stages if stage.recorded == "SUCCEEDED")
+        done = sum(1 for stage in stages if stage.recorded in ("SUCCEEDED", "SKIPPED"))
         table.add_row("", Text(f"{done} of {len(stages)} stages done", style="dim"))
     return table
 

@@ -19,7 +19,7 @@ METRICS: Final[Mapping[str, str]] = {
     "reward": "reward",
     "tokens_per_second": "tokens/s",
 }
-_FINAL: Final = frozenset({"SUCCEEDED", "FAILED", "CANCELLED", "DEAD"})
+_FINAL: Final = frozenset({"SUCCEEDED", "FAILED", "CANCELLED", "DEAD", "SKIPPED"})
 
 ChangeKind = Literal["state", "progress", "message"]
 
@@ -73,7 +73,7 @@ class StageProgress:
 
     @property
     def state(self) -> str:
-        """PENDING, QUEUED, RUNNING, SUCCEEDED, FAILED or CANCELLED."""
+        """PENDING, QUEUED, RUNNING, SUCCEEDED, FAILED, CANCELLED or SKIPPED."""
         if self.recorded != "DISPATCHED":
             return self.recorded
         states = {task.state for task in self.tasks.values()}
@@ -182,7 +182,7 @@ class ProgressModel:
         stage.message = ""
         if stage.final:
             stage.finished_at = event.at
-            stage.error = _error_text(event.data.get("error"))
+            stage.error = _error_text(event.data.get("error")) or one_line(event.data.get("reason") or "", 300)
         text = stage.recorded.lower() + (f": {stage.error}" if stage.error else "")
         return Change(stage=stage.name, kind="state", text=text)
 

@@ -81,7 +81,7 @@ def collect(run: PipelineRun) -> list[StageSummary]:
                 task_type=stage.task_type,
                 seconds=kept.finished_at - begun if kept.finished_at and begun else None,
                 result=stage_result(results, lambda value: value) if done and results else None,
-                error=str((kept.error or {}).get("message", "")),
+                error=str((kept.error or {}).get("message", "")) or kept.reason or "",
                 folders=[_home(result) for result in results if result.get("result_dir")],
                 tasks=list(kept.tasks),
             )

@@ -24,10 +24,11 @@ from gpuflow.logs import get_logger
 from gpuflow.pipelines.collect import all_found, shard_problem, stage_result
 from gpuflow.pipelines.plan import plan
 from gpuflow.pipelines.records import PipelineRecord, PipelineState, StageRecord, StageState
-from gpuflow.pipelines.resolve import task_specs
+from gpuflow.pipelines.resolve import Load, StageResult, lookup_of, task_specs
 from gpuflow.pipelines.store import PipelineStore
 from gpuflow.routing.families import CONTROL_QUEUE, task_of
-from gpuflow.spec import Template
+from gpuflow.spec import Stage, Template
+from gpuflow.spec.conditions import StageSkipped, condition_holds
 
 log = get_logger("gpuflow.pipelines")
 
@@ -89,6 +90,8 @@ class Engine:
         for name, error in decisions.fail.items():
             failed = replace(stages[name], state=StageState.FAILED, error=error, finished_at=time.time())
             moved |= self.store.move_stage(record.id, stages[name], failed)
+        for name, reason in decisions.skip.items():
+            moved |= self._skip(record, stages[name], reason)
         if decisions.end is not None:
             names = [stage.name for stage in template.stages]
             self.store.end(record.id, decisions.end, names, decisions.error, epoch=record.epoch)
@@ -120,8 +123,17 @@ class Engine:
             return replace(stage, state=StageState.SUCCEEDED, finished_at=time.time())
         return None
 
-    def _dispatch(self, record: PipelineRecord, spec_stage: Any, stage: StageRecord) -> bool:
+    def _skip(self, record: PipelineRecord, stage: StageRecord, reason: str) -> bool:
+        log.info("stage_skipped", pipeline=record.id, stage=stage.name, reason=reason)
+        skipped = replace(stage, state=StageState.SKIPPED, reason=reason, finished_at=time.time())
+        return self.store.move_stage(record.id, stage, skipped)
+
+    def _dispatch(self, record: PipelineRecord, spec_stage: Stage, stage: StageRecord) -> bool:
         try:
+            if spec_stage.condition is not None:
+                verdict = condition_holds(spec_stage.condition, lookup_of(*self._results(record)))
+                if not verdict.holds:
+                    return self._skip(record, stage, f"its condition does not hold: {verdict.reason}")
             count = len(self._specs_of(record, spec_stage))
         except GPUFlowError as error:
             failure = {"type": type(error).__name__, "message": str(error), "retryable": False}
@@ -171,19 +183,25 @@ class Engine:
         with self.app.backend.nobody_waits():
             chord(header_group, body=body, app=self.app).apply_async()
 
-    def _specs_of(self, record: PipelineRecord, spec_stage: Any) -> list[dict[str, Any]]:
+    def _specs_of(self, record: PipelineRecord, spec_stage: Stage) -> list[dict[str, Any]]:
         """Return the specs of a stage's tasks, from the results of the stages before it. Raises GPUFlowError."""
+        return task_specs(spec_stage, *self._results(record))
+
+    def _results(self, record: PipelineRecord) -> tuple[StageResult, Load]:
+        """Return what gives the result of a stage, and what loads what a result only refers to."""
         references = References(self.app.settings)
         cache: dict[str, Mapping[str, Any]] = {}
 
         def result_of(name: str) -> Mapping[str, Any]:
+            if record.stage(name).state is StageState.SKIPPED:
+                raise StageSkipped(f"stage {name!r} was skipped")
             if name not in cache:
                 tasks = self.ledger.find_many(record.stage(name).tasks)
                 results = [task.result or {} for task in all_found(name, tasks)]
                 cache[name] = stage_result(results, references.load)
             return cache[name]
 
-        return task_specs(spec_stage, result_of, references.load)
+        return result_of, references.load
 
     def _stop_leftovers(self, record: PipelineRecord) -> None:
         """Cancel what still waits or runs for a pipeline that has been cancelled."""

@@ -19,11 +19,12 @@ class StageState(StrEnum):
     SUCCEEDED = "SUCCEEDED"
     FAILED = "FAILED"
     CANCELLED = "CANCELLED"
+    SKIPPED = "SKIPPED"
 
     @property
     def final(self) -> bool:
         """Whether the stage has ended."""
-        return self in (StageState.SUCCEEDED, StageState.FAILED, StageState.CANCELLED)
+        return self not in (StageState.PENDING, StageState.DISPATCHED)
 
 
 class PipelineState(StrEnum):
@@ -42,7 +43,7 @@ class PipelineState(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class StageRecord:
-    """One stage: its state, the tasks of its current round, and why it failed.
+    """One stage: its state, the tasks of its current round, and why it failed (`error`) or was skipped (`reason`).
 
     `epoch` counts rounds: a resume begins a new one, with new task ids.
     """
@@ -52,6 +53,7 @@ class StageRecord:
     epoch: int = 1
     tasks: tuple[str, ...] = ()
     error: Mapping[str, Any] | None = None
+    reason: str | None = None
     started_at: float | None = None
     finished_at: float | None = None
 

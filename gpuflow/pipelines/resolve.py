@@ -27,9 +27,10 @@ def task_specs(stage: Stage, result_of: StageResult, load: Load) -> list[dict[st
     GPUFlowError (UnresolvedReference, InvalidTemplate, ArtifactError) with the path that has no value or does not fit.
     """
     needed = _needed_values(stage)
+    found_at = lookup_of(result_of, load, loaded=False)
 
     def lookup(reference: Reference) -> Any:
-        value = pick(_opened(result_of(reference.stage), reference.path, load), reference)
+        value = found_at(reference)
         return load(value) if reference.text in needed else value
 
     found: list[dict[str, Any]] = []
@@ -40,6 +41,16 @@ def task_specs(stage: Stage, result_of: StageResult, load: Load) -> list[dict[st
                 f"stage {stage.name!r} makes more than {MAX_TASKS} tasks; give its matrix fewer values, or fewer shards"
             )
     return found
+
+
+def lookup_of(result_of: StageResult, load: Load, *, loaded: bool = True) -> Callable[[Reference], Any]:
+    """Return what gives the value of a reference, `loaded` even where it only refers to a store."""
+
+    def lookup(reference: Reference) -> Any:
+        value = pick(_opened(result_of(reference.stage), reference.path, load), reference)
+        return load(value) if loaded else value
+
+    return lookup
 
 
 def _needed_values(stage: Stage) -> set[str]:

@@ -36,6 +36,12 @@ _SUFFIXES: Final = {
 }
 #: What a path begins with, as no id on the hub does.
 _PATHS: Final = ("/", "./", "../", "~")
+#: How FlowMesh and MLOC sample where a template does not say: each value, with the names by which it may be given.
+_FOREIGN_SAMPLING: Final = {
+    "temperature": (0.7, ("temperature",)),
+    "top_p": (0.95, ("top_p",)),
+    "max_tokens": (512, ("max_tokens", "max_new_tokens")),
+}
 _ENV_STYLE: Final = re.compile(r"(?<!\$)\$\{([A-Z_][A-Z0-9_]*)\}")
 
 Renames = dict[Path, Path]
@@ -45,7 +51,8 @@ def normalise(spec: dict[str, Any], findings: Findings, *, foreign: bool) -> Ren
     """Rewrite `spec` in place; returns path now -> path as written."""
     renamed: Renames = {}
     if foreign:
-        _foreign(spec, renamed)
+        _foreign(spec, findings, renamed)
+        _foreign_sampling(spec)
     _resources(spec, findings, renamed)
     if spec.get("taskType") == "embedding" and isinstance(spec.get("embedding"), dict):
         _embedding_model(spec, spec["embedding"], findings, renamed)
@@ -254,8 +261,11 @@ def _sampling(section: dict[str, Any], findings: Findings, *, foreign: bool) -> 
         findings.add(("inference", "do_sample"), "is true, but temperature is 0; keep one of them")
 
 
-def _foreign(spec: dict[str, Any], renamed: Renames) -> None:
+def _foreign(spec: dict[str, Any], findings: Findings, renamed: Renames) -> None:
     """What only flowmesh/v1 and mloc/v1 spell so: enforce_cpu, and `${NAME}` for the environment."""
+    if spec.get("condition") is not None:
+        # Left out with a warning, what its author meant to skip would run, and be paid for.
+        findings.add(("condition",), "is for a stage, which runs only if it holds; a single task has none before it")
     if spec.get("enforce_cpu") is True:
         del spec["enforce_cpu"]
         resources = spec.setdefault("resources", {})
@@ -269,6 +279,19 @@ def _foreign(spec: dict[str, Any], renamed: Renames) -> None:
     if any(isinstance(found, ValueError) for _, found in walk_references(spec)):
         for key, value in spec.items():
             spec[key] = _env_style(value)
+
+
+def _foreign_sampling(spec: dict[str, Any]) -> None:
+    """Write out the sampling that the author of such a template counts on; ours differs."""
+    if spec.get("taskType") != "inference":
+        return
+    section = spec.setdefault("inference", {})
+    if not isinstance(section, dict):
+        return
+    for name, (value, spellings) in _FOREIGN_SAMPLING.items():
+        is_greedy = name == "temperature" and section.get("do_sample") is False
+        if not is_greedy and all(section.get(spelling) is None for spelling in spellings):
+            section[name] = value
 
 
 def _env_style(value: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Final
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
 from gpuflow.spec.checking import check_spec
+from gpuflow.spec.conditions import check_condition
 from gpuflow.spec.graph import find_cycle, topological, upstream
 from gpuflow.spec.models_task import TaskSpec
 from gpuflow.spec.models_types import Strict
@@ -45,6 +46,7 @@ class Entry(Strict):
     dependsOn: Annotated[list[str], BeforeValidator(_names)] | None = None  # noqa: N815
     spec: dict[str, Any] = Field(default_factory=dict)
     matrix: dict[str, Any] | None = None
+    condition: Any = None
 
 
 @dataclass(kw_only=True)
@@ -56,6 +58,7 @@ class Draft:
     entry: Entry
     spec: dict[str, Any] = field(default_factory=dict)
     matrix: dict[str, list[Any]] | None = None
+    condition: dict[str, Any] | None = None
     hard: list[str] = field(default_factory=list)
     references: list[tuple[Path, Reference]] = field(default_factory=list)
 
@@ -90,7 +93,13 @@ def build_stages(
     if findings.mistakes:
         return ()
     return tuple(
-        Stage(name=name, depends_on=tuple(edges[name]), spec=drafts[name].spec, matrix=drafts[name].matrix)
+        Stage(
+            name=name,
+            depends_on=tuple(edges[name]),
+            spec=drafts[name].spec,
+            matrix=drafts[name].matrix,
+            condition=drafts[name].condition,
+        )
         for name in topological(edges)
     )
 
@@ -124,7 +133,7 @@ def _under(findings: Findings, at: Path) -> Any:
 
 
 def _moved(raw: dict[str, Any]) -> dict[str, Any]:
-    """MLOC also writes a stage's fields beside its name, `dependencies`, and `dependsOn` inside its spec."""
+    """MLOC also writes a stage's fields beside its name, `dependencies`, and `dependsOn` or `condition` in its spec."""
     entry = dict(raw)
     if "dependencies" in entry:
         entry.setdefault("dependsOn", entry.pop("dependencies"))
@@ -132,6 +141,8 @@ def _moved(raw: dict[str, Any]) -> dict[str, Any]:
     if "dependsOn" in spec:
         entry.setdefault("dependsOn", spec["dependsOn"])
         del spec["dependsOn"]
+    if "condition" in spec:
+        entry.setdefault("condition", spec.pop("condition"))
     for key in [key for key in entry if key in TaskSpec.model_fields and key != "spec"]:
         spec.setdefault(key, entry.pop(key))
     return {**entry, "spec": spec} if "spec" not in entry or isinstance(entry["spec"], dict) else entry
@@ -171,6 +182,11 @@ def _fill(draft: Draft, base: dict[str, Any], base_at: Path, findings: Findings,
     if draft.matrix:
         under = findings.within(_under(findings, (*draft.at, "matrix")))
         draft.matrix, more = collect_references(draft.matrix, under, foreign=foreign)
+        draft.references += more
+    if draft.entry.condition is not None:
+        under = findings.within(_under(findings, (*draft.at, "condition")))
+        draft.condition = check_condition(draft.entry.condition, under, foreign=foreign)
+        _, more = collect_references(draft.condition, under, foreign=False)
         draft.references += more
 
 

@@ -17,8 +17,8 @@ from gpuflow.spec.references import Reference, find_references, resolve
 from gpuflow.spec.report import Mistake
 from gpuflow.spec.sharding import shard_count
 
-#: Schema number of the stored form.
-TEMPLATE_SCHEMA: Final = 1
+#: Schema number of the stored form; 2 has conditions. A template without one is stored as 1, which older code reads.
+TEMPLATE_SCHEMA: Final = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,13 +26,15 @@ class Stage:
     """One stage. `spec` is merged over the base and canonical as far as its references allow; they are in place.
 
     `depends_on` holds what was written, the stage before it (in `stages:`), and every stage that it refers to.
-    `matrix` maps paths of the spec to lists of values; each combination is one task.
+    `matrix` maps paths of the spec to lists of values; each combination is one task. Without `condition` it runs once
+    what it depends on has succeeded, else only if that holds (`conditions`).
     """
 
     name: str
     depends_on: tuple[str, ...] = ()
     spec: dict[str, Any]
     matrix: dict[str, list[Any]] | None = None
+    condition: dict[str, Any] | None = None
 
     @property
     def is_split(self) -> bool:
@@ -43,6 +45,16 @@ class Stage:
     def references(self) -> list[Reference]:
         """The references to other stages, in order of appearance."""
         return [one for one in find_references([self.spec, self.matrix or {}]) if one.kind == "stage"]
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """The stages whose results its tasks are made of."""
+        return frozenset(one.stage for one in self.references)
+
+    @property
+    def judges(self) -> frozenset[str]:
+        """The stages over whose results its condition is."""
+        return frozenset(one.stage for one in find_references(self.condition or {}))
 
     @property
     def task_type(self) -> str:
@@ -67,6 +79,8 @@ class Stage:
         }
         if self.matrix:
             data["matrix"] = copy.deepcopy(self.matrix)
+        if self.condition is not None:
+            data["condition"] = copy.deepcopy(self.condition)
         return data
 
 
@@ -105,7 +119,7 @@ class Template:
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON-able data, from which `from_dict` makes an equal template."""
         return {
-            "schema": TEMPLATE_SCHEMA,
+            "schema": TEMPLATE_SCHEMA if any(stage.condition is not None for stage in self.stages) else 1,
             "api_version": self.api_version,
             "kind": self.kind,
             "metadata": copy.deepcopy(self.metadata),
@@ -136,6 +150,7 @@ class Template:
                         depends_on=tuple(stage.get("depends_on") or ()),
                         spec=copy.deepcopy(stage["spec"]),
                         matrix=copy.deepcopy(stage.get("matrix")),
+                        condition=copy.deepcopy(stage.get("condition")),
                     )
                     for stage in data["stages"]
                 ),

@@ -218,3 +218,65 @@ def test_get_finds_a_pipeline_and_events_tell_its_story(served: TestFleet) -> No
 
     assert {"state", "stage", "progress"} <= names
     assert same.state == "SUCCEEDED"
+
+
+def conditional(name: str, condition: dict[str, Any], *needs: str, **echo: Any) -> dict[str, Any]:
+    return {**node(name, *needs, **echo), "condition": condition}
+
+
+def test_a_stage_runs_only_if_its_condition_holds(served: TestFleet) -> None:
+    run = submit_pipeline(
+        graph(
+            node("first", output={"score": 0.4, "verdict": "skip"}),
+            conditional("good", {"value": "${first.output.score}", "at_least": 0.3}, output="ran"),
+            conditional("better", {"value": "${first.output.score}", "at_least": 0.5}, output="never"),
+            node("after", "better", output="never"),
+            node("reads", "first", output="${better.result.output}"),
+            node("last", "good", "better", output="${good.result.output}"),
+            conditional("told", {"value": "${better.result.output}", "exists": False}, output="nothing there"),
+        ),
+        app=served.app,
+    )
+
+    run.wait(timeout=patient(60))
+
+    states = {stage["name"]: (stage["state"], stage["reason"]) for stage in run.status()["stages"]}
+    assert {name: state for name, (state, _) in states.items()} == {
+        "first": "SUCCEEDED", "good": "SUCCEEDED", "better": "SKIPPED", "after": "SKIPPED", "reads": "SKIPPED",
+        "last": "SUCCEEDED", "told": "SUCCEEDED",
+    }  # fmt: skip
+    assert states["better"][1] == "its condition does not hold: ${first.output.score} is 0.4, not at least 0.5"
+    assert states["reads"][1] == "it reads the result of stage 'better', which was skipped"
+    assert (run["last"].result or {})["output"] == "ran"
+    assert run["better"].result is None and run["better"].tasks == []
+    told = [event.data for event in run.events() if event.name == "stage" and event.data["state"] == "SKIPPED"]
+    assert {event["stage"]: event["reason"] for event in told}.keys() == {"better", "after", "reads"}
+
+
+def test_a_condition_that_cannot_be_judged_fails_its_stage_and_a_resume_judges_again(
+    served: TestFleet, tmp_path: Path
+) -> None:
+    flag = tmp_path / "flag"
+    fail = {"type": "Boom", "message": "not yet", "retryable": False, "unless_exists": str(flag)}
+    run = submit_pipeline(
+        graph(
+            node("first", output={"text": "x"}),
+            conditional("skipped", {"value": "${first.output.text}", "equals": "y"}, output=1),
+            node("breaks", "first", fail=fail, output=2),
+            conditional("wrong", {"value": "${first.output.text}", "greater_than": 3}, output=3),
+            conditional("absent", {"value": "${first.output.none}", "equals": 3}, output=4),
+        ),
+        app=served.app,
+    )
+    with pytest.raises(TaskFailed):
+        run.wait(timeout=patient(60))
+    errors = {stage["name"]: (stage["error"] or {}).get("type") for stage in run.status()["stages"]}
+    assert (errors["wrong"], errors["absent"]) == ("ConditionError", "UnresolvedReference")
+    flag.touch()
+
+    assert run.resume() == "resumed"
+    with pytest.raises(TaskFailed):
+        run.wait(timeout=patient(60))
+
+    assert (run["breaks"].result or {})["output"] == 2
+    assert run["skipped"].state == "SKIPPED"

@@ -18,5 +18,6 @@ redis.call('HSET', KEYS[1], ARGV[1], ARGV[4])
 local moved = cjson.decode(ARGV[4])
 local event = {event = 'stage', stage = ARGV[1], state = moved['state'], tasks = moved['tasks']}
 if type(moved['error']) == 'table' then event['error'] = moved['error'] end
+if type(moved['reason']) == 'string' then event['reason'] = moved['reason'] end
 redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[5], '*', 'event', cjson.encode(event))
 return 1

@@ -14,7 +14,7 @@ from gpuflow.spec.sections import TRAINING_SCHEMAS
 SAMPLES = {
     "pipeline": 0,
     "flowmesh_all_arguments": 6,
-    "flowmesh_conditional": 1,
+    "flowmesh_conditional": 0,
     "flowmesh_graph": 0,
     "flowmesh_lora_then_inference": 0,
     "mloc_cpu_inference": 0,
