@@ -85,6 +85,10 @@ def check_section(
             if is_pending(value, at_dispatch=at_dispatch)
             else _fit_field(value, target, entry, section, here, findings)
         )
+        if name == "warmup_ratio" and isinstance(fitted, int | float) and fitted >= 1:
+            findings.add(
+                here, f"is {show(fitted)}; a ratio is below 1, the trainer takes more for steps: write warmup_steps"
+            )
         if target in done:
             if done[target] != fitted:
                 findings.add(

@@ -188,6 +188,8 @@ WRONG = [
     (stages("{name: a, matrix: {'echo..steps': [1]}}"), "spec.stages[0].matrix.echo..steps", "is not a path"),
     (stages(f"{{name: a, matrix: {{priority: {list(range(10))}, echo.steps: {list(range(200))}}}}}"),
      "spec.stages[0].matrix", "makes 2000 tasks"),
+    (task(f"taskType: sft\n{MODEL}\ndata: {{items: [a]}}\ntraining: {{warmup_ratio: 1.0}}"),
+     "spec.training.warmup_ratio", "a ratio is below 1"),
     (stages("{name: a, condition: '${b.x} == 1'}"), "spec.stages[0].condition", "a condition is a mapping"),
     (stages("{name: a}", "{name: b, condition: {value: x, equals: 1}}"), "spec.stages[1].condition.value", "one refer"),
     (stages("{name: a}", "{name: b, condition: {value: '${a.x}'}}"), "spec.stages[1].condition", "compares with"),
