@@ -14,6 +14,8 @@ class SupervisedTuning(Training):
 
     task_types: ClassVar[tuple[str, ...]] = ("sft", "lora_sft")
     continues_adapters: ClassVar[bool] = True
+    # Ten times what all weights take (TRL's 2e-5), as an adapter needs: Schulman et al., LoRA Without Regret, 2025.
+    lora_defaults: ClassVar[Mapping[str, Any]] = {"learning_rate": 2e-4}
 
     def roles(self, rows: Sequence[Mapping[str, Any]], data: Mapping[str, Any]) -> Rows:
         """Return rows with {messages}, {prompt, completion} or {text}."""

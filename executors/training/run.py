@@ -102,6 +102,8 @@ class Training(Executor):
     bare: ClassVar[str] = "text"
     #: Side on which batches are filled up; those who generate fill up on the left.
     padding_side: ClassVar[Literal["left", "right"]] = "right"
+    #: Arguments of the trainer where an adapter is trained and the task does not say.
+    lora_defaults: ClassVar[Mapping[str, Any]] = {}
     lora_kind: ClassVar[Literal["CAUSAL_LM", "SEQ_CLS"]] = "CAUSAL_LM"
     #: Whether the trainer can go on from a checkpoint.
     resumes: ClassVar[bool] = True
@@ -243,6 +245,7 @@ class Training(Executor):
             job.batch.applied_to(training) if job.batch else training,
             str(folder_of(request)),
             has_eval=bool(job.eval_rows),
+            defaults=self.lora_defaults if job.is_lora else None,
             extra=self.extra_arguments(request),
         )
         if arguments.fsdp and job.training.get("merge_adapter"):
@@ -272,7 +275,7 @@ class Training(Executor):
             location=location,
             model=model,
             tokenizer=tokenizer,
-            peft_config=lora_config(lora, model.config.model_type, kind=self.lora_kind) if makes_adapter else None,
+            peft_config=lora_config(lora, kind=self.lora_kind) if makes_adapter else None,
             callbacks=[progress, *self._checkpoints(job, arguments)],
         )
         trainer = self.trainer(parts)

@@ -55,6 +55,21 @@ def test_lora_learns_and_its_adapter_changes_the_answers(start, run, tmp_path, p
     assert _outputs(summed) == _outputs(with_adapter)
 
 
+def test_an_adapter_that_says_nothing_is_on_all_linear_layers_and_learns_at_its_own_rate(run, tmp_path, pairs):
+    from safetensors.torch import load_file
+
+    said = {"max_steps": 1, "lr_scheduler_type": "constant"}
+
+    for task_type, rate in (("lora_sft", 2e-4), ("sft", 2e-5)):
+        ended = run(task_type, {"data": pairs, "training": said}, out=task_type)
+        (step,) = [event["metrics"] for event in ended.named("progress") if "learning_rate" in event["metrics"]]
+        assert step["learning_rate"] == pytest.approx(rate)
+
+    weights = load_file(tmp_path / "lora_sft" / "final_lora" / "adapter_model.safetensors")
+    layers = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    assert {layer for layer in layers if any(layer in name for name in weights)} == set(layers)
+
+
 def test_sft_learns_and_its_model_answers(run, tmp_path, pairs):
     tuned = run("sft", {"data": pairs, "training": TRAINING}, out="tune")
 
