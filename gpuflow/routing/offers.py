@@ -1,9 +1,9 @@
 """What tasks ask to be run by, and what a worker offers to run: names that both sides write alike. Pure.
 
 `inference` is a task type by whatever engine, `inference:vllm` by that engine alone, `inference@fast` in the
-environment of that name. Code that a task brings (`policy.code`) is part of the name, as in `inference+remote-code`: only
-a worker that allows it offers such a name. A message carries the name of what it asks for (`routing.affinity`), a worker
-takes those that it offers (`broker.gate.Taste`), and `explain` tells what one lacks.
+environment of that name. Code that a task brings (`policy.code`) is part of the name, as in `inference+remote-code`:
+only a worker that allows it offers such a name. A message carries the name of what it asks for (`routing.affinity`), a
+worker takes those that it offers (`broker.gate.Taste`), and `explain` tells what one lacks.
 """
 
 from __future__ import annotations

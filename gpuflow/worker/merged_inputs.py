@@ -41,8 +41,10 @@ class Gathered:
     secrets: dict[str, str]
 
 
-def refuse_variables(env: Mapping[str, Any]) -> None:
+def refuse_variables(env: Any) -> None:
     """Raise RefusedVariable for variables that no task may set: a spec may come straight from the broker."""
+    if not isinstance(env, Mapping):
+        raise RefusedVariable("env must be a mapping of names to values")
     if problem := first_problem(env):
         raise RefusedVariable(f"env: {problem}")
 

@@ -97,7 +97,9 @@ def prepare(
     resume_from = str(chosen) if chosen else None
     with _reader(output_dir, settings, wanted) as reader, reading_by(reader):
         inputs = localize(spec, settings=settings, environment=values)
-    policy.ask(inputs.spec)  # once more: a reference has become what it loads
+    # Once more: a reference has become what it loads.
+    policy.ask(inputs.spec)
+    refuse_variables(inputs.spec.get("env") or {})
     checkpoint_dir = folder.checkpoint_dir(attempt)
     request = Request(
         task_id=task_id,
