@@ -13,7 +13,7 @@ import pytest
 
 from gpuflow.client import Task, submit, submit_pipeline
 from gpuflow.errors import NoCapableWorker, TaskFailed
-from gpuflow.explaining import explain
+from gpuflow.explaining import explain, find_records
 from gpuflow.spec import parse
 from gpuflow.submission_checks import problems_at_submit
 from tests.fixtures.fleets import OPTIONS
@@ -155,6 +155,7 @@ def test_code_in_one_stage_of_a_matrix(fleet: TestFleet, worker: WorkerProcess, 
     }
     pipeline = submit_pipeline(template, app=fleet.app)
 
+    eventually(lambda: len(find_records(fleet.app, pipeline.id)) == 2, what="the tasks of the stage")
     answers = explain(pipeline.id, app=fleet.app)
     assert answers and all("GPUFLOW_ALLOW_CODE=command" in answer.verdict for answer in answers)
     submit(fleet.echo(output=1), app=fleet.app).get(timeout=patient(30))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -32,13 +33,15 @@ def load(tmp_path: Path, **env: str) -> Settings:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., Prepared]:
+    attempts = itertools.count(1)
+
     def made(spec: dict[str, Any], **env: str) -> Prepared:
         settings = load(tmp_path, **env)
         return prepare(
             spec,
             start=start_of({"taskType": "echo"}, snapshot(settings, gpus=False)),
             task_id="task",
-            attempt=1,
+            attempt=next(attempts),
             gpus=(),
             folder=ResultsFolder(settings.results_dir, "task"),
             settings=settings,
