@@ -50,7 +50,13 @@ def _with_secrets(entry: Mapping[str, Any], record: TaskRecord, worker: str) -> 
     used = {reference.name for reference in find_references(entry)}
     names = [name for name in record.spec.get("secrets") or () if name in used]
     try:
-        values = secret_values(names, environ=os.environ, folder=app.settings.secrets_dir, worker=worker)
+        values = secret_values(
+            names,
+            environ=os.environ,
+            folder=app.settings.secrets_dir,
+            worker=worker,
+            allowed=app.settings.allow_secrets,
+        )
         resolved: Mapping[str, Any] = resolve_env(entry, values)
     except (MissingSecret, UnresolvedReference) as error:
         raise NotDelivered(str(error)) from None

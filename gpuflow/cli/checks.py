@@ -51,6 +51,7 @@ def everything(settings: Settings) -> list[Check]:
         *machine(),
         *built(settings),
         *containers(settings),
+        *allowed(settings),
         *locks(settings),
         folder("results folder", settings.results_dir, "RESULTS_DIR"),
         folder("state folder", settings.state_dir, "GPUFLOW_STATE_DIR"),
@@ -234,6 +235,13 @@ def containers(settings: Settings) -> list[Check]:
     from gpuflow.cli.checks_containers import container_checks
 
     return container_checks(settings)
+
+
+def allowed(settings: Settings) -> list[Check]:
+    """Say what a worker with these settings allows tasks."""
+    from gpuflow.cli.checks_policy import policy_checks
+
+    return policy_checks(settings)
 
 
 def environments() -> list[Check]:

@@ -13,8 +13,9 @@ from gpuflow.cli.options import json_option, load_template, show_warnings, templ
 @json_option
 def validate(source: str, overrides: tuple[str, ...], labels: tuple[str, ...], as_json: bool) -> int | None:
     """Check a template and list every mistake, each with its line and path. Nothing is submitted."""
-    from gpuflow.cli.output import emit_json, line
+    from gpuflow.cli.output import emit_json, line, note
     from gpuflow.errors import InvalidTemplate
+    from gpuflow.policy.code import kinds_of
 
     try:
         template = load_template(source, overrides, labels)
@@ -24,6 +25,7 @@ def validate(source: str, overrides: tuple[str, ...], labels: tuple[str, ...], a
         found = [mistake.to_dict() for mistake in error.mistakes] or [{"path": "", "line": None, "message": str(error)}]
         emit_json({"valid": False, "mistakes": found, "warnings": []})
         return BAD_INPUT
+    code = {stage.name: kinds for stage in template.stages if (kinds := kinds_of(stage.spec))}
     if as_json:
         emit_json(
             {
@@ -35,10 +37,13 @@ def validate(source: str, overrides: tuple[str, ...], labels: tuple[str, ...], a
                 ],
                 "mistakes": [],
                 "warnings": [warning.to_dict() for warning in template.warnings],
+                "code": {stage: list(kinds) for stage, kinds in code.items()},
             }
         )
         return None
     show_warnings(template)
+    for stage, kinds in code.items():
+        note(f"stage {stage!r} brings code ({', '.join(kinds)}): only workers whose GPUFLOW_ALLOW_CODE has it take it")
     listed = ", ".join(f"{stage.name} ({stage.task_type})" for stage in template.stages)
     line(f"{template.source}: valid; {'stages' if template.is_pipeline else 'task'}: {listed}")
     return None

@@ -17,6 +17,7 @@ from typing import Final
 from gpuflow.errors import GPUFlowError
 from gpuflow.private_files import make_secret
 from gpuflow.settings import Settings
+from gpuflow.worker.policy import as_operator
 
 #: Flower's own default.
 FLOWER_PORT: Final = 5555
@@ -105,11 +106,15 @@ def _celery(command: str) -> list[str]:
     return [sys.executable, "-m", "celery", "-A", "gpuflow", command]
 
 
-def process_environment(settings: Settings, url: str, base: Mapping[str, str], folder: Path) -> dict[str, str]:
+def process_environment(
+    settings: Settings, url: str, base: Mapping[str, str], folder: Path, *, own_broker: bool = False
+) -> dict[str, str]:
     """Return the environment of the cluster's processes, which run in another folder than we do.
 
-    What is relative to our folder is made absolute: paths of settings, and the settings file.
+    What is relative to our folder is made absolute: paths of settings, and the settings file. With a broker of its own
+    nobody else submits, so tasks may bring code and name the user's variables, unless settings say otherwise.
     """
+    opened = as_operator(settings) if own_broker else settings
     environment = {
         **base,
         "REDIS_URL": url,
@@ -118,6 +123,13 @@ def process_environment(settings: Settings, url: str, base: Mapping[str, str], f
         "GPUFLOW_CACHE_DIR": str(settings.cache_dir),
         "PYTHONUNBUFFERED": "1",
     }
+    for variable, names in (
+        ("GPUFLOW_ALLOW_CODE", opened.allow_code),
+        ("GPUFLOW_ALLOW_SECRETS", opened.allow_secrets),
+        ("GPUFLOW_PASS_ENV", opened.pass_env),
+    ):
+        if names:
+            environment[variable] = ",".join(names)
     named = base.get(_CONFIG_VARIABLE, "").strip() or "gpuflow.toml"
     config = (folder / Path(named).expanduser()).absolute()
     if config.is_file():

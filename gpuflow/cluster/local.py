@@ -229,7 +229,9 @@ class LocalCluster:
         return parts
 
     def _launch(self, part: _Part) -> None:
-        environment = commands.process_environment(self._settings, self.url, os.environ, Path.cwd())
+        environment = commands.process_environment(
+            self._settings, self.url, os.environ, Path.cwd(), own_broker=self.embedded
+        )
         if part.is_worker and self._gateway_port is not None and self._settings.gateway_url is None:
             environment["GPUFLOW_GATEWAY_URL"] = f"http://127.0.0.1:{self._gateway_port}"
         if part.name == "flower":

@@ -34,6 +34,7 @@ _IN_WORDS: Final = {
     "foreign": "held by a process outside gpuflow",
     "restricted": "kept away by -Q",
     "no_executor": "without the executor",
+    "not_allowed": "closed to its code",
     "draining": "draining",
     "disabled": "disabled",
     "silent": "silent",

@@ -1,15 +1,19 @@
 """What tasks ask to be run by, and what a worker offers to run: names that both sides write alike. Pure.
 
 `inference` is a task type by whatever engine, `inference:vllm` by that engine alone, `inference@fast` in the
-environment of that name. A message carries the name of what it asks for (`routing.affinity`), a worker takes those that
-it offers (`broker.gate.Taste`), and `explain` tells what one lacks.
+environment of that name. Code that a task brings (`policy.code`) is part of the name, as in `inference+remote-code`:
+only a worker that allows it offers such a name. A message carries the name of what it asks for (`routing.affinity`), a
+worker takes those that it offers (`broker.gate.Taste`), and `explain` tells what one lacks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any, Self
+
+from gpuflow.policy.code import OF_MODELS, SETTING, kinds_of
 
 #: What `engine` says where any will do.
 ANY_ENGINE = "auto"
@@ -17,6 +21,9 @@ ANY_ENGINE = "auto"
 WARM_ENGINES = frozenset({"vllm", "transformers"})
 #: Task types without a choice of engines that sessions answer, where the task has a request to one.
 WARM_TASK_TYPES = frozenset({"container"})
+#: The task type that is code by itself, and those that bring none.
+_COMMAND = "command"
+_WITHOUT_CODE = frozenset({"echo", "container"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +65,48 @@ def offer_name(task_type: str, *, engine: str | None = None, environment: str | 
 def asked_name(spec: Mapping[str, Any]) -> str:
     """Return the name of what a canonical spec asks for."""
     engine, environment = spec.get("engine"), spec.get("environment")
-    return offer_name(str(spec["taskType"]), engine=engine, environment=environment)
+    name = offer_name(str(spec["taskType"]), engine=engine, environment=environment)
+    return "+".join([name, *(kind for kind in kinds_of(spec) if kind != _COMMAND)])
+
+
+def code_asked(name: str) -> tuple[str, ...]:
+    """Return the kinds of code that a name asks a worker to allow."""
+    own = (_COMMAND,) if task_type_of(name) == _COMMAND else ()
+    return (*own, *name.split("+")[1:])
+
+
+def without_code(name: str) -> str:
+    """Return a name without the code that it asks for."""
+    return name.partition("+")[0]
+
+
+def with_code(offers: Offers, allowed: Collection[str]) -> Offers:
+    """Return what is offered where these kinds of code are allowed: `offers`, and the names with such code."""
+    models = [kind for kind in OF_MODELS if kind in allowed]
+    names, lacking = set(), dict(offers.lacking)
+    for name in offers.names:
+        kinds = [kind for kind in ("project",) if kind in allowed] if task_type_of(name) == _COMMAND else models
+        if task_type_of(name) == _COMMAND and _COMMAND not in allowed:
+            lacking[name] = Lack(why=not_allowed(name, allowed))
+            continue
+        if task_type_of(name) in _WITHOUT_CODE:
+            kinds = []
+        names |= {"+".join([name, *some]) for count in range(len(kinds) + 1) for some in combinations(kinds, count)}
+    return Offers(names=frozenset(names), lacking=lacking)
+
+
+def not_allowed(name: str, allowed: Collection[str]) -> str:
+    """Return what a worker that allows these kinds lacks for a name, as a clause; "" for nothing."""
+    lacking = [kind for kind in code_asked(name) if kind not in allowed]
+    if not lacking:
+        return ""
+    setting = f"{SETTING}={','.join(sorted({*allowed, *lacking}))}"
+    return f"allows tasks no {' and no '.join(lacking)}; {setting} on a worker would"
 
 
 def parts_of(name: str) -> tuple[str, str | None, str | None]:
     """Return the task type of a name, with the engine or the environment that it has."""
-    rest, _, environment = name.partition("@")
+    rest, _, environment = without_code(name).partition("@")
     task_type, _, engine = rest.partition(":")
     return task_type, engine or None, environment or None
 
@@ -75,6 +118,7 @@ def task_type_of(name: str) -> str:
 
 def in_words(name: str) -> str:
     """Return a name for people."""
+    name = without_code(name)
     task_type, by_engine, engine = name.partition(":")
     if by_engine:
         return f"{task_type} by engine {engine}"

@@ -13,7 +13,7 @@ from gpuflow.protocol import is_user_type
 from gpuflow.routing.capability import Capability, GpuCapability
 from gpuflow.routing.describe import ago
 from gpuflow.routing.fit import match, nearness
-from gpuflow.routing.offers import Lack, in_words, task_type_of
+from gpuflow.routing.offers import Lack, in_words, not_allowed, task_type_of, without_code
 from gpuflow.routing.queues import family_matches
 from gpuflow.routing.reasons import Reason
 from gpuflow.routing.requirement import Requirement
@@ -23,7 +23,7 @@ from gpuflow.routing.views import RunningTask, TaskView, WorkerView
 #: In the order in which they are told. Those after `foreign` do not pass by waiting.
 Kind = Literal[
     "free", "busy", "reserved", "avoided", "connecting", "foreign",
-    "restricted", "no_executor", "draining", "disabled", "silent", "offline", "unfit",
+    "restricted", "no_executor", "not_allowed", "draining", "disabled", "silent", "offline", "unfit",
 ]  # fmt: skip
 ORDER: Final[tuple[Kind, ...]] = Kind.__args__  # type: ignore[attr-defined]
 #: What ends by itself.
@@ -97,7 +97,10 @@ def _lack(ask: Requirement, task: TaskView, worker: WorkerView) -> Lack | None:
     offers = worker.gpu_offers if ask.gpu_count and worker.gpu_offers is not None else worker.offers
     if offers is None or not task.executor or task.executor in offers.names:
         return None
-    return offers.lacking.get(task.executor) or Lack(why="no executor and no environment there has that name")
+    name = without_code(task.executor)
+    if name in offers.names:
+        return Lack(why="its gpuflow is older than tasks with code of their own, so that it takes none; upgrade it")
+    return offers.lacking.get(name) or Lack(why="no executor and no environment there has that name")
 
 
 def _kept_away(queue: str, task: TaskView, worker: WorkerView) -> tuple[Kind, str] | None:
@@ -119,6 +122,8 @@ def _kept_away(queue: str, task: TaskView, worker: WorkerView) -> tuple[Kind, st
         )
     if is_user_type(task_type) and task_type not in (worker.user_types or ()):
         return "no_executor", f"has no executor {task_type}: no package there registers it, nor GPUFLOW_EXECUTORS"
+    if worker.allows_code is not None and (lacking := not_allowed(task.executor, worker.allows_code)):
+        return "not_allowed", lacking
     if worker.families is not None and not any(family_matches(queue, family) for family in worker.families):
         served = ",".join(worker.families)
         return "restricted", f"does not serve {queue}: " + (

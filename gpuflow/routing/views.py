@@ -37,7 +37,8 @@ class WorkerView:
 
     `families` are the demand queues of its -Q (None: it has none, it serves all), `executors` those of its
     --executors (None: all), `user_types` the users' own task types that it can run, `offers` what it runs for tasks
-    without GPUs and `gpu_offers` for those with (None: not told), `free_gpus` the UUIDs that
+    without GPUs and `gpu_offers` for those with (None: not told), `allows_code` the kinds of code that
+    tasks may bring there (None: not told), `free_gpus` the UUIDs that
     a task could have now, `free_jobs` how many more tasks it could start, `foreign_mib` what processes outside
     gpuflow hold, by the UUID of each GPU that is held back for it, `room_mib` what is left of each GPU for tasks
     that share it.
@@ -53,6 +54,7 @@ class WorkerView:
     user_types: tuple[str, ...] | None = None
     offers: Offers | None = None
     gpu_offers: Offers | None = None
+    allows_code: tuple[str, ...] | None = None
     free_gpus: tuple[str, ...] | None = None
     free_jobs: int | None = None
     tasks: tuple[RunningTask, ...] = ()

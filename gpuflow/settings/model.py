@@ -57,6 +57,9 @@ LogLevel = Annotated[
     BeforeValidator(lambda value: value.upper() if isinstance(value, str) else value),
 ]
 
+#: What GPUFLOW_ALLOW_CODE may name (`gpuflow.policy.code`); `all` is all of them, `none` says none expressly.
+CODE_KINDS: Final = ("command", "pickles", "plugins", "project", "remote-code", "all", "none")
+
 
 def _setting(env_name: str, default: Any, hint: str, *, secret: bool = False) -> Any:
     """Declare a setting: `hint` completes the sentence "give ..." in an error."""
@@ -173,6 +176,12 @@ class Settings(BaseModel):
     )
     container_mounts: Names = _setting("GPUFLOW_CONTAINER_MOUNTS", (), "absolute paths of folders, separated by commas")
     container_presets: Path | None = _setting("GPUFLOW_CONTAINER_PRESETS", None, "a folder of container presets")
+    allow_code: Names = _setting(
+        "GPUFLOW_ALLOW_CODE", (), "kinds of code that tasks may bring, separated by commas: " + ", ".join(CODE_KINDS)
+    )
+    allow_secrets: Names = _setting(
+        "GPUFLOW_ALLOW_SECRETS", (), "names of variables that tasks may have as secrets, by commas; globs are allowed"
+    )
     valkey_server: Path | None = _setting("GPUFLOW_VALKEY_SERVER", None, "the path of a valkey-server")
 
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
@@ -208,6 +217,17 @@ class Settings(BaseModel):
         if not value.startswith("unix:///"):
             raise ValueError("an engine is named by the URL of its Unix socket")
         return value
+
+    @field_validator("allow_code")
+    @classmethod
+    def _known_code(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        kinds = tuple(kind.lower() for kind in value)
+        unknown = [kind for kind in kinds if kind not in CODE_KINDS]
+        if unknown:
+            raise ValueError(f"{unknown[0]!r} is no kind of code")
+        if "none" in kinds and len(set(kinds)) > 1:
+            raise ValueError("it allows none and something; keep one of them")
+        return kinds
 
     @field_validator("container_mounts")
     @classmethod
@@ -259,6 +279,10 @@ class Settings(BaseModel):
             raise InvalidSettings("\n".join(mistakes))
         settings._sources.update({name: item.source for name, item in raw.items()})
         return settings
+
+    def is_set(self, name: str) -> bool:
+        """Say whether a setting was set by the environment or the file, and is not its default."""
+        return not self._sources.get(name, "default").startswith("default")
 
     def origins(self) -> list[Origin]:
         """Return every setting with its value (secrets masked) and source, in the order of declaration."""

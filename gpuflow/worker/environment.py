@@ -8,7 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-#: Variables of the worker that a child inherits; globs. Never REDIS_URL or a token.
+from gpuflow.policy.secrets import PREFIX, without_credentials
+
+#: Variables of the worker that a child inherits; globs. Never REDIS_URL; tokens, passwords and the user parts of URLs
+#: among them only where GPUFLOW_PASS_ENV names the variable, or the task does so by `secrets`.
 ALLOWED: Final = (
     "PATH",
     "HOME",
@@ -42,7 +45,9 @@ ALLOWED: Final = (
     "GPUFLOW_CACHE_DIR",
 )
 #: Never passed on, whatever GPUFLOW_PASS_ENV says.
-FORBIDDEN: Final = ("REDIS_URL", "GPUFLOW_*TOKEN*", "CELERY_*", "CUDA_VISIBLE_DEVICES")
+FORBIDDEN: Final = ("REDIS_URL", "GPUFLOW_*TOKEN*", f"{PREFIX}*", "CELERY_*", "CUDA_VISIBLE_DEVICES")
+#: Those of ALLOWED that may hold credentials: what a local cluster passes on whole, as its user is its operator.
+WITH_CREDENTIALS: Final = ("HF_*", "TRANSFORMERS_*", "*_PROXY", "*_proxy", "PIP_*", "WANDB_*", "MLFLOW_*", "VLLM_*")
 #: What keeps libraries from the network; `GPUFLOW_OFFLINE` is for our own downloads.
 OFFLINE: Final[Mapping[str, str]] = {
     "GPUFLOW_OFFLINE": "1",
@@ -72,11 +77,9 @@ def child_environment(
     the values of its `secrets:`, and `given` what gpuflow sets; each later one wins, and nothing forbidden comes in
     from the first three. A requested value with `${env:NAME}` is left out: the child puts it together itself.
     """
-    allowed = {
-        name: value
-        for name, value in worker.items()
-        if _matches(name, (*ALLOWED, *pass_env)) and not is_forbidden(name)
-    }
+    mine = {name: value for name, value in worker.items() if not is_forbidden(name)}
+    allowed = without_credentials({name: value for name, value in mine.items() if _matches(name, ALLOWED)})
+    allowed |= {name: value for name, value in mine.items() if _matches(name, pass_env)}
     asked = {
         name: str(value)
         for name, value in (requested or {}).items()

@@ -17,6 +17,7 @@ from gpuflow.merge.specs import MERGED
 from gpuflow.settings import Settings
 from gpuflow.spec.env_names import first_problem
 from gpuflow.worker.ends import cause_of
+from gpuflow.worker.policy import Policy
 from gpuflow.worker.secret_sources import reference_values, secrets_of
 
 #: Sections that become part of the one process, not of a caller's spec.
@@ -40,8 +41,10 @@ class Gathered:
     secrets: dict[str, str]
 
 
-def refuse_variables(env: Mapping[str, Any]) -> None:
+def refuse_variables(env: Any) -> None:
     """Raise RefusedVariable for variables that no task may set: a spec may come straight from the broker."""
+    if not isinstance(env, Mapping):
+        raise RefusedVariable("env must be a mapping of names to values")
     if problem := first_problem(env):
         raise RefusedVariable(f"env: {problem}")
 
@@ -55,8 +58,16 @@ def specs_of(spec: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             yield {**common, **own}
 
 
-def gather(spec: Mapping[str, Any], secrets: Mapping[str, str], settings: Settings, worker_id: str) -> Gathered:
+def gather(
+    spec: Mapping[str, Any],
+    secrets: Mapping[str, str],
+    settings: Settings,
+    worker_id: str,
+    policy: Policy | None = None,
+) -> Gathered:
     """Bring to this machine what the callers of a merged request read; `secrets` are those of the request itself.
+
+    `policy` is asked for each of them (None: whoever asks is the operator).
 
     An entry that is none, or has no spec, stays as it is: the child refuses it. Nothing is raised for one caller.
     """
@@ -67,18 +78,25 @@ def gather(spec: Mapping[str, Any], secrets: Mapping[str, str], settings: Settin
             gathered.children.append(entry)
             continue
         try:
-            gathered.children.append({**entry, **_localized(spec, own, gathered, settings, worker_id)})
+            gathered.children.append({**entry, **_localized(spec, own, gathered, settings, worker_id, policy)})
         except (OSError, GPUFlowError) as error:
             gathered.children.append({"id": entry.get("id"), "error": cause_of(error)})
     return gathered
 
 
 def _localized(
-    spec: Mapping[str, Any], own: Mapping[str, Any], gathered: Gathered, settings: Settings, worker_id: str
+    spec: Mapping[str, Any],
+    own: Mapping[str, Any],
+    gathered: Gathered,
+    settings: Settings,
+    worker_id: str,
+    policy: Policy | None,
 ) -> dict[str, Any]:
     """Return what replaces a caller's spec, and note its variables and secrets once all of it is there."""
     env = {str(name): str(value) for name, value in (own.get("env") or {}).items()}
     refuse_variables(env)
+    if policy is not None:
+        policy.ask({**spec, **own})
     contradicted = [name for name, value in env.items() if gathered.env.get(name, value) != value]
     if contradicted:
         raise Contradiction(
@@ -93,6 +111,8 @@ def _localized(
         settings=settings,
         environment=values,
     )
+    if policy is not None:
+        policy.ask({**spec, **inputs.spec})
     gathered.env.update(env)
     gathered.secrets.update(secrets)
     local: dict[str, Any] = {"spec": inputs.spec}

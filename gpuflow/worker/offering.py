@@ -12,7 +12,8 @@ from typing import Any
 
 from gpuflow.environments import Choice, Snapshot, choose, note_problem, offers_of, snapshot
 from gpuflow.logs import get_logger
-from gpuflow.routing.offers import WARM_ENGINES, WARM_TASK_TYPES, Offers, parts_of
+from gpuflow.policy.code import allowed_kinds
+from gpuflow.routing.offers import WARM_ENGINES, WARM_TASK_TYPES, Offers, parts_of, with_code
 from gpuflow.settings import Settings
 from gpuflow.worker.starting import Start, start_of
 
@@ -49,7 +50,8 @@ class Offering:
     def look(self) -> None:
         """Look how the environments stand now."""
         stands = {gpus: snapshot(self._settings, gpus=gpus) for gpus in self._kinds}
-        offers = {gpus: offers_of(found.states, self._task_types) for gpus, found in stands.items()}
+        allowed = allowed_kinds(self._settings.allow_code)
+        offers = {gpus: with_code(offers_of(found.states, self._task_types), allowed) for gpus, found in stands.items()}
         with self._lock:
             changed = bool(self._offers) and offers != self._offers
             self._stands, self._offers = stands, offers

@@ -32,6 +32,7 @@ from gpuflow.settings import Settings
 from gpuflow.worker.containers.local import local_container
 from gpuflow.worker.environment import child_environment, given_variables, python_path
 from gpuflow.worker.merged_inputs import gather, refuse_variables, specs_of
+from gpuflow.worker.policy import policy_of
 from gpuflow.worker.reader import ChildReader
 from gpuflow.worker.results import ResultsFolder, attempt_and_step
 from gpuflow.worker.secret_sources import redactor_of, reference_values, secrets_of
@@ -74,9 +75,11 @@ def prepare(
 ) -> Prepared:
     """Create the attempt's folder and bring to this machine what its child reads.
 
-    `wanted` says whether somebody still waits for it. Raises OSError and GPUFlowError: RefusedVariable, MissingSecret,
-    ArtifactError, CheckpointUnreachable.
+    `wanted` says whether somebody still waits for it. Raises OSError and GPUFlowError: NotAllowed, RefusedVariable,
+    MissingSecret, ArtifactError, CheckpointUnreachable.
     """
+    policy = policy_of(settings, worker_id)
+    policy.ask(spec)
     output_dir = folder.create_attempt(attempt)
     refuse_variables(spec.get("env") or {})
     secrets = secrets_of(spec, settings, worker_id)
@@ -85,7 +88,7 @@ def prepare(
     if MERGED in spec:
         callers = list(specs_of(spec))
         with _reader(output_dir, settings, wanted) as reader, reading_by(reader):
-            gathered = gather(spec, secrets, settings, worker_id)
+            gathered = gather(spec, secrets, settings, worker_id, policy)
         secrets, children = gathered.secrets, {MERGED: gathered.children}
         spec = {**{name: value for name, value in spec.items() if name != MERGED}, "env": gathered.env}
     values = reference_values(spec, secrets, settings)
@@ -94,6 +97,9 @@ def prepare(
     resume_from = str(chosen) if chosen else None
     with _reader(output_dir, settings, wanted) as reader, reading_by(reader):
         inputs = localize(spec, settings=settings, environment=values)
+    # Once more: a reference has become what it loads.
+    policy.ask(inputs.spec)
+    refuse_variables(inputs.spec.get("env") or {})
     checkpoint_dir = folder.checkpoint_dir(attempt)
     request = Request(
         task_id=task_id,

@@ -22,6 +22,7 @@ from gpuflow.fleet.gpu_usage import FOREIGN_TOLERATED_MIB
 from gpuflow.fleet.hardware import live
 from gpuflow.fleet.registry import Fleet, WorkerEntry, WorkerState
 from gpuflow.logs import get_logger
+from gpuflow.policy.code import allowed_kinds
 from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUE
 from gpuflow.worker.gpu_watch import WATCH_SECONDS, GpuWatch
 from gpuflow.worker.runtime import Runtime
@@ -249,6 +250,7 @@ class PresenceThread(threading.Thread):
             "executors": None if self.runtime.executors is None else list(self.runtime.executors),
             "userTypes": list(self.runtime.user_types),
             "offers": self.runtime.offering.to_dict(),
+            "allowsCode": sorted(allowed_kinds(self.runtime.app.settings.allow_code)),
         }
         if hardware.gpus:
             load |= self._gpu_load()

@@ -20,6 +20,7 @@ from gpuflow.worker.admission import Admission
 from gpuflow.worker.judging import StopReason
 from gpuflow.worker.machine_gpus import MachineGpus
 from gpuflow.worker.offering import Offering
+from gpuflow.worker.policy import Policy, policy_of
 
 if TYPE_CHECKING:
     from gpuflow.worker.presence import PresenceThread
@@ -55,6 +56,11 @@ class Runtime:
     stopper: Stopper | None = None
     stopping: StopReason | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @cached_property
+    def policy(self) -> Policy:
+        """What this worker allows tasks."""
+        return policy_of(self.app.settings, self.worker_id)
 
     @cached_property
     def fleet(self) -> Fleet:

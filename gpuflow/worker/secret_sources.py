@@ -16,7 +16,8 @@ from typing import Any, Final
 
 from gpuflow.artifacts.manifest import write_json
 from gpuflow.artifacts.placeholders import placeholder_secrets
-from gpuflow.errors import GPUFlowError
+from gpuflow.errors import GPUFlowError, NotAllowed
+from gpuflow.policy.secrets import PREFIX, refusal, variable_of
 from gpuflow.secrets import Redactor, secrets_in_environment, secrets_in_spec, url_secrets
 from gpuflow.settings import Settings
 from gpuflow.spec.references import UnresolvedReference, resolve_env
@@ -47,30 +48,47 @@ class MissingSecret(GPUFlowError):
 
 def secrets_of(spec: Mapping[str, Any], settings: Settings, worker: str) -> dict[str, str]:
     """Return the secrets that a task names, as this process has them. Raises MissingSecret."""
-    return secret_values(spec.get("secrets") or (), environ=os.environ, folder=settings.secrets_dir, worker=worker)
+    return secret_values(
+        spec.get("secrets") or (),
+        environ=os.environ,
+        folder=settings.secrets_dir,
+        worker=worker,
+        allowed=settings.allow_secrets,
+    )
 
 
 def secret_values(
-    names: Sequence[str], *, environ: Mapping[str, str], folder: Path | None, worker: str
+    names: Sequence[str],
+    *,
+    environ: Mapping[str, str],
+    folder: Path | None,
+    worker: str,
+    allowed: Sequence[str] = (),
 ) -> dict[str, str]:
-    """Return the values of a task's `secrets`: from the worker's environment, else from the file `folder/NAME`.
+    """Return the values of a task's `secrets`: from the variables meant for tasks, else from the file `folder/NAME`.
 
-    Raises MissingSecret, with worker, cause and mend, for one that is in neither, may not be handed out, or whose file
-    others can read.
+    `allowed` are globs of the worker's variables that tasks may name (`gpuflow.policy.secrets`). Raises NotAllowed for
+    another variable of the worker; MissingSecret, with worker, cause and mend, for one that is nowhere, is given to
+    nobody, or whose file others can read.
     """
-    return {name: _value(name, environ, folder, worker) for name in names}
+    return {name: _value(name, environ, folder, worker, allowed) for name in names}
 
 
-def _value(name: str, environ: Mapping[str, str], folder: Path | None, worker: str) -> str:
+def _value(name: str, environ: Mapping[str, str], folder: Path | None, worker: str, allowed: Sequence[str]) -> str:
     if is_forbidden(name):
         raise MissingSecret(f"worker {worker} gives {name} to no task; take it out of `secrets`")
-    if environ.get(name):
-        return environ[name]
+    variable = variable_of(name, environ, allowed)
+    if variable is not None:
+        return environ[variable]
+    if folder is None or not (folder / name).exists():
+        refused = refusal(name, variables=environ, patterns=allowed, files=())
+        if refused is not None:
+            raise NotAllowed(f"worker {worker}: {refused.message}", refused.setting)
     if folder is None:
         raise MissingSecret(
-            f"worker {worker} has no secret {name}: it is not in the worker's environment, and GPUFLOW_SECRETS_DIR is "
-            f"not set; start the worker with {name} set, or with GPUFLOW_SECRETS_DIR naming a folder that holds the "
-            f"file {name}"
+            f"worker {worker} has no secret {name}: there is no {PREFIX}{name} in the worker's environment, and "
+            f"GPUFLOW_SECRETS_DIR is not set; start the worker with {PREFIX}{name} set, or with GPUFLOW_SECRETS_DIR "
+            f"naming a folder that holds the file {name}"
         )
     # Where the folder lies is nothing that a task needs to know: errors are shown to whoever submitted it.
     try:
@@ -148,6 +166,7 @@ def worker_redactor(settings: Settings) -> Redactor:
 
 def _of_worker(settings: Settings) -> Iterator[str]:
     yield from secrets_in_environment(os.environ)
+    yield from (value for name, value in os.environ.items() if name.startswith(PREFIX))
     yield from url_secrets(settings.redis_url or "")
     if settings.worker_token is not None:
         yield settings.worker_token.get_secret_value()

@@ -180,6 +180,7 @@ class Delivery:
             on_tick=lambda: self._while_preparing(preparing),
         )
         try:
+            runtime.policy.ask(self.spec)
             hold = hold_of(runtime, self.tag, allocation)
             start = runtime.offering.start_of(self.spec, gpus=bool(hold.uuids))
             runtime.begin(self.id, preparing)

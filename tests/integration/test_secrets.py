@@ -275,6 +275,7 @@ def worker_env(folder: Path) -> dict[str, str]:
         "HTTP_PROXY": f"http://me:{HIDDEN['proxy']}@127.0.0.1:9",
         "NO_PROXY": "127.0.0.1",
         "GPUFLOW_SECRETS_DIR": str(secrets),
+        "GPUFLOW_PASS_ENV": "HF_TOKEN,HTTP_PROXY",  # whole, to every child: what is hidden must be hidden there too
     }
 
 

@@ -111,6 +111,9 @@ class WorkerProcess:
             "GPUFLOW_STATE_DIR": str(folder / "state"),
             "GPUFLOW_CACHE_DIR": str(folder / "cache"),
             "GPUFLOW_GRACE_SEC": "1",
+            # Tests of what a closed worker refuses set these to none and "".
+            "GPUFLOW_ALLOW_CODE": "all",
+            "GPUFLOW_ALLOW_SECRETS": "*",
             "PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")]),
             **(env or {}),
         }

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpuflow.errors import NotAllowed
 from gpuflow.logs import get_logger, mask_handlers
 from gpuflow.secrets import (
     Redactor,
@@ -168,7 +169,7 @@ def test_the_public_view_of_a_spec_has_no_secret() -> None:
 
 
 def find(folder: Path | None, name: str = "HF_TOKEN", **environ: str) -> str:
-    return secret_values([name], environ=environ, folder=folder, worker="w1")[name]
+    return secret_values([name], environ=environ, folder=folder, worker="w1", allowed=["HF_*"])[name]
 
 
 def test_the_environment_wins_over_a_file(tmp_path: Path) -> None:
@@ -179,6 +180,19 @@ def test_the_environment_wins_over_a_file(tmp_path: Path) -> None:
     assert find(tmp_path) == "from file"
     assert find(tmp_path, HF_TOKEN="") == "from file"
     assert find(tmp_path, HF_TOKEN="from worker") == "from worker"
+    assert find(tmp_path, HF_TOKEN="from worker", GPUFLOW_SECRET_HF_TOKEN="meant") == "meant"
+
+
+def test_a_variable_that_nobody_meant_for_tasks_is_not_given(tmp_path: Path) -> None:
+    for folder in (None, tmp_path):
+        with pytest.raises(NotAllowed, match=r"w1: .*AWS_SECRET_ACCESS_KEY is a variable of this.*=AWS_SEC") as refused:
+            find(folder, "AWS_SECRET_ACCESS_KEY", AWS_SECRET_ACCESS_KEY="x" * 8)
+        assert refused.value.setting == "GPUFLOW_ALLOW_SECRETS"
+    (tmp_path / "AWS_SECRET_ACCESS_KEY").write_text("for tasks")
+    (tmp_path / "AWS_SECRET_ACCESS_KEY").chmod(0o600)
+
+    assert find(tmp_path, "AWS_SECRET_ACCESS_KEY", AWS_SECRET_ACCESS_KEY="x" * 8) == "for tasks"
+    assert find(None, "AWS_KEY", GPUFLOW_SECRET_AWS_KEY="meant") == "meant"
 
 
 def test_a_missing_secret_names_worker_cause_and_mend(tmp_path: Path) -> None:
@@ -213,7 +227,7 @@ def test_a_folder_is_no_secret(tmp_path: Path) -> None:
         find(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["REDIS_URL", "GPUFLOW_WORKER_TOKEN", "CELERY_BROKER_URL"])
+@pytest.mark.parametrize("name", ["REDIS_URL", "GPUFLOW_WORKER_TOKEN", "GPUFLOW_SECRET_A", "CELERY_BROKER_URL"])
 def test_what_is_the_workers_alone_is_no_secret_of_a_task(name: str) -> None:
     with pytest.raises(MissingSecret, match=f"gives {name} to no task"):
         find(None, name, **{name: "x"})
@@ -239,6 +253,25 @@ def test_a_child_gets_the_allowlist_its_env_and_its_secrets() -> None:
     assert made == {**inherited, "A": "1", "S": "secret", "TASK_ID": "t1", **OFFLINE}
     assert {"HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"} <= set(OFFLINE)
     assert "REDIS_URL" in FORBIDDEN
+
+
+def test_a_child_inherits_no_credentials_that_nobody_named() -> None:
+    worker = {
+        "HF_TOKEN": "t", "WANDB_API_KEY": "k", "MLFLOW_TRACKING_TOKEN": "t", "MLFLOW_TRACKING_PASSWORD": "p",
+        "PIP_INDEX_URL": "https://u:p@pypi.internal/simple", "HTTPS_PROXY": "http://u:p@proxy:3128",
+        "PIP_EXTRA_INDEX_URL": "https://t@a/x https://b/y", "no_proxy": "a,b", "WANDB_MODE": "offline",
+        "GPUFLOW_SECRET_A": "s",
+    }  # fmt: skip
+    plain = {
+        "PIP_INDEX_URL": "https://pypi.internal/simple", "HTTPS_PROXY": "http://proxy:3128",
+        "PIP_EXTRA_INDEX_URL": "https://a/x https://b/y", "no_proxy": "a,b", "WANDB_MODE": "offline",
+    }  # fmt: skip
+
+    assert child_environment(worker, given={}) == plain
+    assert child_environment(worker, given={}, secrets={"HF_TOKEN": "t"}) == {**plain, "HF_TOKEN": "t"}
+    passed = ("HF_TOKEN", "PIP_*", "GPUFLOW_*")
+    whole = {name: worker[name] for name in ("HF_TOKEN", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL")}
+    assert child_environment(worker, given={}, pass_env=passed) == {**plain, **whole}
 
 
 def test_the_redactor_of_a_task_knows_spec_environment_and_worker(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,6 +115,16 @@ def test_validate_a_good_template(invoke: Invoke, tmp_path: Path) -> None:
     assert shown["stages"] == [{"name": "hello", "taskType": "echo", "dependsOn": []}]
 
 
+def test_validate_says_what_code_a_template_brings(invoke: Invoke) -> None:
+    text = "apiVersion: gpuflow/v1\nmetadata: {name: x}\nspec: {taskType: command, command: {command: ls}}\n"
+
+    told = invoke("validate", "-", input=text)
+
+    assert told.exit_code == 0
+    assert "brings code (command)" in told.stderr and "GPUFLOW_ALLOW_CODE" in told.stderr
+    assert list(json.loads(invoke("validate", "-", "--json", input=text).stdout)["code"].values()) == [["command"]]
+
+
 def test_validate_reads_stdin(invoke: Invoke) -> None:
     assert invoke("validate", "-", input=ECHO).exit_code == 0
     assert invoke("validate", "-", "--set", "priority=1", input=ECHO).exit_code == 0

@@ -1,0 +1,39 @@
+"""Checks of `gpuflow doctor` of the policy: what a worker with these settings allows tasks."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from gpuflow.policy.code import KINDS, allowed_kinds
+from gpuflow.policy.secrets import PREFIX
+from gpuflow.settings import Settings
+
+if TYPE_CHECKING:
+    from gpuflow.cli.checks import Check
+
+
+def policy_checks(settings: Settings) -> list[Check]:
+    """Say what is open: code that tasks may bring, secrets that they may name. What the operator chose is no fault."""
+    return [_code(settings), _secrets(settings)]
+
+
+def _code(settings: Settings) -> Check:
+    from gpuflow.cli.checks import Check
+
+    kinds = sorted(allowed_kinds(settings.allow_code))
+    images = f"; images {', '.join(settings.container_images)} (GPUFLOW_CONTAINER_IMAGES)"
+    said = "all kinds: whoever submits runs code as the worker's user" if len(kinds) == len(KINDS) else ", ".join(kinds)
+    detail = f"tasks may bring {said or 'none'} (GPUFLOW_ALLOW_CODE){images if settings.container_images else ''}"
+    return Check(name="code of tasks", status="ok", detail=detail)
+
+
+def _secrets(settings: Settings) -> Check:
+    from gpuflow.cli.checks import Check
+
+    own = sorted(name.removeprefix(PREFIX) for name in os.environ if name.startswith(PREFIX))
+    parts = [f"variables {', '.join(settings.allow_secrets)} (GPUFLOW_ALLOW_SECRETS)"] if settings.allow_secrets else []
+    parts += [f"{', '.join(own)} ({PREFIX}*)"] if own else []
+    parts += [f"the files of {settings.secrets_dir} (GPUFLOW_SECRETS_DIR)"] if settings.secrets_dir else []
+    passed = f"; every child gets {', '.join(settings.pass_env)} (GPUFLOW_PASS_ENV)" if settings.pass_env else ""
+    return Check(name="secrets of tasks", status="ok", detail=f"tasks may name {', '.join(parts) or 'none'}{passed}")

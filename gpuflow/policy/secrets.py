@@ -1,0 +1,75 @@
+"""Decides which secrets of a worker a task may have, and which variables its child inherits. Pure.
+
+A task may name the files of GPUFLOW_SECRETS_DIR and the variables that the operator has meant for tasks: one that is
+called GPUFLOW_SECRET_NAME is the secret NAME. Any other variable of the worker is its own, unless GPUFLOW_ALLOW_SECRETS
+names it.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final
+from urllib.parse import SplitResult, urlsplit, urlunsplit
+
+from gpuflow.policy.refusal import Refusal
+from gpuflow.secrets import is_secret_variable
+
+#: The setting with globs of variables that tasks may name.
+SETTING: Final = "GPUFLOW_ALLOW_SECRETS"
+#: A variable of the worker that begins so is a secret for tasks, under the rest of its name.
+PREFIX: Final = "GPUFLOW_SECRET_"
+
+
+def is_allowed(name: str, patterns: Sequence[str]) -> bool:
+    """Say whether the setting lets tasks have the worker's variable `name`."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def variable_of(name: str, variables: Mapping[str, str], patterns: Sequence[str]) -> str | None:
+    """Return the variable of the worker that holds the secret `name` for tasks; None where none does."""
+    if variables.get(PREFIX + name):
+        return PREFIX + name
+    return name if variables.get(name) and is_allowed(name, patterns) else None
+
+
+def refusal(
+    name: str, *, variables: Mapping[str, str], patterns: Sequence[str], files: Collection[str]
+) -> Refusal | None:
+    """Return why tasks may not have the secret `name`; None where they may, and where this worker has none of it.
+
+    `files` are the names of those that GPUFLOW_SECRETS_DIR holds.
+    """
+    if variable_of(name, variables, patterns) is not None or name in files or not variables.get(name):
+        return None
+    return Refusal(
+        path="secrets",
+        setting=SETTING,
+        message=(
+            f"secrets: {name} is a variable of this worker that it gives to no task; start the worker with "
+            f"{PREFIX}{name}, put a file {name} into its GPUFLOW_SECRETS_DIR, or set {SETTING}={name} on it"
+        ),
+    )
+
+
+def without_credentials(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return variables for a child that named no secret: no tokens and passwords, and URLs without their user parts."""
+    return {name: _without_user(value) for name, value in variables.items() if not is_secret_variable(name)}
+
+
+def _without_user(value: str) -> str:
+    """Return a value whose URLs, several by spaces, have no user parts."""
+    if "@" not in value or "://" not in value:
+        return value
+    return " ".join(_url_without_user(word) for word in value.split(" "))
+
+
+def _url_without_user(word: str) -> str:
+    try:
+        parts = urlsplit(word)
+    except ValueError:
+        return ""
+    if "@" not in parts.netloc:
+        return word
+    host = parts.netloc.rpartition("@")[2]
+    return urlunsplit(SplitResult(parts.scheme, host, parts.path, parts.query, parts.fragment))
