@@ -72,15 +72,19 @@ class LocalProcesses:
             process = _process(record)
             if process is not None:
                 _end(process)
+                self._reap()
             self._write(path, {**record, "ended": True})
             self._prune()
 
     def machines(self) -> dict[str, str]:
         """Return the workers that run."""
-        for child in self._children:
-            child.poll()  # so that none stays a zombie
+        self._reap()
         found = {path.stem: self._read(path) for path in sorted(self._folder.glob("*.json"))}
         return {name: str(record.get("family", "")) for name, record in found.items() if _process(record) is not None}
+
+    def _reap(self) -> None:
+        """Take in what our children that have ended left, so that none stays a zombie."""
+        self._children = [child for child in self._children if child.poll() is None]
 
     def _argv(self, wanted: Wanted) -> list[str]:
         level = self._settings.log_level
