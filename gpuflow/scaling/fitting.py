@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final
 
@@ -30,6 +30,8 @@ class Place:
     plain_queues: tuple[str, ...] | None = None
     most_jobs: int | None = None
     coming: bool = False
+    #: What was asked of it before: one round asks the same again and again.
+    _slots: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of_worker(cls, worker: WorkerFacts) -> Place:
@@ -49,13 +51,21 @@ class Place:
 
     def serves(self, demand: Demand) -> bool:
         """Whether messages of a queue may be taken there."""
+        return self.slots(demand) > 0
+
+    def slots(self, demand: Demand) -> int:
+        """Return how many tasks of a queue run there at once, 0 where it is not served."""
+        if demand.queue not in self._slots:
+            self._slots[demand.queue] = self._slots_of(demand) if self._may_serve(demand) else 0
+        return self._slots[demand.queue]
+
+    def _may_serve(self, demand: Demand) -> bool:
         if demand.requirement is None:
             return self.plain_queues is None or demand.queue in self.plain_queues
         covered = self.families is None or any(family_matches(demand.queue, family) for family in self.families)
         return covered and fits(demand.requirement, self.capability)
 
-    def slots(self, demand: Demand) -> int:
-        """Return how many tasks of a queue that is served run there at once."""
+    def _slots_of(self, demand: Demand) -> int:
         if demand.requirement is None:
             return PLAIN_SLOTS
         most = places(demand.requirement, self.capability)

@@ -6,6 +6,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from gpuflow.broker.keys import Keys
@@ -14,6 +15,7 @@ from gpuflow.broker.scripts import load_script, script_text
 from gpuflow.errors import GPUFlowError
 from gpuflow.fleet.registry import Fleet, WorkerEntry, WorkerState
 from gpuflow.fleet.worker_views import capability_of
+from gpuflow.routing.capability import Capability
 from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUE
 from gpuflow.routing.queue_parsing import requirement_of
 from gpuflow.routing.queues import is_demand_queue
@@ -88,7 +90,7 @@ def _worker(entry: WorkerEntry, leases: int, now: float) -> WorkerFacts:
     works = bool(leases or entry.tasks or load.get("jobs"))
     return WorkerFacts(
         id=entry.id,
-        capability=capability_of(entry),
+        capability=_alike(capability_of(entry)),
         alive=entry.is_there,
         enabled=desired.state != "disabled",
         draining=desired.ends or entry.state is WorkerState.DRAINING,
@@ -102,6 +104,12 @@ def _worker(entry: WorkerEntry, leases: int, now: float) -> WorkerFacts:
         toggled_seconds=None if desired.at is None else max(0.0, now - desired.at),
         cost_per_hour=float(load.get("costPerHour") or 0.0),
     )
+
+
+def _alike(capability: Capability) -> Capability:
+    """Return the same machine with its GPUs numbered: what fits it fits every machine of its kind."""
+    gpus = tuple(replace(gpu, uuid=f"GPU-{number}") for number, gpu in enumerate(capability.gpus))
+    return replace(capability, gpus=gpus)
 
 
 def _demand(row: Sequence[Any], running: Mapping[str, int], now: float) -> Demand | None:
