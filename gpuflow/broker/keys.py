@@ -45,6 +45,10 @@
 | `gpuflow.workers` | set | worker ids |
 | `worker:<id>` | hash | one worker: capability, labels, state, `load`, `newer_load` since the last heartbeat |
 | `worker:<id>:hb` | string | its heartbeat; the key expires when the worker is silent |
+| `gpuflow.scaling` | hash | counts of scaling, what it has cost, failures and retry times of families |
+| `gpuflow.scaling.leader` | hash | which beat scales: `owner`, `epoch`, `until` |
+| `gpuflow.scaling.decisions` | list | the newest decisions of scaling with their reasons, JSON |
+| `gpuflow.machines` | hash | machine id -> JSON of a machine that scaling has launched |
 
 No queue may be named like one of them; `gpuflow.control` and `gpuflow.notices` are the only queues whose names begin
 with `gpuflow.`.
@@ -227,6 +231,26 @@ class Keys:
     def queue_classes(self, name: str) -> str:
         """Which classes of workers serve one demand queue."""
         return f"{self.prefix}queue:{name}:classes"
+
+    @property
+    def scaling(self) -> str:
+        """Counts of scaling, and what holds families back."""
+        return f"{self.prefix}gpuflow.scaling"
+
+    @property
+    def scaling_leader(self) -> str:
+        """Which beat scales."""
+        return f"{self.prefix}gpuflow.scaling.leader"
+
+    @property
+    def scaling_decisions(self) -> str:
+        """The newest decisions of scaling."""
+        return f"{self.prefix}gpuflow.scaling.decisions"
+
+    @property
+    def machines(self) -> str:
+        """Machines that scaling has launched."""
+        return f"{self.prefix}gpuflow.machines"
 
     def wish(self, machine: str) -> str:
         """What a task of some worker of a machine finds no GPU for."""

@@ -67,7 +67,7 @@ def merge_line(counts: Mapping[str, int]) -> str:
 
 def queue_rows(app: GPUFlow) -> list[dict[str, Any]]:
     """Return every queue with its requirement (None: a plain Celery queue), depth, running tasks and the workers that
-    may be counted on.
+    may be counted on and take work.
     """
     from gpuflow.broker.leases import held_leases
     from gpuflow.broker.priorities import list_keys, queue_of
@@ -77,7 +77,7 @@ def queue_rows(app: GPUFlow) -> list[dict[str, Any]]:
     fleet = Fleet(app.redis, app.keys)
     registered = fleet.queues()
     prefix = app.keys.prefix
-    workers = [worker for worker in fleet.workers() if worker.is_there]
+    workers = [worker for worker in fleet.workers() if worker.is_there and worker.takes_work]
     serving = fleet.serving_classes(list(registered), workers)
     running: Counter[str] = Counter()
     lost: Counter[str] = Counter()  # they wait, but for a sweep
@@ -104,11 +104,11 @@ def queue_rows(app: GPUFlow) -> list[dict[str, Any]]:
     return rows
 
 
-@click.group(invoke_without_command=True, short_help="List the workers, show or drain one.")
+@click.group(invoke_without_command=True, short_help="List the workers; show, enable, disable or drain one.")
 @json_option
 @click.pass_context
 def workers(ctx: click.Context, as_json: bool) -> None:
-    """List the workers, show or drain one."""
+    """List the workers; show, enable, disable or drain one."""
     if ctx.invoked_subcommand is None:
         ctx.invoke(list_workers, as_json=as_json)
 
@@ -165,6 +165,63 @@ def show_worker(worker_id: str, as_json: bool) -> None:
     output.pairs(load)
 
 
+@workers.command("enable")
+@click.argument("worker_id", metavar="ID")
+@click.option("--auto", "automatic", is_flag=True, help="Leave it to the autoscaler again, as `release` does.")
+def enable_worker(worker_id: str, automatic: bool) -> None:
+    """Let a worker take work, whatever the autoscaler thinks, until it is released."""
+    _set(worker_id, "release" if automatic else "enabled", "")
+
+
+@workers.command("disable")
+@click.argument("worker_id", metavar="ID")
+@click.option("--reason", default="", metavar="TEXT", help="Why; `gpuflow workers` and `gpuflow explain` show it.")
+def disable_worker(worker_id: str, reason: str) -> None:
+    """Let a worker take nothing new and unload its idle models, until it is enabled or released.
+
+    What runs there ends as it would have; control tasks are still done.
+    """
+    _set(worker_id, "disabled", reason)
+
+
+@workers.command("release")
+@click.argument("worker_id", metavar="ID")
+def release_worker(worker_id: str) -> None:
+    """Leave a worker that was enabled or disabled by hand to the autoscaler again; it is enabled."""
+    _set(worker_id, "release", "")
+
+
+def _set(worker_id: str, what: str, reason: str) -> None:
+    """Write what a worker is to be, by hand, and tell it. Raises bad input for one that is not there, or ends."""
+    from gpuflow.cli import output
+    from gpuflow.cli.errors import bad_input
+    from gpuflow.cli.session import connected
+    from gpuflow.client import reachable
+    from gpuflow.fleet.desired import DesiredState
+    from gpuflow.fleet.registry import Fleet
+
+    with connected() as app, reachable():
+        fleet = Fleet(app.redis, app.keys)
+        found = fleet.find(worker_id)
+        if found is None or str(found.state) == _OFFLINE:
+            raise bad_input(f"no worker {worker_id!r} is there; `gpuflow workers` lists them")
+        if what == "release":
+            answer = fleet.release(worker_id)
+        else:
+            answer = fleet.desire(worker_id, DesiredState(what), reason=reason)
+        if answer == "gone":
+            raise bad_input(f"no worker {worker_id!r} is there; `gpuflow workers` lists them")
+        if answer == "draining":
+            raise bad_input(f"worker {worker_id} is draining and will stop; start it again to change that")
+        app.control.broadcast("gpuflow_follow", arguments={"worker_ids": [worker_id]})
+    texts = {
+        "enabled": "is enabled by hand",
+        "disabled": "is disabled by hand and takes nothing new",
+        "release": "is left to the autoscaler",
+    }
+    output.line(f"{worker_id} {texts[what]}")
+
+
 @workers.command("drain")
 @click.argument("worker_id", metavar="ID")
 @click.option("--deadline", metavar="TIME", help="When the machine goes away, such as 90s: what runs is saved before.")
@@ -214,7 +271,7 @@ def _row(worker: WorkerEntry) -> list[object]:
     ago = worker.seen_seconds if worker.seen_seconds is not None else max(0.0, time.time() - worker.heartbeat_at)
     return [
         worker.id,
-        f"{worker.state}, disk full" if capability_of(worker).lacks_disk else worker.state,
+        _state_text(worker, full=capability_of(worker).lacks_disk),
         worker.hostname,
         gpu_text(worker),
         f"{worker.capability.get('cpu_count', 0):g}",
@@ -222,6 +279,17 @@ def _row(worker: WorkerEntry) -> list[object]:
         len(worker.tasks),
         f"{ago:.0f} s ago",
     ]
+
+
+def _state_text(worker: WorkerEntry, *, full: bool) -> str:
+    """Return the state for people, with who disabled it and why."""
+    parts = [str(worker.state), "disk full" if full else ""]
+    if not worker.takes_work:
+        why = worker.desired.text()
+        parts.append(f"disabled ({why})" if why else "disabled")
+    elif worker.desired.by_hand and not worker.desired.ends:
+        parts.append("enabled by hand")
+    return ", ".join(filter(None, parts))
 
 
 def _labels(worker: WorkerEntry) -> str:

@@ -14,11 +14,15 @@ if TYPE_CHECKING:
     from gpuflow.settings import Settings
 
 _TEND_SECONDS: Final = 0.5
+#: Workers that --autoscale starts at most, beside those of --workers.
+MOST_LAUNCHED: Final = 4
 
 
 @click.command(short_help="Start a local cluster.")
 @click.option("--workers", default=1, type=click.IntRange(0, 64), metavar="N", help="Workers (default 1).")
 @click.option("--max-jobs", type=click.IntRange(1, 1024), metavar="N", help="Most child processes of a worker at once.")
+@click.option("--autoscale", is_flag=True, help="Start more workers as the backlog grows, and end them when they idle.")
+@click.option("--max", "most", type=click.IntRange(1, 64), metavar="N", help="Most workers beside those (default 4).")
 @click.option("--no-beat", is_flag=True, help="Without beat (reconcile, cleanup, scaling).")
 @click.option("--no-flower", is_flag=True, help="Without Flower, where it is installed.")
 @click.option("--flower-port", type=click.IntRange(1, 65_535), help="Flower's port (default: 5555, or the next free).")
@@ -27,6 +31,8 @@ _TEND_SECONDS: Final = 0.5
 def up(
     workers: int,
     max_jobs: int | None,
+    autoscale: bool,
+    most: int | None,
     no_beat: bool,
     no_flower: bool,
     flower_port: int | None,
@@ -39,11 +45,14 @@ def up(
 
     A part that ends is started again.
     """
+    from gpuflow.cli.errors import bad_input
     from gpuflow.cli.output import line, note
     from gpuflow.cli.session import signals_interrupt
     from gpuflow.cluster import LocalCluster, commands
     from gpuflow.settings import Settings
 
+    if (autoscale or most) and no_beat:
+        raise bad_input("--autoscale needs beat, which --no-beat leaves out; give one of them")
     settings = Settings.load()
     flower = gateway = None
     if commands.flower_installed() and not no_flower:
@@ -60,6 +69,7 @@ def up(
                 workers=workers,
                 max_jobs=max_jobs,
                 beat=not no_beat,
+                most_launched=(most or MOST_LAUNCHED) if autoscale or most else 0,
                 flower_port=flower,
                 gateway_port=gateway,
                 note=note,

@@ -5,6 +5,7 @@ Used by `gpuflow.cluster.local` alone.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
@@ -135,6 +136,35 @@ def process_environment(
     if config.is_file():
         environment[_CONFIG_VARIABLE] = str(config)
     return with_our_packages(environment)
+
+
+def scaling_environment(settings: Settings, most: int, max_jobs: int | None) -> dict[str, str]:
+    """Return the variables by which beat launches workers of this machine, `most` at once.
+
+    The policy that the user has set is kept. Raises GPUFlowError where the file cannot be written.
+    """
+    if settings.scaling_policy:
+        return {"ENABLE_ELASTIC_SCALING": "true"}
+    family: dict[str, object] = {
+        "name": "local",
+        "provisioner": {"kind": "local"},
+        "max": most,
+        "targetBacklog": 60,
+        "launchDeadline": 120,
+    }
+    if max_jobs is not None:
+        family["maxJobs"] = max_jobs
+    path = settings.state_dir / "scaling.yaml"
+    part = path.with_suffix(".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps({"schema": 1, "families": [family]}), encoding="utf-8")  # JSON is YAML
+        part.replace(path)
+    except OSError as error:
+        raise GPUFlowError(
+            f"{path} cannot be written: {error.strerror or error}; set GPUFLOW_STATE_DIR to a folder of yours"
+        ) from None
+    return {"ENABLE_ELASTIC_SCALING": "true", "GPUFLOW_SCALING_POLICY": str(path)}
 
 
 def with_our_packages(base: Mapping[str, str]) -> dict[str, str]:

@@ -29,6 +29,8 @@ from gpuflow.errors import BrokerUnavailable, GPUFlowError
 from gpuflow.fleet.hardware import probe
 from gpuflow.fleet.registry import Fleet, WorkerState
 from gpuflow.routing.families import CONTROL_QUEUE
+from gpuflow.scaling.provisioners import ProvisionerError
+from gpuflow.scaling.provisioners.local import LocalProcesses
 from gpuflow.settings import Settings, mask_url
 
 #: How long the workers have to register, in seconds.
@@ -58,6 +60,7 @@ class LocalCluster:
     """A context manager: inside it the cluster runs, after it nothing of it is left (its data stay on disk).
 
     The broker is that of REDIS_URL, else the embedded one. `note` gets a line for people when something happens.
+    `most_launched`: how many more workers beat may launch as the backlog grows.
     `most_ends`: how often a part may end in short order before `tend` raises (None: never).
     """
 
@@ -68,6 +71,7 @@ class LocalCluster:
         workers: int = 1,
         max_jobs: int | None = None,
         beat: bool = False,
+        most_launched: int = 0,
         flower_port: int | None = None,
         gateway_port: int | None = None,
         most_ends: int | None = None,
@@ -81,6 +85,7 @@ class LocalCluster:
         self._workers = workers
         self._max_jobs = max_jobs
         self._beat = beat
+        self._most_launched = most_launched
         self._flower_port = flower_port
         self._gateway_port = gateway_port
         self._most_ends = most_ends
@@ -193,6 +198,7 @@ class LocalCluster:
             process.ask()
         for process in processes:
             process.stop()
+        self._end_launched()
         self._leave()
         if self._server is not None:
             self._server.stop()
@@ -202,6 +208,7 @@ class LocalCluster:
         for part in self._parts:
             if part.process is not None:
                 part.process.kill()
+        self._end_launched()
         self._leave()
         if self._server is not None:
             self._server.stop()
@@ -234,6 +241,8 @@ class LocalCluster:
         )
         if part.is_worker and self._gateway_port is not None and self._settings.gateway_url is None:
             environment["GPUFLOW_GATEWAY_URL"] = f"http://127.0.0.1:{self._gateway_port}"
+        if part.name == "beat" and self._most_launched:
+            environment |= commands.scaling_environment(self._settings, self._most_launched, self._max_jobs)
         if part.name == "flower":
             environment = {**environment, **commands.flower_login(self._settings.state_dir, environment)}
         log = self.logs / (f"worker-{part.name}.log" if part.is_worker else f"{part.name}.log")
@@ -261,6 +270,18 @@ class LocalCluster:
         except redis.RedisError:
             return False
         return entry is not None and entry.state is not WorkerState.OFFLINE and CONTROL_QUEUE in entry.queues
+
+    def _end_launched(self) -> None:
+        """End the workers that beat has launched; they are no children of ours."""
+        if not self._most_launched:
+            return
+        launched = LocalProcesses(self._settings, self.url)
+        with contextlib.suppress(ProvisionerError):
+            for worker_id in launched.machines():
+                launched.terminate(worker_id)
+                if self._client is not None:
+                    with contextlib.suppress(redis.RedisError):
+                        self._fleet().leave(worker_id)
 
     def _leave(self) -> None:
         """Take our workers out of the registry, those too that were killed."""

@@ -17,7 +17,8 @@ from typing import Any, Final
 import redis
 
 from gpuflow.broker.keys import Keys
-from gpuflow.broker.scripts import broker_script
+from gpuflow.broker.scripts import broker_script, load_script, script_text
+from gpuflow.fleet.desired import AUTOMATIC, MANUAL, MOST_DECISIONS, Desired, DesiredState
 from gpuflow.fleet.serving import serving_classes
 from gpuflow.routing.capability import Capability
 
@@ -68,6 +69,13 @@ class WorkerEntry:
     seen_seconds: float | None = None
     version: str = ""
     schema: int = WORKER_SCHEMA
+    #: What it is to be, as it stands in Redis; `enabled` is what it follows.
+    desired: Desired = field(default_factory=Desired)
+
+    @property
+    def takes_work(self) -> bool:
+        """Whether it takes work, and is to."""
+        return self.enabled and self.desired.state is not DesiredState.DISABLED
 
     @property
     def is_there(self) -> bool:
@@ -132,6 +140,7 @@ class WorkerEntry:
             seen_seconds=seen,
             version=raw.get("version", ""),
             schema=int(raw.get("schema", WORKER_SCHEMA)),
+            desired=Desired.from_hash(raw),
         )
 
     def public(self) -> dict[str, Any]:
@@ -139,7 +148,8 @@ class WorkerEntry:
         return {
             "id": self.id,
             "state": str(self.state),
-            "enabled": self.enabled,
+            "enabled": self.takes_work,
+            "desired": self.desired.public(),
             "ephemeral": self.ephemeral,
             "hostname": self.hostname,
             "node": self.node,
@@ -233,23 +243,58 @@ class Fleet:
         pipe.delete(self.keys.worker(worker_id), self.keys.heartbeat(worker_id))
         pipe.execute()
 
+    def desire(
+        self,
+        worker_id: str,
+        state: DesiredState,
+        *,
+        by: str = MANUAL,
+        reason: str = "",
+        deadline_seconds: float | None = None,
+        leader: tuple[str, int] = ("", 0),
+        decision: str = "",
+    ) -> str:
+        """Write what a worker is to be, in one step; return what became of it (lua/desire.lua).
+
+        `leader` is the name and epoch of the beat that scales. Raises redis errors.
+        """
+        keys = [self.keys.worker(worker_id), self.keys.heartbeat(worker_id)]
+        until = "" if deadline_seconds is None else deadline_seconds
+        step = load_script("gpuflow.fleet", "desire", script_text("gpuflow.fleet", "fence"))
+        arguments = [str(state), by, reason, until, *leader, decision, MOST_DECISIONS]
+        return str(step(self.client, [*keys, self.keys.scaling_leader, self.keys.scaling_decisions], arguments))
+
     def ask_to_drain(self, worker_id: str, deadline_seconds: float | None) -> None:
-        """Write what a worker is to do into its entry; it reads it at its next heartbeat at the latest."""
-        seconds, micros = self.client.time()
-        until = "" if deadline_seconds is None else str(seconds + micros / 1e6 + deadline_seconds)
-        self.client.hset(self.keys.worker(worker_id), mapping={"wanted": "drain", "wanted_until": until})
+        """Let a worker drain; it follows at its next heartbeat at the latest."""
+        self.desire(worker_id, DesiredState.DRAINING, reason="asked for", deadline_seconds=deadline_seconds)
 
-    def wanted(self, worker_id: str) -> tuple[str, float | None]:
-        """Return what a worker is asked for ('' or `drain`), and the seconds left for it (None: no deadline)."""
-        wanted, until = self.client.hmget(self.keys.worker(worker_id), "wanted", "wanted_until")
-        if not until:
-            return wanted or "", None
-        seconds, micros = self.client.time()
-        return wanted or "", max(0.0, float(until) - (seconds + micros / 1e6))
+    def release(self, worker_id: str) -> str:
+        """Leave a worker to the autoscaler again: it is enabled until that decides otherwise."""
+        key = self.keys.worker(worker_id)
+        if self.client.hget(key, "desired") == DesiredState.DISABLED:
+            answer = self.desire(worker_id, DesiredState.ENABLED, reason="released by hand")
+            if answer not in ("written", "same"):
+                return answer
+        self.client.hset(key, "desired_by", AUTOMATIC)
+        return "written"
 
-    def clear_wanted(self, worker_id: str) -> None:
-        """Begin a new life of a worker: nothing is asked of it."""
+    def order(self, worker_id: str) -> tuple[Desired, float | None]:
+        """Return what a worker is to be, and the seconds left for a drain (None: no deadline)."""
+        raw = self.client.hgetall(self.keys.worker(worker_id))
+        desired = Desired.from_hash(raw)
+        if not desired.ends or not raw.get("wanted_until"):
+            return desired, None
+        seconds, micros = self.client.time()
+        return desired, max(0.0, float(raw["wanted_until"]) - (seconds + micros / 1e6))
+
+    def begin_anew(self, worker_id: str) -> None:
+        """Begin a new life of a worker: a drain is over. One that was disabled stays so, and a retired one ends."""
+        if self.client.hget(self.keys.worker(worker_id), "desired") == DesiredState.RETIRED:
+            return
         self.client.hdel(self.keys.worker(worker_id), "wanted", "wanted_until")
+        if self.client.hget(self.keys.worker(worker_id), "desired") == DesiredState.DRAINING:
+            names = ("desired", "desired_by", "desired_reason", "desired_at")
+            self.client.hdel(self.keys.worker(worker_id), *names)
 
     def find(self, worker_id: str) -> WorkerEntry | None:
         """Return one worker, or None."""
@@ -280,7 +325,7 @@ class Fleet:
         there = [
             entry
             for entry in self.workers()
-            if entry.id != worker_id and entry.state in (WorkerState.IDLE, WorkerState.BUSY)
+            if entry.id != worker_id and entry.takes_work and entry.state in (WorkerState.IDLE, WorkerState.BUSY)
         ]
         classes = self.serving_classes([queue], there)[queue]
         return any(queue in entry.queues or entry.class_name in classes for entry in there)

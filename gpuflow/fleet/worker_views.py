@@ -18,6 +18,8 @@ What a worker does not tell is None there. Read from the entry's `load`, beside 
 | `roomMib` | UUID -> MiB | what is left of each GPU for tasks that share it |
 | `reservation` | {task, gpus: [UUID], since} or null | the waiting task that GPUs are kept for; `since` may lack |
 | `diskFreeMib` | number | free where results are written |
+| `idleSeconds` | number, or null | how long it had held nothing but control tasks; null: it works (for scaling) |
+| `maxJobs`, `costPerHour` | number, or null | its --max-jobs and --cost (for scaling) |
 """
 
 from __future__ import annotations
@@ -95,7 +97,8 @@ def view_of(entry: WorkerEntry, records: Mapping[str, TaskRecord], now: float) -
         id=entry.id,
         capability=capability_of(entry),
         state=str(entry.state),
-        enabled=entry.enabled,
+        enabled=entry.takes_work,
+        disabled_by=entry.desired.text() if not entry.takes_work else "",
         silent_seconds=_silent_seconds(entry, now),
         families=_families(entry),
         executors=_texts(load.get("executors")),

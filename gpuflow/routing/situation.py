@@ -113,7 +113,8 @@ def _kept_away(queue: str, task: TaskView, worker: WorkerView) -> tuple[Kind, st
     if worker.state == "DRAINING":
         return "draining", "is draining: it ends what it runs and takes nothing new"
     if not worker.enabled:
-        return "disabled", "is disabled: it takes nothing until it is enabled again"
+        who = f" {worker.disabled_by};" if worker.disabled_by else ":"
+        return "disabled", f"is disabled{who} it takes nothing until it is enabled again"
     task_type = task_type_of(task.executor)
     if worker.executors is not None and task_type and task_type not in worker.executors:
         return (

@@ -35,6 +35,7 @@ class Reservation:
 class WorkerView:
     """A worker. `state` is that of the registry.
 
+    `disabled_by` says who disabled it and why, where it is known.
     `families` are the demand queues of its -Q (None: it has none, it serves all), `executors` those of its
     --executors (None: all), `user_types` the users' own task types that it can run, `offers` what it runs for tasks
     without GPUs and `gpu_offers` for those with (None: not told), `allows_code` the kinds of code that
@@ -48,6 +49,7 @@ class WorkerView:
     capability: Capability
     state: str = "IDLE"
     enabled: bool = True
+    disabled_by: str = ""
     silent_seconds: float | None = None
     families: tuple[str, ...] | None = None
     executors: tuple[str, ...] | None = None

@@ -111,6 +111,9 @@ class Settings(BaseModel):
     elastic_auto_toggle_cooldown_seconds: Seconds = _setting(
         "ELASTIC_AUTO_TOGGLE_COOLDOWN_SEC", 60, "seconds, such as 60"
     )
+    scaling_policy: str | None = _setting(
+        "GPUFLOW_SCALING_POLICY", None, "the path of a scaling policy, or a preset such as local"
+    )
     lease_seconds: Seconds = _setting("GPUFLOW_LEASE_SEC", 60, "seconds, such as 60")
     key_prefix: str = _setting("GPUFLOW_KEY_PREFIX", "", "letters, digits, '.', '_', '-' and ':'")
     worker_token: SecretStr | None = _setting("GPUFLOW_WORKER_TOKEN", None, "a worker token", secret=True)

@@ -15,7 +15,7 @@ from gpuflow.errors import GPUFlowError
 from gpuflow.spec.reading import Document, read_file
 
 #: The kinds of presets, one folder each.
-KINDS: Final = ("models", "datasets", "pipelines", "environments", "containers", "gpus")
+KINDS: Final = ("models", "datasets", "pipelines", "environments", "containers", "gpus", "scaling")
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 

@@ -1,4 +1,5 @@
-"""What beat does itself, beside its schedule: sweep every second, reconcile under a lock every few. Needs no worker.
+"""What beat does itself, beside its schedule: sweep every second, reconcile under a lock every few,
+scale where it leads. Needs no worker.
 
 Started by the app when a beat process of this app starts (`gpuflow.celery_app`).
 """
@@ -14,6 +15,7 @@ from redis.exceptions import LockError, RedisError
 from gpuflow.broker.sweeper import Sweeper
 from gpuflow.celery_app import GPUFlow
 from gpuflow.logs import get_logger
+from gpuflow.scaling import autoscaler
 from gpuflow.upkeep.reconciler import Reconciler
 
 log = get_logger("gpuflow.duties")
@@ -69,5 +71,6 @@ class Duties(threading.Thread):
 
 
 def start(app: GPUFlow) -> None:
-    """Start the duties of a beat process."""
+    """Start the duties of a beat process, and its autoscaler."""
     Duties(app).start()
+    autoscaler.start(app)

@@ -55,6 +55,8 @@ class Admission:
         self.reserving = reserving
         self.models = RecentModels()
         self.draining = False
+        #: False: it takes nothing new but control tasks and notices, and keeps no model loaded that idles.
+        self.enabled = True
         self._offering = offering
         self._patience_seconds = patience_seconds
         self._gpus = gpus
@@ -313,18 +315,27 @@ class Admission:
                 and not any(held.slot in ("job", "ending") for held in self._held.values())
             )
 
+    def unload_idle(self, why: str) -> None:
+        """Close every session that idles."""
+        if self.sessions is not None and (idle := self.sessions.idle()):
+            self.sessions.evict(idle, why=why)
+
     def free_gpus(self) -> tuple[str, ...]:
         """Return the UUIDs of the GPUs that could be taken now, by any worker of the machine."""
         return tuple(gpu.uuid for gpu in self._gpus.free(self.capability).gpus)
 
     # -- inside -------------------------------------------------------------------------------------------------
 
+    @property
+    def _is_taking(self) -> bool:
+        return self.enabled and not self.draining
+
     def _takes_jobs(self) -> bool:
-        return not self.draining and self._books.takes_jobs()
+        return self._is_taking and self._books.takes_jobs()
 
     def _warm_names(self) -> tuple[str, ...]:
         """Return the sessions that may be given a request now."""
-        if self.sessions is None or self.draining or not self._books.takes_requests():
+        if self.sessions is None or not self._is_taking or not self._books.takes_requests():
             return ()
         return self.sessions.names(idle=self._books.takes_jobs())
 
@@ -334,7 +345,7 @@ class Admission:
             return self._books.takes_control()
         if slot == "notice":
             return self._books.takes_notices()
-        return slot == "plain" and not self.draining and self._books.takes_plain()
+        return slot == "plain" and self._is_taking and self._books.takes_plain()
 
     def _served(self, ready: Sequence[str], barren: Collection[str]) -> Mapping[str, Requirement]:
         """Return what this worker serves of `ready`, in order, while it takes jobs; looks at the reservation too."""

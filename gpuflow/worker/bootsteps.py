@@ -254,6 +254,16 @@ def gpuflow_drain(state: Any, worker_id: str, deadline_seconds: float | None = N
     return {"ok": True}
 
 
+@control_command(args=[("worker_ids", list)])  # type: ignore[untyped-decorator]
+def gpuflow_follow(state: Any, worker_ids: list[str]) -> dict[str, Any]:
+    """Look at once at what this worker is to be, if it is one of those that are named."""
+    runtime = find()
+    named = runtime is not None and runtime.presence is not None and runtime.worker_id in worker_ids
+    if runtime is not None and runtime.presence is not None and named:
+        runtime.presence.notify()
+    return {"ok": named}
+
+
 def _forget_attempt(task_id: str | None = None, **_: Any) -> None:
     runtime = find()
     if runtime is not None and task_id:
@@ -290,8 +300,9 @@ class Presence(bootsteps.StartStopStep):  # type: ignore[misc]
         except GPUFlowError as error:
             log.error("cannot_start", worker=runtime.worker_id, cause=str(error))
             raise WorkerShutdown(CannotStart.exit_code) from None
-        runtime.fleet.clear_wanted(runtime.worker_id)
+        runtime.fleet.begin_anew(runtime.worker_id)
         runtime.presence = PresenceThread(runtime, consumer.hostname)
+        runtime.presence.follow_orders()
         runtime.presence.start()
         _mingle_once(consumer)
 

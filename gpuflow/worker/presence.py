@@ -17,6 +17,7 @@ import psutil
 from redis.exceptions import RedisError
 
 from gpuflow import __version__
+from gpuflow.fleet.desired import DesiredState
 from gpuflow.fleet.disk import free_mib
 from gpuflow.fleet.gpu_usage import FOREIGN_TOLERATED_MIB
 from gpuflow.fleet.hardware import live
@@ -61,6 +62,8 @@ class PresenceThread(threading.Thread):
         self._change: object = None
         #: Something changed while the entry was made: it may tell of what came and went since, and is written again.
         self._outdated = False
+        self._worked_at = time.monotonic()
+        self._is_notified = threading.Event()
 
     def run(self) -> None:
         """Beat until stopped; a broker that is away is tried again at the next turn."""
@@ -73,6 +76,10 @@ class PresenceThread(threading.Thread):
                 watch.look_quietly()
                 next_watch = time.monotonic() + WATCH_SECONDS
             now = time.monotonic()
+            if not self.runtime.admission.idle():
+                self._worked_at = now
+            if not self.runtime.admission.enabled:
+                self.runtime.admission.unload_idle("the worker is disabled")
             if now >= next_look:
                 self.runtime.offering.look()
                 next_look = time.monotonic() + settings.heartbeat_interval_seconds
@@ -80,12 +87,15 @@ class PresenceThread(threading.Thread):
                 next_disk = now + DISK_SECONDS
                 if self._disk_has_passed_the_floor():
                     next_beat = 0.0
-            if now < try_again or (now < next_beat and not self._is_due(now)):
+            if now < try_again or (now < next_beat and not self._is_due(now) and not self._is_notified.is_set()):
                 continue
             try:
+                if self._is_notified.is_set():
+                    self._is_notified.clear()
+                    self.follow_orders()
                 self._renew_class()
                 self.write()
-                self._follow_orders()
+                self.follow_orders()
                 self._tell_models()
                 next_beat = time.monotonic() + settings.heartbeat_interval_seconds
             except RedisError as error:
@@ -111,7 +121,7 @@ class PresenceThread(threading.Thread):
         Called before each attempt, when its message holds what it needs. No attempt depends on it: errors, and a write
         that takes longer than NOTE_WAIT_SECONDS, leave it to the next heartbeat.
         """
-        asked_at = time.monotonic()
+        asked_at = self._worked_at = time.monotonic()
         if not self._writing.acquire(timeout=NOTE_WAIT_SECONDS):
             log.debug("held_not_written", cause="another write goes on")
             return
@@ -142,6 +152,7 @@ class PresenceThread(threading.Thread):
             hostname=runtime.hardware.hostname,
             node=self.node,
             pid=os.getpid(),
+            enabled=runtime.admission.enabled,
             ephemeral=runtime.ephemeral,
             capability=runtime.admission.capability.to_dict(),
             queues=self._queues(),
@@ -181,8 +192,8 @@ class PresenceThread(threading.Thread):
         demands.enlist()
 
     def _tell_models(self) -> None:
-        """Say which models this worker has, until the next beat; one that drains leaves their tasks to others."""
-        if self.runtime.admission.draining:
+        """Say which models this worker has, until the next beat; one that takes nothing has none for others."""
+        if self.runtime.admission.draining or not self.runtime.admission.enabled:
             self._leave_models()
             return
         pipe = self.runtime.app.redis.pipeline(transaction=False)
@@ -199,10 +210,25 @@ class PresenceThread(threading.Thread):
         if ours:
             client.delete(*ours)
 
-    def _follow_orders(self) -> None:
-        wanted, seconds_left = self.fleet.wanted(self.runtime.worker_id)
-        if wanted == "drain" and self.runtime.stopper is not None and not self.runtime.admission.draining:
-            self.runtime.stopper.drain("asked for", seconds_left)
+    def notify(self) -> None:
+        """Follow at once what stands in Redis; it is followed at each heartbeat anyway."""
+        self._is_notified.set()
+
+    def follow_orders(self) -> None:
+        """Become what this worker is to be: enabled, disabled, or draining. Raises redis errors."""
+        admission = self.runtime.admission
+        order, seconds_left = self.fleet.order(self.runtime.worker_id)
+        if order.ends:
+            if self.runtime.stopper is not None and not admission.draining:
+                self.runtime.stopper.drain(order.text() or "asked for", seconds_left)
+            return
+        enabled = order.state is not DesiredState.DISABLED
+        if enabled is admission.enabled:
+            return
+        admission.enabled = enabled
+        log.info("enabled" if enabled else "disabled", worker=self.runtime.worker_id, why=order.text())
+        if enabled:
+            self.runtime.leases.wake()
 
     def stop(self) -> None:
         """Stop beating and say that the worker has gone."""
@@ -227,7 +253,7 @@ class PresenceThread(threading.Thread):
         admission = self.runtime.admission
         running = tuple(sorted(self.runtime.running))
         gpus = self.runtime.machine_gpus.last_seen()
-        return (self._state(), admission.demands.name, admission.models.names(), running, gpus)
+        return (self._state(), admission.demands.name, admission.models.names(), running, gpus, admission.enabled)
 
     def _queues(self) -> tuple[str, ...]:
         """Return the queues served by name, and the demand queues that were seen and are served."""
@@ -246,6 +272,9 @@ class PresenceThread(threading.Thread):
             "diskFreeMib": free_mib(self.runtime.app.settings.results_dir),
             **self._held_load(),
             "freeGpus": [],
+            "idleSeconds": None if not admission.idle() else round(time.monotonic() - self._worked_at, 1),
+            "maxJobs": admission.limits.max_jobs,
+            "costPerHour": admission.demands.cost,
             "families": None if families is None else list(families),
             "executors": None if self.runtime.executors is None else list(self.runtime.executors),
             "userTypes": list(self.runtime.user_types),

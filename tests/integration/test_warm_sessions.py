@@ -16,6 +16,7 @@ import pytest
 
 from gpuflow.client import Task, submit
 from gpuflow.errors import TaskDead, TaskFailed
+from gpuflow.fleet.desired import DesiredState
 from tests.support.boxes import Box
 from tests.support.engines import SCRIPTED, build
 from tests.support.fleet import TestFleet, WorkerProcess
@@ -218,6 +219,26 @@ def test_idle_sessions_are_closed_and_nothing_is_left(fleet: TestFleet, env: dic
 
     eventually(lambda: "event=session_ended" in worker.log(), what="its end")
     assert sessions_of(worker) == []
+
+
+def test_a_disabled_worker_answers_what_it_has_and_unloads_its_models(
+    fleet: TestFleet, one: WorkerProcess, tmp_path: Path
+) -> None:
+    gate = tmp_path / "go"
+    submit(ask("echo a", model="/models/other"), app=fleet.app).get(timeout=patient(30))
+    task = running(submit(ask(f"wait {gate}"), app=fleet.app))
+    assert len(sessions_of(one)) == 2
+
+    assert fleet.registry.desire("w1", DesiredState.DISABLED, reason="a test") == "written"
+    eventually(lambda: len(sessions_of(one)) == 1, what="the idle model unloaded")
+    waits = submit(ask("echo b"), app=fleet.app)
+    gate.touch()
+
+    assert task.get(timeout=patient(30))["items"]
+    eventually(lambda: sessions_of(one) == [], what="the other one unloaded when it idles")
+    assert waits.state == "QUEUED"
+    assert fleet.registry.desire("w1", DesiredState.ENABLED) == "written"
+    assert waits.get(timeout=patient(30))["items"]
 
 
 def test_a_drained_worker_answers_what_it_has_and_leaves_no_session(

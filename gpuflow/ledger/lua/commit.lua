@@ -25,6 +25,7 @@ if not may_move(state, ARGV[1]) then return 0 end
 local seconds = clock()
 if ARGV[4] ~= '' then redis.call('HSET', KEYS[1], 'result', ARGV[4]) end
 if ARGV[6] ~= '' then redis.call('HSET', KEYS[1], 'manifest', ARGV[6]) end
+if ARGV[2] ~= '' and ARGV[1] == 'SUCCEEDED' then measure(KEYS[1], seconds) end
 if ARGV[2] ~= '' then remember(KEYS[1], KEYS[3], seconds, string.lower(ARGV[1]), ARGV[5], ARGV[7]) end
 finish(KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], ARGV[8], ARGV[9], seconds, ARGV[1], ARGV[5])
 if ARGV[2] == '' then note_answer(KEYS[1], 'commit', ARGV[10], ARGV[1]) end

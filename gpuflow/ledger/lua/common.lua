@@ -37,6 +37,16 @@ local function is_needed(record, id)
   return pipeline and redis.call('HGET', prefix_before(record, id) .. 'pipeline:' .. pipeline, 'state') == 'RUNNING'
 end
 
+-- Keep the mean time that attempts of a demand queue take, the newest for a fifth of it: what scaling plans with.
+local function measure(record, seconds)
+  local id, queue, started = unpack(redis.call('HMGET', record, 'id', 'queue', 'started_at'))
+  local key = prefix_before(record, id) .. 'queue:' .. (queue or '')
+  local name, mean = unpack(redis.call('HMGET', key, 'name', 'task_seconds'))
+  if not started or not name then return end
+  local took = math.max(0, tonumber(seconds) - tonumber(started))
+  redis.call('HSET', key, 'task_seconds', string.format('%.3f', mean and 0.8 * tonumber(mean) + 0.2 * took or took))
+end
+
 local leave_run
 
 -- Keep what a run that has ended was joined by no longer than its record: its completion removes it before.

@@ -60,8 +60,11 @@ class Worker:
             free_jobs=lambda: 2 - self.held,
             sessions=None,
             draining=False,
+            enabled=True,
+            idle=lambda: not self.held,
+            limits=SimpleNamespace(max_jobs=2),
             capability=Capability(),
-            demands=SimpleNamespace(name="class", families=None, names=list),
+            demands=SimpleNamespace(name="class", families=None, names=list, cost=0.0),
             models=SimpleNamespace(names=tuple),
         )
         self.runtime = SimpleNamespace(

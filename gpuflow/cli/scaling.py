@@ -1,0 +1,95 @@
+"""`gpuflow scaling`: what scales the fleet now, the machines that it launched, and why it did what it did."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from gpuflow.cli.options import json_option
+
+if TYPE_CHECKING:
+    from gpuflow.celery_app import GPUFlow
+
+
+@click.group(invoke_without_command=True, short_help="Show what scales the fleet.")
+@json_option
+@click.pass_context
+def scaling(ctx: click.Context, as_json: bool) -> None:
+    """Show what scales the fleet: the beat that leads, counts and costs, the machines that were launched."""
+    if ctx.invoked_subcommand is None:
+        ctx.invoke(status, as_json=as_json)
+
+
+@scaling.command("status")
+@json_option
+def status(as_json: bool) -> None:
+    """Show the beat that leads, counts and costs, and the machines that were launched."""
+    from gpuflow.cli import output
+    from gpuflow.cli.session import connected
+    from gpuflow.client import reachable
+
+    with connected() as app, reachable():
+        found = scaling_status(app)
+    if as_json:
+        output.emit_json(found)
+        return
+    leader = found["leader"]
+    output.pairs(
+        {
+            "leader": f"{leader['owner']}, epoch {leader['epoch']}"
+            if leader
+            else "none; start `celery -A gpuflow beat`",
+            "workers": f"{found['enabled']} enabled, {found['disabled']} disabled",
+            "cost so far": f"{found['cost']:.2f}" if found["cost"] else "",
+            "cost per hour": f"{found['costPerHour']:.2f}" if found["costPerHour"] else "",
+            **{name.replace("_", " "): f"{count:g}" for name, count in found["counts"].items()},
+        }
+    )
+    rows = [[one["id"], one["family"], one["state"], "spot" if one["spot"] else ""] for one in found["machines"]]
+    if rows:
+        output.table(["machine", "family", "state", "kind"], rows)
+
+
+@scaling.command("decisions")
+@click.option("--last", default=20, type=click.IntRange(1, 500), metavar="N", help="How many (default 20).")
+@json_option
+def decisions(last: int, as_json: bool) -> None:
+    """Show the last decisions with their reasons, the newest first."""
+    from gpuflow.cli import output
+    from gpuflow.cli.session import connected
+    from gpuflow.client import reachable
+    from gpuflow.scaling.store import ScalingStore
+
+    with connected() as app, reachable():
+        found = ScalingStore(app.redis, app.keys).decisions(last)
+    if as_json:
+        output.emit_json(found)
+        return
+    rows = [
+        [output.when(one["at"]), one["action"], one.get("worker") or one.get("machine") or "", one["reason"]]
+        for one in found
+    ]
+    output.table(["when", "action", "worker", "why"], rows, empty="nothing has been decided yet")
+
+
+def scaling_status(app: GPUFlow) -> dict[str, Any]:
+    """Return what scales a fleet, JSON-able."""
+    from gpuflow.fleet.registry import Fleet
+    from gpuflow.scaling.store import ScalingStore
+
+    store = ScalingStore(app.redis, app.keys)
+    workers = [worker for worker in Fleet(app.redis, app.keys).workers() if worker.is_there]
+    machines = store.machines()
+    counts = store.counts()
+    seconds, _ = store.client.time()
+    running = sum(one.cost_per_hour * max(0.0, seconds - one.wanted_at) / 3600 for one in machines)
+    return {
+        "leader": store.leader(),
+        "enabled": sum(worker.takes_work for worker in workers),
+        "disabled": sum(not worker.takes_work for worker in workers),
+        "cost": round(counts.pop("cost", 0.0) + running, 6),
+        "costPerHour": sum(one.cost_per_hour for one in machines),
+        "counts": {name: count for name, count in sorted(counts.items()) if not name.startswith("retry_at:")},
+        "machines": [one.public() for one in machines],
+    }

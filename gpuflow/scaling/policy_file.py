@@ -1,0 +1,269 @@
+"""Reads the policy of scaling: a YAML file, a preset of configs/scaling, or the settings alone.
+
+The settings ELASTIC_AUTO_* are the defaults of the knobs, a file may set each of them anew and adds kinds of machines.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic.alias_generators import to_camel
+
+from gpuflow.errors import GPUFlowError, InvalidSettings
+from gpuflow.routing.capability import Capability, GpuCapability
+from gpuflow.routing.catalogue import identify
+from gpuflow.routing.units import gpu_memory_gb, host_memory_mib
+from gpuflow.scaling.model import Family, Policy
+from gpuflow.settings import Settings
+from gpuflow.spec.presets import list_presets, preset_path
+from gpuflow.spec.reading import read_file
+from gpuflow.spec.units import duration_seconds
+
+KIND: Final = "scaling"
+_SETTING: Final = "GPUFLOW_SCALING_POLICY"
+_NAME: Final = r"^[a-z0-9][a-z0-9-]{0,39}$"
+
+
+def _amount(read: Callable[[str], Any], example: str) -> BeforeValidator:
+    def convert(value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        found = read(value)
+        if found is None:
+            raise ValueError(f"is not an amount; give one such as {example}")
+        return found
+
+    return BeforeValidator(convert)
+
+
+Duration = Annotated[float, BeforeValidator(duration_seconds), Field(ge=0, le=366 * 86_400)]
+Cost = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+GpuMemory = Annotated[float, _amount(gpu_memory_gb, "80GB"), Field(gt=0, le=100_000)]
+HostMemory = Annotated[int, _amount(host_memory_mib, "64GiB"), Field(gt=0, le=2**40)]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, alias_generator=to_camel, populate_by_name=False)
+
+
+class _Gpu(_Model):
+    name: str = Field(min_length=1, max_length=100)
+    memory: GpuMemory
+    count: int = Field(default=1, ge=1, le=1024)
+
+
+class _Capability(_Model):
+    gpus: tuple[_Gpu, ...] = ()
+    cpus: float = Field(default=1, gt=0, le=100_000)
+    memory: HostMemory = 1024
+    disk: HostMemory | None = None
+    labels: dict[str, str] = Field(default_factory=dict)
+
+
+class _Provisioner(_Model):
+    kind: Literal["local", "command"]
+    command: tuple[str, ...] = ()
+    timeout: Duration = 120.0
+
+    @model_validator(mode="after")
+    def _has_command(self) -> _Provisioner:
+        if (self.kind == "command") != bool(self.command):
+            raise ValueError("a provisioner of kind command has a `command`, one of kind local has none")
+        return self
+
+
+class _Family(_Model):
+    name: str = Field(pattern=_NAME)
+    provisioner: _Provisioner
+    capability: _Capability | None = None
+    min: int = Field(default=0, ge=0, le=10_000)
+    max: int = Field(ge=0, le=10_000)
+    target_backlog: Duration = 300.0
+    idle: Duration | None = None
+    launch_deadline: Duration = 300.0
+    cost_per_hour: Cost = 0.0
+    spot_cost_per_hour: Cost | None = None
+    spot_share: float = Field(default=0.0, ge=0, le=1)
+    max_jobs: int | None = Field(default=None, ge=1, le=1024)
+    scale_to_zero: bool = True
+    worker_options: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> _Family:
+        if self.least > self.max:
+            raise ValueError(f"min is {self.least}, above max ({self.max}); raise max or lower min")
+        if self.provisioner.kind == "command" and self.capability is None:
+            raise ValueError("capability is missing: say what a machine of this family has")
+        return self
+
+    @property
+    def least(self) -> int:
+        return self.min if self.scale_to_zero else max(1, self.min)
+
+
+class _File(_Model):
+    schema_: Literal[1] = Field(alias="schema")
+    description: str = ""
+    idle: Duration | None = None
+    enable_threshold: int | None = Field(default=None, ge=0)
+    disable_queue_max: int | None = Field(default=None, ge=0)
+    min_active_workers: int | None = Field(default=None, ge=0)
+    cooldown: Duration | None = None
+    target_backlog: Duration | None = None
+    budget_per_hour: Cost | None = None
+    families: tuple[_Family, ...] = ()
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> _File:
+        names = [family.name for family in self.families]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"two families are called {twice[0]!r}; give each a name of its own")
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launching:
+    """How the machines of a family come to be: `command` is empty for processes of this machine."""
+
+    family: str
+    command: tuple[str, ...] = ()
+    timeout_seconds: float = 120.0
+    deadline_seconds: float = 300.0
+    worker_options: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedPolicy:
+    """A policy, and how each of its families is launched."""
+
+    policy: Policy
+    launching: tuple[Launching, ...] = ()
+
+
+def load_policy(settings: Settings, here: Callable[[], Capability]) -> LoadedPolicy:
+    """Read the policy that GPUFLOW_SCALING_POLICY names. `here` tells what this machine has.
+
+    Raises InvalidSettings naming the file, the place in it, the cause and the way out.
+    """
+    policy = Policy(
+        idle_seconds=settings.elastic_auto_disable_idle_seconds,
+        enable_threshold=settings.elastic_auto_enable_queue_threshold,
+        disable_queue_max=settings.elastic_auto_disable_queue_max,
+        min_active=settings.elastic_auto_min_active_workers,
+        cooldown_seconds=settings.elastic_auto_toggle_cooldown_seconds,
+    )
+    if not settings.scaling_policy:
+        return LoadedPolicy(policy=policy)
+    found = _read(_path_of(settings.scaling_policy))
+    return LoadedPolicy(policy=_merged(policy, found, here), launching=tuple(map(_launching, found.families)))
+
+
+def _path_of(given: str) -> Path:
+    path = Path(given).expanduser()
+    if path.is_file():
+        return path
+    if "/" not in given and given in list_presets(KIND):
+        return preset_path(KIND, given)
+    raise InvalidSettings(
+        f"{_SETTING} is {given!r}: there is no such file, and no such preset; give the path of a policy, "
+        f"or one of {', '.join(list_presets(KIND))}"
+    )
+
+
+def _read(path: Path) -> _File:
+    try:
+        return _File.model_validate(read_file(path, name=str(path)).data)
+    except ValidationError as error:
+        raise InvalidSettings("\n".join(f"{path}: {text}" for text in _mistakes(error))) from None
+    except (GPUFlowError, OSError) as error:
+        raise InvalidSettings(f"{_SETTING}: {path} cannot be read: {error}") from None
+
+
+def _mistakes(error: ValidationError) -> Iterable[str]:
+    for mistake in error.errors(include_url=False, include_input=False):
+        place = ".".join(map(str, mistake["loc"])) or "the policy"
+        yield f"{place}: {mistake['msg'].removeprefix('Value error, ')}; see docs/howto/scale-a-fleet.md"
+
+
+def _merged(policy: Policy, found: _File, here: Callable[[], Capability]) -> Policy:
+    knobs = {
+        "idle_seconds": found.idle,
+        "enable_threshold": found.enable_threshold,
+        "disable_queue_max": found.disable_queue_max,
+        "min_active": found.min_active_workers,
+        "cooldown_seconds": found.cooldown,
+        "target_backlog_seconds": found.target_backlog,
+        "budget_per_hour": found.budget_per_hour,
+    }
+    given: dict[str, Any] = {name: value for name, value in knobs.items() if value is not None}
+    policy = replace(policy, **given, families=tuple(_family(family, here) for family in found.families))
+    if policy.disable_queue_max > policy.enable_threshold:
+        raise InvalidSettings(
+            f"disableQueueMax ({policy.disable_queue_max}) must not be above enableThreshold "
+            f"({policy.enable_threshold}), or workers would switch on and off for ever; lower the first"
+        )
+    return policy
+
+
+def _family(family: _Family, here: Callable[[], Capability]) -> Family:
+    return Family(
+        name=family.name,
+        capability=_capability(family) if family.capability is not None else here(),
+        least=family.least,
+        most=family.max,
+        target_backlog_seconds=family.target_backlog,
+        idle_seconds=family.idle,
+        cost_per_hour=family.cost_per_hour,
+        spot_cost_per_hour=family.spot_cost_per_hour,
+        spot_share=family.spot_share,
+        slots=family.max_jobs,
+    )
+
+
+def _capability(family: _Family) -> Capability:
+    declared = family.capability
+    assert declared is not None  # noqa: S101  (asked for by the caller alone)
+    gpus: list[GpuCapability] = []
+    for gpu in declared.gpus:
+        kind = identify(gpu.name, math.floor(gpu.memory * 1024))
+        for _ in range(gpu.count):
+            number = len(gpus)
+            gpus.append(
+                GpuCapability(
+                    uuid=f"GPU-{number}",
+                    index=number,
+                    names=kind.names,
+                    vram_gb=gpu.memory,
+                    total_mib=math.floor(gpu.memory * 1024),
+                )
+            )
+    return Capability(
+        gpus=tuple(gpus),
+        cpu_count=declared.cpus,
+        memory_mib=declared.memory,
+        labels=tuple(sorted(declared.labels.items())),
+        disk_free_mib=declared.disk,
+    )
+
+
+def _launching(family: _Family) -> Launching:
+    options = list(family.worker_options)
+    if family.max_jobs is not None:
+        options += ["--max-jobs", str(family.max_jobs)]
+    for key, value in sorted((family.capability.labels if family.capability is not None else {}).items()):
+        options += ["--label", f"{key}={value}"]
+    if family.cost_per_hour:
+        options += ["--cost", f"{family.cost_per_hour:g}"]
+    return Launching(
+        family=family.name,
+        command=family.provisioner.command,
+        timeout_seconds=family.provisioner.timeout,
+        deadline_seconds=family.launch_deadline,
+        worker_options=tuple(options),
+    )

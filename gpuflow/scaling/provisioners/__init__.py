@@ -1,0 +1,66 @@
+"""How machines come to be and go: one interface, the provisioners behind it, and which one a family has.
+
+Every provisioner passes tests/conformance/test_provisioners.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from gpuflow.errors import GPUFlowError
+
+if TYPE_CHECKING:
+    from gpuflow.scaling.policy_file import Launching
+    from gpuflow.settings import Settings
+
+__all__ = ["Provisioner", "ProvisionerError", "Wanted", "provisioner_of"]
+
+
+class ProvisionerError(GPUFlowError):
+    """A machine could not be launched, terminated or listed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """A machine to launch. Its worker must be started with `--name <id>` and these further options.
+
+    `id` is the idempotency token: launched twice, there is one machine.
+    """
+
+    id: str
+    family: str
+    spot: bool = False
+    worker_options: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        options = list(self.worker_options)
+        return {"id": self.id, "family": self.family, "spot": self.spot, "workerOptions": options}
+
+
+class Provisioner(Protocol):
+    """Launches and terminates machines, and finds those that bear the tag of this fleet.
+
+    Each call raises ProvisionerError, and may be repeated. After a launch that raised, the machine may be there or not.
+    """
+
+    def launch(self, wanted: Wanted) -> None:
+        """Launch a machine; nothing, if one of this id is there, or was terminated."""
+
+    def terminate(self, machine_id: str) -> None:
+        """End a machine and all that runs on it; nothing, if there is none."""
+
+    def machines(self) -> dict[str, str]:
+        """Return the machines of this fleet that are there or coming: id -> family."""
+
+
+def provisioner_of(launching: Launching, settings: Settings, url: str) -> Provisioner:
+    """Return the provisioner of a family; `url` is the address of the broker."""
+    from gpuflow.scaling.provisioners.command import CommandProvisioner
+    from gpuflow.scaling.provisioners.local import LocalProcesses
+
+    if launching.command:
+        tag = settings.key_prefix or "gpuflow"
+        return CommandProvisioner(launching.command, tag=tag, timeout_seconds=launching.timeout_seconds)
+    return LocalProcesses(settings, url)

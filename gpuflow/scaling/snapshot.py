@@ -1,0 +1,146 @@
+"""Sees the whole fleet as scaling needs it, in four round trips: workers, depths, leases, machines. Read-only."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from gpuflow.broker.keys import Keys
+from gpuflow.broker.priorities import HIGHEST_PRIORITY, queue_of
+from gpuflow.broker.scripts import load_script, script_text
+from gpuflow.errors import GPUFlowError
+from gpuflow.fleet.registry import Fleet, WorkerEntry, WorkerState
+from gpuflow.fleet.worker_views import capability_of
+from gpuflow.routing.capability import Capability
+from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUE
+from gpuflow.routing.queue_parsing import requirement_of
+from gpuflow.routing.queues import is_demand_queue
+from gpuflow.routing.requirement import Requirement
+from gpuflow.scaling.model import Demand, MachineFacts, Snapshot, WorkerFacts
+from gpuflow.scaling.store import Machine, ScalingStore
+
+_OURS = (CONTROL_QUEUE, NOTICE_QUEUE)
+
+
+class Seen:
+    """A snapshot, with what only the autoscaler needs: the server's time, machines, and what each worker holds."""
+
+    def __init__(self, snapshot: Snapshot, now: float, machines: Sequence[Machine], held: Mapping[str, int]) -> None:
+        self.snapshot = snapshot
+        self.now = now
+        self.machines = {machine.id: machine for machine in machines}
+        self.workers = {worker.id: worker for worker in snapshot.workers}
+        self.held = held
+
+
+def read(client: Any, keys: Keys, plain_queue: str) -> Seen:
+    """Read the fleet; `plain_queue` is that of plain Celery tasks. Raises redis errors."""
+    began = time.monotonic()
+    entries = [entry for entry in Fleet(client, keys).workers() if entry.state is not WorkerState.OFFLINE]
+    owners = client.hvals(keys.owners)
+    held, running = _leases(owners, keys.prefix)
+    plain = {plain_queue, *(name for entry in entries for name in _plain_queues(entry))}
+    step = load_script("gpuflow.scaling", "depths", script_text("gpuflow.broker", "common"))
+    wanted = [*plain, *(name for name in running if name not in _OURS)]
+    time_text, gathering, *rows = step(client, [keys.ready, keys.sweep], wanted)
+    now = float(time_text)
+    store = ScalingStore(client, keys)
+    machines, counts = store.machines(), store.counts()
+    snapshot = Snapshot(
+        workers=tuple(_worker(entry, held[entry.id], now) for entry in entries),
+        demands=tuple(demand for row in rows if (demand := _demand(row, running, now)) is not None),
+        machines=tuple(_machine(machine, now) for machine in machines),
+        held_back={
+            name.removeprefix("retry_at:"): at - now for name, at in counts.items() if name.startswith("retry_at:")
+        },
+        age_seconds=time.monotonic() - began,
+        gathering=bool(int(gathering)),
+    )
+    return Seen(snapshot, now, machines, held)
+
+
+def _leases(owners: Iterable[str], prefix: str) -> tuple[Counter[str], Counter[str]]:
+    """Return how many messages each worker holds, and how many of each queue are held.
+
+    An owner is `<worker id>:<token>`; control tasks and notices hold nothing that matters here.
+    """
+    held: Counter[str] = Counter()
+    running: Counter[str] = Counter()
+    for text in owners:
+        owner, _, key = text.partition("\n")
+        queue = queue_of(key.removeprefix(prefix))
+        if queue not in _OURS:
+            held[owner.rpartition(":")[0]] += 1
+            running[queue] += 1
+    return held, running
+
+
+def _plain_queues(entry: WorkerEntry) -> tuple[str, ...]:
+    return tuple(name for name in entry.queues if name not in _OURS and not is_demand_queue(name))
+
+
+def _worker(entry: WorkerEntry, leases: int, now: float) -> WorkerFacts:
+    load, desired = entry.load, entry.desired
+    families = load.get("families")
+    idle = load.get("idleSeconds")
+    works = bool(leases or entry.tasks or load.get("jobs"))
+    return WorkerFacts(
+        id=entry.id,
+        capability=_alike(capability_of(entry)),
+        alive=entry.is_there,
+        enabled=desired.state != "disabled",
+        draining=desired.ends or entry.state is WorkerState.DRAINING,
+        by_hand=desired.by_hand,
+        ephemeral=entry.ephemeral,
+        families=None if families is None else tuple(map(str, families)),
+        plain_queues=_plain_queues(entry),
+        leases=max(leases, int(works)),
+        most_jobs=load["maxJobs"] if isinstance(load.get("maxJobs"), int) else None,
+        idle_seconds=None if works or not isinstance(idle, int | float) else idle + (entry.seen_seconds or 0.0),
+        toggled_seconds=None if desired.at is None else max(0.0, now - desired.at),
+        cost_per_hour=float(load.get("costPerHour") or 0.0),
+    )
+
+
+def _alike(capability: Capability) -> Capability:
+    """Return the same machine with its GPUs numbered: what fits it fits every machine of its kind."""
+    gpus = tuple(replace(gpu, uuid=f"GPU-{number}") for number, gpu in enumerate(capability.gpus))
+    return replace(capability, gpus=gpus)
+
+
+def _demand(row: Sequence[Any], running: Mapping[str, int], now: float) -> Demand | None:
+    """Read a queue; None for a demand queue of which nobody can tell what it asks for."""
+    name, requirement, took, oldest, *depths = row
+    asked = _requirement(name, requirement)
+    if asked is None and is_demand_queue(name):
+        return None
+    return Demand(
+        queue=name,
+        requirement=asked,
+        waiting={HIGHEST_PRIORITY - place: int(depth) for place, depth in enumerate(depths) if int(depth)},
+        running=running.get(name, 0),
+        oldest_seconds=max(0.0, now - float(oldest)) if oldest else 0.0,
+        task_seconds=float(took) if took else None,
+    )
+
+
+def _requirement(name: str, stored: str) -> Requirement | None:
+    try:
+        return Requirement.from_dict(json.loads(stored)) if stored else requirement_of(name)
+    except (GPUFlowError, ValueError, TypeError):
+        return None
+
+
+def _machine(machine: Machine, now: float) -> MachineFacts:
+    return MachineFacts(
+        id=machine.id,
+        family=machine.family,
+        state=machine.state,
+        age_seconds=max(0.0, now - machine.wanted_at),
+        spot=machine.spot,
+        cost_per_hour=machine.cost_per_hour,
+    )

@@ -1,0 +1,150 @@
+"""What every provisioner promises, shown of each: processes of this machine, and a user's command."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from gpuflow.scaling.provisioners import Provisioner, ProvisionerError, Wanted
+from gpuflow.scaling.provisioners.command import CommandProvisioner
+from gpuflow.scaling.provisioners.local import LocalProcesses
+from gpuflow.settings import Settings
+from tests.support.waiting import eventually
+
+#: A provider in one file: its machines are files of a folder.
+PROVIDER = """
+    import json, pathlib, sys
+    asked, folder = json.load(sys.stdin), pathlib.Path(sys.argv[1])
+    assert asked["schema"] == 1 and asked["fleet"] == "gpuflow"
+    if asked["action"] == "launch":
+        (folder / "ended" / asked["machine"]["id"]).exists() or (folder / asked["machine"]["id"]).write_text(
+            asked["machine"]["family"])
+    elif asked["action"] == "terminate":
+        (folder / asked["machine"]["id"]).unlink(missing_ok=True)
+        (folder / "ended" / asked["machine"]["id"]).touch()
+    else:
+        files = [path for path in folder.iterdir() if path.is_file() and path.suffix != ".py"]
+        print(json.dumps({"machines": [{"id": path.name, "family": path.read_text()} for path in files]}))
+"""
+
+
+class Idle(LocalProcesses):
+    """Processes that do nothing, in place of workers, which take seconds to start."""
+
+    def _argv(self, wanted: Wanted) -> list[str]:
+        return [sys.executable, "-c", "import time; time.sleep(600)"]
+
+
+@pytest.fixture(params=["local", "command"])
+def provisioner(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Provisioner]:
+    made: Provisioner
+    if request.param == "local":
+        made = Idle(Settings(state_dir=tmp_path), "redis://127.0.0.1:1/0")
+    else:
+        (tmp_path / "ended").mkdir()
+        program = tmp_path / "provider.py"
+        program.write_text(textwrap.dedent(PROVIDER))
+        made = CommandProvisioner([sys.executable, str(program), str(tmp_path)], tag="gpuflow")
+    yield made
+    for machine_id in made.machines():
+        made.terminate(machine_id)
+
+
+def test_a_machine_comes_and_goes(provisioner: Provisioner) -> None:
+    assert provisioner.machines() == {}
+    provisioner.launch(Wanted(id="gpu-1", family="gpu"))
+    provisioner.launch(Wanted(id="cpu-1", family="cpu", spot=True, worker_options=("--max-jobs", "1")))
+    assert provisioner.machines() == {"gpu-1": "gpu", "cpu-1": "cpu"}
+    provisioner.terminate("gpu-1")
+    assert provisioner.machines() == {"cpu-1": "cpu"}
+
+
+def test_each_call_may_be_repeated(provisioner: Provisioner) -> None:
+    provisioner.terminate("gpu-1")
+    provisioner.launch(Wanted(id="gpu-2", family="gpu"))
+    provisioner.launch(Wanted(id="gpu-2", family="gpu"))
+    assert provisioner.machines() == {"gpu-2": "gpu"}
+    provisioner.terminate("gpu-2")
+    provisioner.terminate("gpu-2")
+    assert provisioner.machines() == {}
+
+
+def test_a_launch_that_comes_after_the_end_launches_nothing(provisioner: Provisioner) -> None:
+    provisioner.launch(Wanted(id="gpu-1", family="gpu"))
+    provisioner.terminate("gpu-1")
+    provisioner.launch(Wanted(id="gpu-1", family="gpu"))
+    assert provisioner.machines() == {}
+    provisioner.terminate("gpu-9")  # before it was ever launched
+    provisioner.launch(Wanted(id="gpu-9", family="gpu"))
+    assert provisioner.machines() == {}
+
+
+def test_another_object_sees_the_same_machines(provisioner: Provisioner, tmp_path: Path) -> None:
+    provisioner.launch(Wanted(id="gpu-1", family="gpu"))
+    other: Provisioner
+    if isinstance(provisioner, Idle):
+        other = Idle(Settings(state_dir=tmp_path), "redis://127.0.0.1:1/0")
+    else:
+        other = CommandProvisioner([sys.executable, str(tmp_path / "provider.py"), str(tmp_path)], tag="gpuflow")
+    assert other.machines() == {"gpu-1": "gpu"}
+    other.launch(Wanted(id="gpu-1", family="gpu"))
+    other.terminate("gpu-1")
+    assert provisioner.machines() == {}
+
+
+# -- of each by itself -----------------------------------------------------------------------------------------------
+
+
+def test_a_process_that_died_is_no_machine(tmp_path: Path) -> None:
+    made = Idle(Settings(state_dir=tmp_path), "redis://127.0.0.1:1/0")
+    made.launch(Wanted(id="gpu-1", family="gpu"))
+    psutil.Process(json.loads((tmp_path / "machines" / "gpu-1.json").read_text())["pid"]).kill()
+    eventually(lambda: made.machines() == {}, within=5)
+
+
+def test_a_process_that_has_taken_the_number_is_left_alone(tmp_path: Path) -> None:
+    made = Idle(Settings(state_dir=tmp_path), "redis://127.0.0.1:1/0")
+    made.launch(Wanted(id="gpu-1", family="gpu"))
+    path = tmp_path / "machines" / "gpu-1.json"
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps({**record, "created": record["created"] - 100}))
+    assert made.machines() == {}
+    made.terminate("gpu-1")
+    process = psutil.Process(record["pid"])
+    assert process.is_running()
+    process.kill()
+    eventually(lambda: made.machines() == {} and not process.is_running(), within=5)
+
+
+@pytest.mark.parametrize("machine_id", ["", "../evil", "a/b", "a b"])
+def test_a_name_that_is_no_file_is_refused(machine_id: str, tmp_path: Path) -> None:
+    with pytest.raises(ProvisionerError, match="cannot name a machine"):
+        Idle(Settings(state_dir=tmp_path), "redis://127.0.0.1:1/0").launch(Wanted(id=machine_id, family="gpu"))
+
+
+@pytest.mark.parametrize(
+    ("program", "cause"),
+    [
+        ("import sys; sys.exit('no quota')", "exit code 1: no quota"),
+        ("print('hello')", "no JSON object"),
+        ("print('[]')", "no JSON object"),
+        ("print('{}')", "machines"),
+        ("print('{\"machines\": [1]}')", "machines"),
+        ("import time; time.sleep(60)", "did not end within 1 s"),
+    ],
+)
+def test_a_command_that_fails_says_why(program: str, cause: str) -> None:
+    made = CommandProvisioner([sys.executable, "-c", program], tag="gpuflow", timeout_seconds=1)
+    with pytest.raises(ProvisionerError, match=cause):
+        made.machines()
+
+
+def test_a_command_that_is_not_there() -> None:
+    with pytest.raises(ProvisionerError, match="cannot be started"):
+        CommandProvisioner(["/no/such/program"], tag="gpuflow").launch(Wanted(id="a", family="b"))

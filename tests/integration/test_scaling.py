@@ -1,0 +1,352 @@
+"""Elastic scaling by real beats and workers: what a disabled worker does, who leads, launching and retiring."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuflow.client import submit
+from gpuflow.explaining import explain_records, find_records
+from gpuflow.fleet.desired import AUTOMATIC, DesiredState
+from gpuflow.routing.capability import Capability
+from gpuflow.scaling.autoscaler import Autoscaler
+from gpuflow.scaling.model import Family, Kind, Policy
+from gpuflow.scaling.policy_file import Launching, LoadedPolicy
+from gpuflow.scaling.provisioners import ProvisionerError, Wanted
+from gpuflow.scaling.provisioners.local import LocalProcesses
+from gpuflow.scaling.snapshot import read
+from gpuflow.scaling.store import Leadership, Machine, NoLeader, ScalingStore
+from tests.support.fleet import TestFleet, keep_log
+from tests.support.waiting import eventually, patient
+
+QUICK = {
+    "HEARTBEAT_INTERVAL_SEC": "5",
+    "GPUFLOW_LEASE_SEC": "10",
+    "ELASTIC_AUTO_POLL_INTERVAL_SEC": "0.3",
+    "ELASTIC_AUTO_TOGGLE_COOLDOWN_SEC": "0.5",
+    "ELASTIC_AUTO_DISABLE_IDLE_SEC": "1",
+    "ELASTIC_AUTO_MIN_ACTIVE_WORKERS": "0",
+}
+POLICY = """
+schema: 1
+families:
+  - {name: local, provisioner: {kind: local}, max: 1, maxJobs: 4, launchDeadline: 60, workerOptions: [-c, "8"]}
+"""
+
+
+class Beat:
+    """One real beat process."""
+
+    def __init__(self, fleet: TestFleet, name: str, **env: str) -> None:
+        self.log_path = fleet.folder / f"{name}.log"
+        keep_log(self)
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "celery", "-A", "gpuflow", "beat", "-l", "INFO"],
+                env={**_environment(fleet), **env},
+                cwd=fleet.folder,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(timeout=patient(10))
+
+
+def _environment(fleet: TestFleet) -> dict[str, str]:
+    return {
+        **os.environ,
+        **fleet.env,
+        "REDIS_URL": fleet.broker.url,
+        "RESULTS_DIR": str(fleet.results),
+        "GPUFLOW_STATE_DIR": str(fleet.settings.state_dir),
+        "GPUFLOW_CACHE_DIR": str(fleet.folder / "cache"),
+        "GPUFLOW_LOCK_DIR": str(fleet.folder / "locks"),
+    }
+
+
+def gpuflow(fleet: TestFleet, *arguments: str, code: int = 0) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", "from gpuflow.cli import main; main()", *arguments],
+        env=_environment(fleet),
+        cwd=fleet.folder,
+        capture_output=True,
+        text=True,
+        timeout=patient(60),
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture
+def quick(tmp_path: Path) -> Iterator[TestFleet]:
+    """A fleet whose intervals are short; what was launched ends with it."""
+    (tmp_path / "scaling.yaml").write_text(POLICY)
+    made = TestFleet(tmp_path, env={**QUICK, "GPUFLOW_SCALING_POLICY": str(tmp_path / "scaling.yaml")})
+    beats: list[Beat] = []
+    made.beats = beats  # type: ignore[attr-defined]
+    try:
+        yield made
+    finally:
+        for beat in beats:
+            beat.close()
+        launched = LocalProcesses(made.settings, made.broker.url)
+        for machine_id in launched.machines():
+            launched.terminate(machine_id)
+        made.close()
+
+
+def beat(fleet: TestFleet, name: str, **env: str) -> Beat:
+    made = Beat(fleet, name, **env)
+    fleet.beats.append(made)  # type: ignore[attr-defined]
+    return made
+
+
+class Pretended:
+    """A provisioner without machines; it fails when told to."""
+
+    def __init__(self) -> None:
+        self.there: dict[str, str] = {}
+        self.calls: list[str] = []
+        self.fails = 0
+
+    def launch(self, wanted: Wanted) -> None:
+        self.calls.append(f"launch {wanted.id}")
+        if self.fails:
+            self.fails -= 1
+            raise ProvisionerError("no quota")
+        self.there[wanted.id] = wanted.family
+
+    def terminate(self, machine_id: str) -> None:
+        self.calls.append(f"terminate {machine_id}")
+        self.there.pop(machine_id, None)
+
+    def machines(self) -> dict[str, str]:
+        return dict(self.there)
+
+
+def scaler(fleet: TestFleet, provisioner: Pretended, name: str = "a", deadline: float = 60.0, **knobs: Any) -> Any:
+    here = Capability(cpu_count=64, memory_mib=1 << 20, disk_free_mib=1 << 30)
+    policy = Policy(**{"min_active": 0, "families": (Family(name="box", capability=here, most=2),), **knobs})
+    loaded = LoadedPolicy(policy=policy, launching=(Launching(family="box", deadline_seconds=deadline),))
+    made = Autoscaler(fleet.app, loaded, lambda one: provisioner, name=name)
+    made._leader.lead()
+    return made
+
+
+# -- without processes but the broker -------------------------------------------------------------------------------
+
+
+def test_a_paused_leader_changes_nothing(fleet: TestFleet) -> None:
+    client, keys = fleet.app.redis, fleet.app.keys
+    first, second = Leadership(client, keys, 0.2, "first"), Leadership(client, keys, 60, "second")
+    assert first.lead() and first.epoch == 1
+    assert not second.lead() or second.epoch == 2
+    eventually(second.lead, within=5)
+    assert second.epoch == 2
+    store = ScalingStore(client, keys)
+    with pytest.raises(NoLeader):
+        store.step("begin", Machine(id="m", family="box"), first)
+    with pytest.raises(NoLeader):
+        first.go_on()
+    assert store.machines() == []
+    client.set(keys.heartbeat("w"), 1)
+    client.hset(keys.worker("w"), "state", "IDLE")
+    for name, epoch in (("first", 1), ("second", 1), ("first", 2)):
+        leader = (name, epoch)
+        assert fleet.registry.desire("w", DesiredState.DISABLED, by=AUTOMATIC, leader=leader) == "fenced"
+    assert fleet.registry.desire("w", DesiredState.DISABLED, by=AUTOMATIC, leader=("second", 2)) == "written"
+
+
+def test_a_leader_that_lets_its_term_end_begins_a_new_epoch(fleet: TestFleet) -> None:
+    leader = Leadership(fleet.app.redis, fleet.app.keys, 0.1, "one")
+    assert leader.lead()
+
+    def fenced() -> bool:
+        try:
+            ScalingStore(fleet.app.redis, fleet.app.keys).step("note", Machine(id="m", family="box"), leader)
+        except NoLeader:
+            return True
+        return False
+
+    eventually(fenced, within=5)
+    with pytest.raises(NoLeader):
+        leader.go_on()
+    assert leader.epoch == 2
+
+
+def test_a_beat_that_dies_before_the_launch_is_finished_by_the_next(fleet: TestFleet) -> None:
+    submit(fleet.echo(), app=fleet.app)
+    provider = Pretended()
+    first = scaler(fleet, provider, "first")
+    first._start = lambda *_: None  # it dies after it wrote what it is about to do
+    first.round()
+    (machine,) = ScalingStore(fleet.app.redis, fleet.app.keys).machines()
+    assert provider.calls == []
+    fleet.app.redis.hset(fleet.app.keys.scaling_leader, "until", "0")
+    second = scaler(fleet, provider, "second")
+    second.round()
+    second.round()
+    assert provider.calls == [f"launch {machine.id}"]
+    assert [one.id for one in ScalingStore(fleet.app.redis, fleet.app.keys).machines()] == [machine.id]
+
+
+def test_launches_that_fail_wait_and_machines_that_never_register_end(fleet: TestFleet) -> None:
+    submit(fleet.echo(), app=fleet.app)
+    provider = Pretended()
+    provider.fails = 1
+    one = scaler(fleet, provider, deadline=0.0)
+    store = ScalingStore(fleet.app.redis, fleet.app.keys)
+    one.round()
+    counts = store.counts()
+    assert counts["launch_failures"] == counts["failures:box"] == 1 and store.machines() == []
+    assert one.round() == (), "it is held back"
+    fleet.app.redis.hset(fleet.app.keys.scaling, "retry_at:box", "0")
+    assert [action.kind for action in one.round()] == [Kind.LAUNCH]
+    (machine,) = store.machines()
+    one.round()
+    assert store.counts()["never_registered"] == 1 and store.counts()["failures:box"] == 2
+    assert provider.calls[-1] == f"terminate {machine.id}" and provider.there == {}
+    late = fleet.registry.order(machine.id)[0]
+    assert late.state is DesiredState.RETIRED, "a worker that comes after all is told to end"
+
+
+def test_a_machine_of_ours_that_no_record_knows_ends_unless_its_worker_lives(fleet: TestFleet) -> None:
+    provider = Pretended()
+    provider.there = {"box-lost": "box", "box-works": "box"}
+    client, keys = fleet.app.redis, fleet.app.keys
+    client.hset(keys.owners, "tag", f"box-works:token\n{keys.prefix}cpu")
+    one = scaler(fleet, provider)
+    one.round()
+    assert provider.calls == ["terminate box-lost"]
+    assert [machine.id for machine in ScalingStore(client, keys).machines()] == ["box-works"]
+    one.round()
+    assert provider.calls == ["terminate box-lost"], "one that holds work is never ended"
+    client.hdel(keys.owners, "tag")
+    one.round()
+    assert provider.there == {}
+
+
+def test_the_snapshot_counts_by_priority_and_keeps_the_prefix(tmp_path: Path) -> None:
+    fleet = TestFleet(tmp_path, env={"GPUFLOW_KEY_PREFIX": "team1:"})
+    try:
+        for priority in (9, 5, 5, 0):
+            submit({**fleet.echo(), "priority": priority}, app=fleet.app)
+        seen = read(fleet.app.redis, fleet.app.keys, "celery").snapshot
+        demand = next(one for one in seen.demands if one.queue == "cpu")
+        assert demand.waiting == {9: 1, 5: 2, 0: 1} and demand.requirement is not None
+        assert 0 <= demand.oldest_seconds < 60 and demand.task_seconds is None
+        assert not seen.gathering
+    finally:
+        fleet.close()
+
+
+# -- real workers ----------------------------------------------------------------------------------------------------
+
+
+def test_a_disabled_worker_takes_nothing_and_by_hand_wins(quick: TestFleet) -> None:
+    one_worker = quick.start_worker("w1", "--max-jobs", "2")
+    fleet = quick
+    assert submit(fleet.echo(), app=fleet.app).get(timeout=patient(30))
+    mean = fleet.app.redis.hget(fleet.app.keys.queue("cpu"), "task_seconds")
+    assert mean is not None and 0 < float(mean) < 60
+    assert "disabled by hand" in gpuflow(fleet, "workers", "disable", "w1", "--reason", "a new disk")
+    eventually(lambda: fleet.registry.find("w1").enabled is False, within=4, what="followed at once")
+    assert "IDLE, disabled (by hand: a new disk)" in gpuflow(fleet, "workers")
+    shown = json.loads(gpuflow(fleet, "workers", "--json"))[0]
+    assert shown["enabled"] is False and shown["desired"]["by"] == "manual"
+    task = submit(fleet.echo(), app=fleet.app)
+    fleet.app.send_task("gpuflow.maintenance.reconcile", queue="gpuflow.control")
+    done = "Task gpuflow.maintenance.reconcile["
+    eventually(lambda: done in (log := one_worker.log()) and "succeeded" in log.rpartition(done)[2], within=20)
+    # A beat leads and sees that something waits: what was said by hand stands.
+    one = beat(quick, "beat1", GPUFLOW_SCALING_POLICY="")
+    eventually(lambda: ScalingStore(fleet.app.redis, fleet.app.keys).leader(), within=20, what="a leader")
+    assert fleet.state(task.id) == "QUEUED"
+    said = explain_records(fleet.app, find_records(fleet.app, task.id))[0].to_dict()
+    assert "is disabled by hand: a new disk" in said["workers"][0]["text"]
+    gpuflow(fleet, "workers", "release", "w1")
+    assert task.get(timeout=patient(20))
+    # It idles, and nobody has to be active: the beat disables it, and enables it when something waits.
+    eventually(lambda: fleet.registry.find("w1").enabled is False, within=20, what="the idle worker disabled")
+    assert "disabled (by autoscale: it has idled for" in gpuflow(fleet, "workers")
+    assert submit(fleet.echo(), app=fleet.app).get(timeout=patient(20))
+    found = json.loads(gpuflow(fleet, "scaling", "decisions", "--json"))
+    reasons = {entry["action"]: entry["reason"] for entry in found}
+    assert set(reasons) == {"enable", "disable"}
+    assert reasons["enable"] == "1 task waits in cpu and no enabled worker serves it"
+    gpuflow(fleet, "workers", "enable", "w1")
+    assert "enabled by hand" in gpuflow(fleet, "workers")
+    one.close()
+    assert "no worker 'w9'" in gpuflow(fleet, "workers", "disable", "w9", code=2)
+
+
+def test_load_launches_once_under_two_beats_and_idle_retires(quick: TestFleet) -> None:
+    fleet, store = quick, ScalingStore(quick.app.redis, quick.app.keys)
+    first = beat(fleet, "beat1")
+    eventually(store.leader, within=20, what="a leader")
+    epoch = store.leader()["epoch"]
+    second = beat(fleet, "beat2")
+    tasks = [submit(fleet.echo(sleep_seconds=0.2), app=fleet.app) for _ in range(10)]
+    eventually(store.machines, within=10, what="a machine")
+    first.send(signal.SIGSTOP)  # in the middle of a launch
+    eventually(lambda: (store.leader() or {}).get("epoch", 0) > epoch, within=10, what="the second beat leads")
+    first.send(signal.SIGCONT)
+    for task in tasks:
+        assert task.get(timeout=patient(60))
+    assert store.counts()["launched"] == 1
+    names = [entry.id for entry in fleet.registry.workers()]
+    assert len(names) == 1 and names[0].startswith("local-")
+    second.send(signal.SIGKILL)  # whoever is left ends what idles
+    eventually(lambda: not store.machines(), within=40, what="the machine retired")
+    assert LocalProcesses(fleet.settings, fleet.broker.url).machines() == {}
+    actions = [entry["action"] for entry in reversed(store.decisions(50))]
+    assert actions == ["launch", "retire", "terminate"]
+    assert store.counts()["terminated"] == 1
+    assert "retire" in gpuflow(fleet, "scaling", "decisions") and "launched" in gpuflow(fleet, "scaling")
+
+
+def test_up_with_autoscale_launches_and_ends_its_workers(tmp_path: Path) -> None:
+    fleet = TestFleet(tmp_path, env=QUICK)
+    log_path = tmp_path / "up.log"
+    options = ["--workers", "0", "--autoscale", "--max", "1", "--no-flower", "--no-gateway"]
+    try:
+        with log_path.open("ab") as log:
+            up = subprocess.Popen(
+                [sys.executable, "-c", "from gpuflow.cli import main; main()", "up", *options],
+                env=_environment(fleet) | {"ELASTIC_AUTO_DISABLE_IDLE_SEC": "600"},
+                cwd=tmp_path,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        try:
+            assert submit(fleet.echo(), app=fleet.app).get(timeout=patient(60))
+            launched = LocalProcesses(fleet.settings, fleet.broker.url)
+            (name,) = launched.machines()
+            assert name.startswith("local-")
+            up.send_signal(signal.SIGINT)
+            assert up.wait(timeout=patient(30)) == 0, log_path.read_text()
+            assert launched.machines() == {}
+        finally:
+            if up.poll() is None:
+                up.kill()
+                up.wait()
+            for machine_id in LocalProcesses(fleet.settings, fleet.broker.url).machines():
+                LocalProcesses(fleet.settings, fleet.broker.url).terminate(machine_id)
+    finally:
+        fleet.close()
