@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from executors import limits
 from executors.base import bad_input
 from executors.data.sources import read_entries
 from executors.vectors.texts import TEXT_COLUMNS
@@ -97,7 +98,7 @@ def _of_files(data: Mapping[str, Any], emitter: Emitter) -> Documents:
     given = data.get("path")
     if not given:
         raise bad_input("data.type documents needs data.path, data.url or data.upload")
-    root = Path(str(given)).expanduser()
+    root = limits.folder(str(given), "data.path")
     if not root.exists():
         raise bad_input(f"{root} is not on this machine; check data.path, or send it by data.upload")
     if root.is_file():

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from gpuflow.errors import GPUFlowError
+from gpuflow.policy.hosts import LOCAL_NETWORKS
 from gpuflow.private_files import make_secret
 from gpuflow.settings import Settings
 
@@ -117,12 +118,23 @@ def process_environment(settings: Settings, url: str, base: Mapping[str, str], f
         "GPUFLOW_STATE_DIR": str(settings.state_dir),
         "GPUFLOW_CACHE_DIR": str(settings.cache_dir),
         "PYTHONUNBUFFERED": "1",
+        **_own_places(settings, folder),
     }
     named = base.get(_CONFIG_VARIABLE, "").strip() or "gpuflow.toml"
     config = (folder / Path(named).expanduser()).absolute()
     if config.is_file():
         environment[_CONFIG_VARIABLE] = str(config)
     return with_our_packages(environment)
+
+
+def _own_places(settings: Settings, folder: Path) -> dict[str, str]:
+    """Return the variables that open the user's folders and networks to tasks: user and operator are one here."""
+    own = [str(path) for path in (folder.absolute(), Path.home()) if str(path).strip("/") and "," not in str(path)]
+    return {
+        "GPUFLOW_READ_ROOTS": ",".join(dict.fromkeys((*settings.read_roots, *own))),
+        "GPUFLOW_WRITE_ROOTS": ",".join(dict.fromkeys((*settings.write_roots, *own))),
+        "GPUFLOW_ALLOW_HOSTS": ",".join(dict.fromkeys((*settings.allow_hosts, *LOCAL_NETWORKS))),
+    }
 
 
 def with_our_packages(base: Mapping[str, str]) -> dict[str, str]:

@@ -16,6 +16,7 @@ from typing import Any, Final
 from celery import chord, group
 
 from gpuflow.artifacts.references import References
+from gpuflow.artifacts.task_policy import task_hosts
 from gpuflow.errors import GPUFlowError
 from gpuflow.ledger.ledger import Ledger
 from gpuflow.ledger.records import TaskRecord
@@ -173,7 +174,7 @@ class Engine:
 
     def _specs_of(self, record: PipelineRecord, spec_stage: Any) -> list[dict[str, Any]]:
         """Return the specs of a stage's tasks, from the results of the stages before it. Raises GPUFlowError."""
-        references = References(self.app.settings)
+        references = References(self.app.settings, hosts=task_hosts(self.app.settings))
         cache: dict[str, Mapping[str, Any]] = {}
 
         def result_of(name: str) -> Mapping[str, Any]:

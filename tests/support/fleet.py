@@ -111,6 +111,9 @@ class WorkerProcess:
             "GPUFLOW_STATE_DIR": str(folder / "state"),
             "GPUFLOW_CACHE_DIR": str(folder / "cache"),
             "GPUFLOW_GRACE_SEC": "1",
+            "GPUFLOW_READ_ROOTS": str(folder),
+            "GPUFLOW_WRITE_ROOTS": str(folder),
+            "GPUFLOW_ALLOW_HOSTS": "127.0.0.0/8,::1",
             "PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")]),
             **(env or {}),
         }
