@@ -118,15 +118,23 @@ def _read_file(data: Mapping[str, Any], kind: str) -> list[Any]:
 def _fetch(url: str, path: Path) -> None:
     if offline():
         raise ExecutorError("Offline", not_here(f"the data of {urlsplit(url).hostname}"))
+    from email.message import Message
+    from urllib.error import HTTPError
+
     from gpuflow.policy.connecting import client
 
+    shown = str(urlsplit(url).hostname)
+    options = {"timeout": _TIMEOUT_SECONDS, "follow_redirects": True, "max_redirects": _REDIRECTS}
     with (
-        client(limits.hosts(), timeout=_TIMEOUT_SECONDS, follow_redirects=True, max_redirects=_REDIRECTS) as caller,
+        client(
+            limits.hosts(), headers=plain, timeout=_TIMEOUT_SECONDS, follow_redirects=True, max_redirects=_REDIRECTS
+        ) as caller,
         caller.stream("GET", url) as answer,
         path.open("wb") as file,
     ):
-        answer.raise_for_status()
-        for block in answer.iter_bytes(1 << 20):
+        if answer.status_code >= 400:  # an error of httpx would show the query of the URL
+            raise HTTPError(shown, answer.status_code, answer.reason_phrase, Message(), None)
+        for block in answer.iter_raw(1 << 20):
             file.write(block)
 
 

@@ -159,7 +159,10 @@ def _of_file(path: Path, source: str) -> Document:
 
 def _read(path: Path, source: str) -> bytes:
     """Return the bytes of a plain file; a pipe in its place is not waited for."""
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+    with (
+        limits.reading(path, "data.path") as found,
+        os.fdopen(os.open(found.place, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file,
+    ):
         state = os.fstat(file.fileno())
         if not stat.S_ISREG(state.st_mode):
             raise bad_input(f"{source} is no plain file; leave it out by data.include")

@@ -17,7 +17,7 @@ from gpuflow.artifacts.here import is_here
 from gpuflow.artifacts.placeholders import filled, hiding, names_secret
 from gpuflow.artifacts.several import several
 from gpuflow.artifacts.store import Progress, Store, open_store, shown_url
-from gpuflow.artifacts.task_policy import may_use_token, task_hosts, task_roots
+from gpuflow.artifacts.task_policy import judge_own_service, may_use_token, task_hosts, task_roots
 from gpuflow.errors import ArtifactError
 from gpuflow.policy.roots import writable
 from gpuflow.settings import Settings
@@ -107,8 +107,9 @@ def open_fleet_store(url: str, settings: Settings) -> Store:
 def store_token(url: str, settings: Settings) -> str | None:
     """Return the token for a URL of the fleet's results services (http), None for any other.
 
-    Reading for a task, for files that this task gets alone.
+    Reading for a task, for files that this task gets alone. Raises NotAllowed.
     """
+    judge_own_service(url, settings)
     token = settings.worker_token
     return token.get_secret_value() if token and may_use_token(url, settings) else None
 

@@ -157,7 +157,7 @@ def _folders(settings: Settings) -> Roots:
     """Return where a file: reference may lie."""
     store = fleet_store_url(settings) or ""
     return Roots(
-        own=(str(settings.results_dir), *([str(file_url_path(store))] if store.startswith("file:") else [])),
+        read=(str(settings.results_dir), *([str(file_url_path(store))] if store.startswith("file:") else [])),
     )
 
 
@@ -171,7 +171,7 @@ def _file_content(url: str, folders: Roots, reference: ArtifactReference) -> byt
                 return _checked(found.place.read_bytes(), reference)
     except NotAllowed:
         raise ArtifactError(
-            f"{shown_url(url)} lies outside of RESULTS_DIR ({folders.own[0]}) and of the fleet's store, so it is "
+            f"{shown_url(url)} lies outside of RESULTS_DIR ({folders.read[0]}) and of the fleet's store, so it is "
             "not read; set GPUFLOW_STORE_URL to a store that all machines reach, the same on clients and workers"
         ) from None
     except (FileNotFoundError, NotADirectoryError):

@@ -6,6 +6,7 @@ Called by the worker, its readers, the pipelines and the clients; it opens nothi
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from urllib.parse import unquote, urlsplit
 
 from gpuflow.artifacts.here import is_here
 from gpuflow.artifacts.http_names import results_name
+from gpuflow.artifacts.store import shown_url
+from gpuflow.errors import NotAllowed
 from gpuflow.policy.hosts import LOCAL_NETWORKS, Hosts, Place
 from gpuflow.policy.roots import Roots
 from gpuflow.settings import Settings
@@ -54,10 +57,10 @@ def task_roots(settings: Settings, results_of: Iterable[str] = ()) -> Roots:
     folders = [str(settings.results_dir)]
     if (settings.store_url or "").startswith("file:"):
         folders.append(_path(str(settings.store_url)))
-    own = [f"{folder}/{name}" for folder in folders for name in (UPLOADS, *results_of)]
-    return Roots(
-        read=settings.read_roots, write=settings.write_roots, own=(str(settings.cache_dir), *own, str(configs_root()))
-    )
+    # The folder of a task may have become a link: it counts as the place that it should be, not as where it leads.
+    own = [f"{os.path.realpath(folder)}/{name}" for folder in folders for name in (UPLOADS, *results_of)]
+    shared = (os.path.realpath(settings.cache_dir), os.path.realpath(configs_root()))
+    return Roots(read=settings.read_roots, write=settings.write_roots, own=(*shared, *own))
 
 
 def results_of(spec: Any, settings: Settings, mine: str, is_owned: Callable[[str], bool]) -> frozenset[str]:
@@ -132,7 +135,20 @@ def may_use_token(url: str, settings: Settings) -> bool:
     """
     name = results_name(url, settings)
     access = _access.get()
-    if name is None or access is None:
+    if access is None:
         return name is not None
-    first, _, rest = name.partition("/")
+    first, _, rest = (name or "").partition("/")
     return bool(rest) and (first == UPLOADS or first in access.results_of)
+
+
+def judge_own_service(url: str, settings: Settings) -> None:
+    """Raise NotAllowed where a task names more of the fleet's own services than the results that it gets.
+
+    A gateway without a token answers every program of its machine, and a worker there asks for a task.
+    """
+    if _access.get() is None or Place.of(url) not in task_hosts(settings).own or may_use_token(url, settings):
+        return
+    raise NotAllowed(
+        f"{shown_url(url)} is a service of the fleet itself, of which a task gets what was uploaded, and results of "
+        "tasks of its owner; name one of those, or give a token by `headers`"
+    )

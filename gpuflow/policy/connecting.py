@@ -14,7 +14,7 @@ import httpcore
 import httpx
 
 from gpuflow.errors import NotAllowed
-from gpuflow.policy.hosts import Hosts, Place
+from gpuflow.policy.hosts import Hosts, Place, reached
 from gpuflow.policy.refusal import Refusal
 
 
@@ -37,16 +37,15 @@ def client(hosts: Hosts | None, **options: Any) -> httpx.Client:
         port = request.url.port or (443 if request.url.scheme == "https" else 80)
         _raise_if(hosts.name_refusal(request.url.host, port))
 
-    return httpx.Client(transport=_transport(hosts), event_hooks={"request": [judge]}, **options)
-
-
-def _transport(hosts: Hosts) -> httpx.HTTPTransport:
-    transport = httpx.HTTPTransport()
-    # httpx has no public way to it. Were it gone, nothing may be sent past the policy.
-    if not isinstance(getattr(transport._pool, "_network_backend", None), httpcore.NetworkBackend):
+    made = httpx.Client(event_hooks={"request": [judge]}, **options)
+    # Not the connections to the operator's own proxies, which httpx keeps apart. It has no public way to a backend;
+    # were this one gone, nothing may be sent past the policy.
+    pool = getattr(made._transport, "_pool", None)
+    if not isinstance(pool, httpcore.ConnectionPool) or not hasattr(pool, "_network_backend"):
+        made.close()
         raise NotAllowed("this version of httpx cannot be held to GPUFLOW_ALLOW_HOSTS; install the pinned one")
-    transport._pool._network_backend = _JudgingBackend(hosts)
-    return transport
+    pool._network_backend = _JudgingBackend(hosts)
+    return made
 
 
 class _JudgingBackend(httpcore.NetworkBackend):
@@ -66,8 +65,8 @@ class _JudgingBackend(httpcore.NetworkBackend):
         """Connect to one of the addresses of a host."""
         try:
             addresses = judged_addresses(host, port, self._hosts)
-        except OSError as error:
-            raise httpcore.ConnectError(str(error)) from error
+        except (OSError, UnicodeError) as error:
+            raise httpcore.ConnectError(f"{host} has no address") from error
         for address in addresses[:-1]:
             try:
                 return self._inner.connect_tcp(address, port, timeout, local_address, socket_options)
@@ -94,8 +93,8 @@ def _is_at(place: Place, host: str, address: str) -> bool:
     if place.host == host.lower() or place.host == address:
         return True
     try:
-        return address in _addresses(place.host, place.port)
-    except OSError:
+        return str(reached(address)) in {str(reached(one)) for one in _addresses(place.host, place.port)}
+    except (OSError, UnicodeError):
         return False
 
 

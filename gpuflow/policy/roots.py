@@ -27,7 +27,10 @@ _DESCRIPTORS: Final = Path("/proc/self/fd")
 
 @dataclass(frozen=True, kw_only=True)
 class Roots:
-    """Folders below which tasks may read and write (what may be written may be read), and those of gpuflow's own."""
+    """Folders below which tasks may read and write (what may be written may be read), and those of gpuflow's own.
+
+    `own` are real paths already: no link in them is followed.
+    """
 
     read: tuple[str, ...] = ()
     write: tuple[str, ...] = ()
@@ -35,8 +38,10 @@ class Roots:
 
     def refusal(self, real: str, *, shown: str, write: bool = False, path: str = "") -> Refusal | None:
         """Say why the file or folder at the real path `real` is refused; None: it is not."""
-        roots = self.write if write else (*self.own, *self.write, *self.read)
+        roots = self.write if write else (*self.write, *self.read)
         if any(is_below(real, os.path.realpath(root)) for root in roots):
+            return None
+        if not write and any(is_below(real, root) for root in self.own):
             return None
         setting = WRITE_SETTING if write else READ_SETTING
         where = f"{path}: {shown}" if path else shown
