@@ -126,9 +126,7 @@ def _fetch(url: str, path: Path) -> None:
     shown = str(urlsplit(url).hostname)
     options = {"timeout": _TIMEOUT_SECONDS, "follow_redirects": True, "max_redirects": _REDIRECTS}
     with (
-        client(
-            limits.hosts(), headers=plain, timeout=_TIMEOUT_SECONDS, follow_redirects=True, max_redirects=_REDIRECTS
-        ) as caller,
+        client(limits.hosts(), headers={"Accept-Encoding": "identity"}, **options) as caller,
         caller.stream("GET", url) as answer,
         path.open("wb") as file,
     ):

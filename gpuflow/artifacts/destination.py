@@ -101,7 +101,7 @@ def open_fleet_store(url: str, settings: Settings) -> Store:
     """Return the fleet's store. Raises ArtifactError."""
     if settings.offline and urlsplit(url).scheme != "file":
         raise ArtifactError(f"{shown_url(url)} is not used: this machine is offline; let GPUFLOW_STORE_URL be a folder")
-    return open_store(url, settings=settings, token=store_token(url, settings))
+    return open_store(url, settings=settings)  # it sends the worker's token to our own services
 
 
 def store_token(url: str, settings: Settings) -> str | None:

@@ -24,8 +24,8 @@ def peer() -> Iterator[HostilePeer]:
         yield made
 
 
-def failing(fleet: TestFleet, setting: str, **spec: Any) -> None:
-    task = submit({"taskType": "echo", "echo": {"output": 1}, **spec}, app=fleet.app)
+def failing(fleet: TestFleet, setting: str, owner: str | None = None, **spec: Any) -> None:
+    task = submit({"taskType": "echo", "echo": {"output": 1}, **spec}, owner=owner, app=fleet.app)
     with pytest.raises(TaskFailed, match=setting):
         task.get(timeout=patient(60))
     record = task.record()
@@ -50,7 +50,7 @@ def test_a_closed_worker(fleet: TestFleet, peer: HostilePeer, tmp_path: Path) ->
     failing(fleet, reach, checkpoint={"load": {"url": f"{peer.url}/large"}})
     failing(fleet, reach, env={"U": f"{peer.url}/large"}, data={"type": "jsonl", "url": "${env:U}"})
     failing(fleet, "metadata", data={"type": "jsonl", "url": "http://169.254.169.254/latest"})
-    failing(fleet, "broker", data={"type": "jsonl", "url": f"http://{fleet.broker.url.rpartition('@')[2]}"})
+    failing(fleet, reach, data={"type": "jsonl", "url": f"http://{fleet.broker.url.rpartition('@')[2]}"})
     assert peer.asked == []
     assert not (tmp_path / "out").exists()
 
@@ -59,11 +59,11 @@ def test_a_closed_worker(fleet: TestFleet, peer: HostilePeer, tmp_path: Path) ->
 
 def test_results_of_other_owners(fleet: TestFleet) -> None:
     fleet.start_worker("w1", env=CLOSED)
-    first = submit({**fleet.echo(output=1), "owner": "ann"}, app=fleet.app)
+    first = submit(fleet.echo(output=1), owner="ann", app=fleet.app)
     first.get(timeout=patient(30))
     path = str(fleet.results / first.id / "responses.json")
 
     failing(fleet, "GPUFLOW_READ_ROOTS", owner="bob", data={"type": "jsonl", "path": path})
-    failing(fleet, "GPUFLOW_READ_ROOTS", owner="bob", data={"type": "documents", "path": str(fleet.results)})
-    own = submit({**fleet.echo(output=2), "owner": "ann", "data": {"type": "jsonl", "path": path}}, app=fleet.app)
+    failing(fleet, "GPUFLOW_READ_ROOTS", owner="bob", data={"type": "jsonl", "path": str(fleet.results)})
+    own = submit({**fleet.echo(output=2), "data": {"type": "jsonl", "path": path}}, owner="ann", app=fleet.app)
     assert own.get(timeout=patient(30))["output"] == 2
