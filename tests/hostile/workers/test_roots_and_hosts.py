@@ -65,5 +65,5 @@ def test_results_of_other_owners(fleet: TestFleet) -> None:
 
     failing(fleet, "GPUFLOW_READ_ROOTS", owner="bob", data={"type": "jsonl", "path": path})
     failing(fleet, "GPUFLOW_READ_ROOTS", owner="bob", data={"type": "jsonl", "path": str(fleet.results)})
-    own = submit({**fleet.echo(output=2), "data": {"type": "jsonl", "path": path}}, owner="ann", app=fleet.app)
+    own = submit(fleet.echo(output=2, until_exists=path), owner="ann", app=fleet.app)
     assert own.get(timeout=patient(30))["output"] == 2
