@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -111,8 +112,8 @@ class WorkerProcess:
             "GPUFLOW_STATE_DIR": str(folder / "state"),
             "GPUFLOW_CACHE_DIR": str(folder / "cache"),
             "GPUFLOW_GRACE_SEC": "1",
-            "GPUFLOW_READ_ROOTS": str(folder),
-            "GPUFLOW_WRITE_ROOTS": str(folder),
+            "GPUFLOW_READ_ROOTS": f"{folder},{tempfile.gettempdir()},/dev/shm,/models",
+            "GPUFLOW_WRITE_ROOTS": f"{folder},{tempfile.gettempdir()},/dev/shm",
             "GPUFLOW_ALLOW_HOSTS": "127.0.0.0/8,::1",
             "PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")]),
             **(env or {}),
