@@ -112,7 +112,7 @@ class WorkerProcess:
             "GPUFLOW_STATE_DIR": str(folder / "state"),
             "GPUFLOW_CACHE_DIR": str(folder / "cache"),
             "GPUFLOW_GRACE_SEC": "1",
-            "GPUFLOW_READ_ROOTS": f"{folder},{tempfile.gettempdir()},/dev/shm,/models",
+            "GPUFLOW_READ_ROOTS": f"{folder},{tempfile.gettempdir()},/dev/shm,/models,/nowhere,/there",
             "GPUFLOW_WRITE_ROOTS": f"{folder},{tempfile.gettempdir()},/dev/shm",
             "GPUFLOW_ALLOW_HOSTS": "127.0.0.0/8,::1",
             "PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")]),
