@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final, NoReturn
 
-from executors import cancellation
+from executors import cancellation, limits
 from executors.base import MERGED, Executor, ExecutorError, plain
 from executors.cache import hold_inputs
 from executors.distributed.plan import plan_ranks, use_gpus
@@ -43,7 +43,9 @@ def main() -> int:
 def _serve(emitter: Emitter) -> int:
     emitter.emit("connection", status="connected")
     try:
-        request = _with_environment(_read_request())
+        request = _read_request()
+        limits.use(request)
+        request = _with_environment(request)
         emitter.output_dir = request.output_dir
         executor = find(request.task_type)
     except ExecutorError as error:

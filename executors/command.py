@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
+from executors import limits
 from executors.base import Executor, bad_input
 from executors.cache import cache_root
 from executors.programs.heard import PROGRAM, Heard, check
@@ -73,6 +74,8 @@ def _folder(section: Mapping[str, Any], output_dir: Path) -> Iterator[Path]:
             shutil.rmtree(work, ignore_errors=True)
         return
     folder = Path(str(section["path"])).expanduser() if section.get("path") else output_dir
+    if section.get("path") and folder.is_absolute():
+        folder = limits.folder(folder, "command.path")
     if not folder.is_absolute():
         raise bad_input(f"command.path is {str(folder)!r}; give an absolute path of the worker")
     if not folder.is_dir():

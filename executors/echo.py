@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from executors import cancellation
+from executors import cancellation, limits
 from executors.base import Executor, ExecutorError, write_responses
 from executors.checkpoints import folder_of, mark_complete, to_resume
+from gpuflow.policy.paths import check_file_name
 from gpuflow.protocol import Emitter, Request
 
 _BLOCK_BYTES: Final = 1 << 20
@@ -120,8 +121,17 @@ def _work(request: Request, wanted: Mapping[str, Any], emitter: Emitter) -> int 
 def _wait_for_path(wanted: Mapping[str, Any], *, broken_off: Callable[[], bool] = lambda: False) -> None:
     """Return as soon as the path of `until_exists` exists or `broken_off` is true; without a path, at once."""
     path = wanted.get("until_exists")
-    while path and not Path(str(path)).exists() and not broken_off():
+    while path and not _exists(str(path), "echo.until_exists") and not broken_off():
         time.sleep(_POLL_SECONDS)
+
+
+def _exists(path: str, field: str) -> bool:
+    """Whether a path is there. Raises NotAllowed for one that the task may not look at."""
+    try:
+        with limits.reading(path, field):
+            return True
+    except OSError:
+        return False
 
 
 def _save(request: Request, step: int, steps: int, emitter: Emitter) -> None:
@@ -138,16 +148,17 @@ def _fail_if_asked(fail: Any, attempt: int) -> None:
     how: Mapping[str, Any] = fail if isinstance(fail, Mapping) else {}
     if how.get("attempts") and attempt > int(how["attempts"]):
         return
-    if how.get("unless_exists") and Path(str(how["unless_exists"])).exists():
+    if how.get("unless_exists") and _exists(str(how["unless_exists"]), "echo.fail.unless_exists"):
         return
     message = fail if isinstance(fail, str) else how.get("message") or "asked to fail"
     raise ExecutorError(str(how.get("type") or "EchoFailure"), message, retryable=bool(how.get("retryable")))
 
 
 def _write_artifact(request: Request, emitter: Emitter, name: str, size_bytes: int) -> None:
+    check_file_name(name)  # once more: only here are all of its references resolved
     path = Path(request.output_dir) / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666), "wb") as file:
         for start in range(0, size_bytes, _BLOCK_BYTES):
             file.write(b"\0" * min(_BLOCK_BYTES, size_bytes - start))
     emitter.artifact(name)

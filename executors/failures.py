@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from executors.base import ExecutorError
 from executors.offline import not_here, offline
-from gpuflow.errors import GPUFlowError
+from gpuflow.errors import GPUFlowError, NotAllowed
 
 #: Longest message of an error record, in characters; the traceback in the log has the rest.
 MAX_MESSAGE: Final = 2000
@@ -76,6 +76,8 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 def _known(error: BaseException, *, first: bool) -> tuple[str, bool] | None:
     if isinstance(error, ExecutorError):
         return error.type, error.retryable
+    if isinstance(error, NotAllowed):
+        return "NotAllowed", False
     if isinstance(error, GPUFlowError):
         return "BadInput", False
     if isinstance(error, ImportError) and first:  # deeper down it is a fallback that a library tried

@@ -18,6 +18,7 @@ from gpuflow.artifacts.destination import data_store
 from gpuflow.artifacts.large_values import refer_large, refer_large_matrix
 from gpuflow.artifacts.references import References, is_reference
 from gpuflow.artifacts.store import Store
+from gpuflow.artifacts.task_policy import client_hosts
 from gpuflow.artifacts.upload_view import upload_bar
 from gpuflow.artifacts.uploads import refuse_uploads, with_uploads
 from gpuflow.broker.transport import RECORD_HEADER
@@ -182,7 +183,7 @@ def load_reference(value: Any, *, app: GPUFlow | None = None) -> Any:
     Results that come by Celery's own `AsyncResult.get()` hold references where they are large; any other value comes
     back as it is. Raises ArtifactError.
     """
-    references = References((app or default_app).settings)
+    references = References((app or default_app).settings, hosts=client_hosts((app or default_app).settings))
     return references.load(value) if is_reference(value) else references.fields(value)
 
 

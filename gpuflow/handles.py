@@ -15,6 +15,7 @@ from kombu.exceptions import OperationalError
 from redis.exceptions import OutOfMemoryError, RedisError
 
 from gpuflow.artifacts.references import References
+from gpuflow.artifacts.task_policy import client_hosts
 from gpuflow.broker.answers import Meaning, meaning_of
 from gpuflow.celery_app import GPUFlow
 from gpuflow.celery_app import app as default_app
@@ -85,7 +86,7 @@ class Task:
     @property
     def result(self) -> Any:
         """The committed result, large fields loaded; None until the task has succeeded. Raises ArtifactError."""
-        return References(self._app.settings).fields(self.record().result)
+        return References(self._app.settings, hosts=client_hosts(self._app.settings)).fields(self.record().result)
 
     def get(self, timeout: float | None = None) -> Any:
         """Wait for the end and return the result; `timeout` in seconds.
@@ -99,7 +100,7 @@ class Task:
         if not record.state.final:
             raise TimeoutError(f"task {self.id} is {record.state} after {timeout:g} s")
         raise_unless_succeeded(record)
-        return References(self._app.settings).fields(record.result)
+        return References(self._app.settings, hosts=client_hosts(self._app.settings)).fields(record.result)
 
     def wait(self, timeout: float | None = None) -> TaskRecord:
         """Wait for the end, whatever it is, and return the record; after `timeout` seconds as it is then."""
@@ -178,7 +179,7 @@ class StageView:
             return None
         with reachable():
             tasks = self._run.app.ledger.find_many(self.record.tasks)
-        references = References(self._run.app.settings)
+        references = References(self._run.app.settings, hosts=client_hosts(self._run.app.settings))
         results = [references.fields(task.result or {}) for task in all_found(self.name, tasks)]
         return stage_result(results, references.load)
 

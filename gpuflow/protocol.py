@@ -80,7 +80,8 @@ class Request:
 
     `spec` is a canonical task spec (references resolved, aliases replaced). Paths are absolute. `gpus` are UUIDs, in
     the order of CUDA_VISIBLE_DEVICES. `share_mib` is how much memory of each it may use; None: all of it.
-    `checkpoint_path` is the local folder of `checkpoint.load`, if there is one.
+    `checkpoint_path` is the local folder of `checkpoint.load`, if there is one. `policy` is what the task may read,
+    write and reach (`gpuflow.policy.child`); None: there is no limit.
     """
 
     task_id: str
@@ -94,6 +95,7 @@ class Request:
     resume_from: str | None = None
     checkpoint_path: str | None = None
     cache_dir: str | None = None
+    policy: Mapping[str, Any] | None = None
     schema: int = PROTOCOL_SCHEMA
 
     def to_json(self) -> str:

@@ -6,7 +6,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from gpuflow.artifacts.task_policy import task_hosts
 from gpuflow.celery_app import app
+from gpuflow.errors import NotAllowed
 from gpuflow.ledger.backend import NOTIFY_TASK
 from gpuflow.ledger.records import TaskRecord
 from gpuflow.routing.families import CONTROL_QUEUE, MAX_NOTICES, NOTICE_QUEUE
@@ -26,7 +28,7 @@ def reconcile() -> dict[str, int]:
     return Reconciler(app).run()
 
 
-@app.task(bind=True, name=NOTIFY_TASK, queue=NOTICE_QUEUE, ignore_result=True, throws=(NotDelivered,))
+@app.task(bind=True, name=NOTIFY_TASK, queue=NOTICE_QUEUE, ignore_result=True, throws=(NotDelivered, NotAllowed))
 def notify(self: Any, task_id: str, number: int) -> None:
     """Call one URL of a task that has ended."""
     record = app.ledger.find(task_id)
@@ -36,7 +38,8 @@ def notify(self: Any, task_id: str, number: int) -> None:
     if number >= min(len(entries), MAX_NOTICES):
         return
     try:
-        deliver(_with_secrets(entries[number], record, str(self.request.hostname)), body(record))
+        entry = _with_secrets(entries[number], record, str(self.request.hostname))
+        deliver(entry, body(record), hosts=task_hosts(app.settings))
     except NotDelivered as error:
         wait = NOTIFY_SECONDS * 2**self.request.retries
         raise self.retry(exc=error, countdown=wait, max_retries=NOTIFY_TRIES - 1) from error

@@ -10,17 +10,18 @@ import csv
 import json
 import random
 import tempfile
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
+from executors import limits
 from executors.base import ExecutorError, bad_input
 from executors.offline import not_here, offline
 from gpuflow.protocol import Emitter
 
 _TIMEOUT_SECONDS: Final = 60
+_REDIRECTS: Final = 5
 #: Longest cell of a csv file, in characters.
 _MAX_CELL: Final = 16 * 1024 * 1024
 
@@ -103,30 +104,47 @@ def _read_file(data: Mapping[str, Any], kind: str) -> list[Any]:
         with tempfile.TemporaryDirectory(prefix="gpuflow-data-") as folder:
             path = Path(folder) / f"data{Path(unquote(parts.path)).suffix or f'.{kind}'}"
             _fetch(str(address), path)
-            return _FILES[kind](path)
+            return _FILES[kind](path, path)
     path = Path(unquote(parts.path)) if parts.scheme == "file" else Path(str(address)).expanduser()
-    if not path.is_file():
-        raise bad_input(f"{path} is no file on this machine; check data.path, or send it by data.upload")
-    return _FILES[kind](path)
+    try:
+        with limits.reading(path, "data.path") as found:
+            if found.is_file:
+                return _FILES[kind](path, found.place)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    raise bad_input(f"{path} is no file on this machine; check data.path, or send it by data.upload")
 
 
 def _fetch(url: str, path: Path) -> None:
     if offline():
         raise ExecutorError("Offline", not_here(f"the data of {urlsplit(url).hostname}"))
+    from email.message import Message
+    from urllib.error import HTTPError
+
+    from gpuflow.policy.connecting import client
+
+    shown = str(urlsplit(url).hostname)
+    options = {"timeout": _TIMEOUT_SECONDS, "follow_redirects": True, "max_redirects": _REDIRECTS}
     with (
-        urllib.request.urlopen(url, timeout=_TIMEOUT_SECONDS) as answer,  # noqa: S310  (http and https alone)
+        client(limits.hosts(), headers={"Accept-Encoding": "identity"}, **options) as caller,
+        caller.stream("GET", url) as answer,
         path.open("wb") as file,
     ):
-        while block := answer.read(1 << 20):
+        if answer.status_code >= 400:  # an error of httpx would show the query of the URL
+            raise HTTPError(shown, answer.status_code, answer.reason_phrase, Message(), None)
+        for block in answer.iter_raw(1 << 20):
             file.write(block)
 
 
-def _jsonl(path: Path) -> list[Any]:
-    whole = _json_list(path) if path.suffix.lower() == ".json" else None
+# A reader is given the path that the task names, for messages, and the one by which the open file is read.
+
+
+def _jsonl(path: Path, place: Path) -> list[Any]:
+    whole = _json_list(path, place) if path.suffix.lower() == ".json" else None
     if whole is not None:
         return whole
     rows = []
-    with path.open(encoding="utf-8-sig") as lines:
+    with place.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(_decoded(lines, path), start=1):
             if not line.strip():
                 continue
@@ -137,10 +155,10 @@ def _jsonl(path: Path) -> list[Any]:
     return rows
 
 
-def _json_list(path: Path) -> list[Any] | None:
+def _json_list(path: Path, place: Path) -> list[Any] | None:
     """Return the rows of a .json file that is one list, None for one with an object a line."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8-sig"))
+        found = json.loads(place.read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError as error:
         raise bad_input(f"{path.name} is not UTF-8: {error}; convert it") from error
     except (ValueError, RecursionError):
@@ -148,9 +166,9 @@ def _json_list(path: Path) -> list[Any] | None:
     return found if isinstance(found, list) else None
 
 
-def _csv(path: Path) -> list[Any]:
+def _csv(path: Path, place: Path) -> list[Any]:
     csv.field_size_limit(_MAX_CELL)
-    with path.open(encoding="utf-8-sig", newline="") as lines:
+    with place.open(encoding="utf-8-sig", newline="") as lines:
         delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
         reader = csv.DictReader(_decoded(lines, path), restkey="", strict=True, delimiter=delimiter)
         try:
@@ -170,15 +188,15 @@ def _decoded(lines: Any, path: Path) -> Any:
         raise bad_input(f"{path.name} is not UTF-8: {error}; convert it") from error
 
 
-def _parquet(path: Path) -> list[Any]:
+def _parquet(path: Path, place: Path) -> list[Any]:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        rows: list[Any] = pyarrow.parquet.read_table(path).to_pylist()
+        rows: list[Any] = pyarrow.parquet.read_table(place).to_pylist()
     except pyarrow.ArrowInvalid as error:
         raise bad_input(f"{path.name} is not parquet: {error}") from error
     return rows
 
 
-_FILES: Final[Mapping[str, Callable[[Path], list[Any]]]] = {"jsonl": _jsonl, "csv": _csv, "parquet": _parquet}
+_FILES: Final[Mapping[str, Callable[[Path, Path], list[Any]]]] = {"jsonl": _jsonl, "csv": _csv, "parquet": _parquet}

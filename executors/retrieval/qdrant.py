@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NoReturn
 from urllib.parse import quote, urlsplit
 
+from executors import limits
 from executors.base import ExecutorError, bad_input
 from executors.retrieval.index import Hit, Passage
 
@@ -111,13 +112,16 @@ class Qdrant:
     def _post(self, path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
         import httpx
 
+        from gpuflow.policy.connecting import client
+
         # Compressed answers are not asked for: their size would be known too late.
         headers = {"Accept-Encoding": "identity", **({"api-key": self._key} if self._key else {})}
         deadline = time.monotonic() + self._timeout
         try:
-            with httpx.stream(
-                "POST", self._url + path, json=body, headers=headers, timeout=self._timeout, follow_redirects=False
-            ) as answer:
+            with (
+                client(limits.hosts(), timeout=self._timeout, follow_redirects=False) as caller,
+                caller.stream("POST", self._url + path, json=body, headers=headers) as answer,
+            ):
                 if answer.headers.get("content-encoding", "identity") != "identity":
                     self._bad_answer("it is compressed, which was not asked for")
                 content = self._read(answer, deadline)

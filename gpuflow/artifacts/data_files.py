@@ -18,7 +18,9 @@ from gpuflow.artifacts.marking import mark_used
 from gpuflow.artifacts.partial import disk_errors, file_digest
 from gpuflow.artifacts.reading import fetch
 from gpuflow.artifacts.store import file_url_path, shown_url
+from gpuflow.artifacts.task_policy import current_roots
 from gpuflow.errors import ArtifactError
+from gpuflow.policy.roots import opened
 from gpuflow.settings import Settings
 from gpuflow.spec.references import is_pending
 
@@ -82,9 +84,19 @@ def local_file(url: str, sha256: str | None, settings: Settings) -> Path:
     return target
 
 
+def readable_file(url: str) -> Path | None:
+    """Return the real path of a file: URL, None where no file is. Raises NotAllowed for one outside of the roots."""
+    try:
+        with opened(file_url_path(url), current_roots(), field=shown_url(url)) as found:
+            return found.real if found.is_file else None
+    except OSError:
+        return None
+
+
 def _file_here(url: str, sha256: str | None) -> Path:
-    path = file_url_path(url)
-    if not path.is_file():
+    path = readable_file(url)
+    if path is None:
+        path = file_url_path(url)
         raise ArtifactError(
             f"{path} is not on this machine; set GPUFLOW_STORE_URL to a store that all machines reach, the same on "
             "clients and workers, or put the file there"

@@ -8,16 +8,18 @@ the manifest comes last and says what is there.
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from gpuflow.artifacts.here import is_here
 from gpuflow.artifacts.placeholders import filled, hiding, names_secret
 from gpuflow.artifacts.several import several
 from gpuflow.artifacts.store import Progress, Store, open_store, shown_url
+from gpuflow.artifacts.task_policy import judge_own_service, may_use_token, task_hosts, task_roots
 from gpuflow.errors import ArtifactError
+from gpuflow.policy.roots import writable
 from gpuflow.settings import Settings
 
 MANIFEST: Final = "manifest.json"
@@ -61,14 +63,15 @@ def _store(given: Mapping[str, Any], settings: Settings) -> Store | None:
     kind = given.get("type", "local")
     if kind == "local":
         place = given.get("path")
-        return None if place is None else open_store(_folder(str(place)), settings=settings)
+        return None if place is None else open_store(_folder(str(place), settings), settings=settings)
     if settings.offline:
         raise ArtifactError(f"output.destination is {kind!r} and this worker is offline; use `local`")
     if kind == "http":
         url = given.get("url") or (settings.gateway_url and f"{settings.gateway_url}/api/v1/results")
         if not url:
             raise ArtifactError("output.destination of type http needs `url`, or GPUFLOW_GATEWAY_URL on the worker")
-        return open_store(str(url), settings=settings, token=bearer_token(given.get("headers"), "output.destination"))
+        token = bearer_token(given.get("headers"), "output.destination")
+        return open_store(str(url), settings=settings, token=token, hosts=task_hosts(settings))
     url = str(given.get("url") or given.get("path") or "")
     if not url.startswith("s3://"):
         raise ArtifactError("output.destination of type s3 needs `url`: s3://bucket/prefix")
@@ -98,25 +101,17 @@ def open_fleet_store(url: str, settings: Settings) -> Store:
     """Return the fleet's store. Raises ArtifactError."""
     if settings.offline and urlsplit(url).scheme != "file":
         raise ArtifactError(f"{shown_url(url)} is not used: this machine is offline; let GPUFLOW_STORE_URL be a folder")
-    return open_store(url, settings=settings, token=store_token(url, settings))
+    return open_store(url, settings=settings)  # it sends the worker's token to our own services
 
 
 def store_token(url: str, settings: Settings) -> str | None:
-    """Return the token for a URL of the fleet's own store (http), None for any other."""
-    store = settings.store_url or ""
-    ours = store.startswith("http") and (url == store or url.startswith(f"{store}/"))
-    return settings.worker_token.get_secret_value() if ours and settings.worker_token else None
+    """Return the token for a URL of the fleet's results services (http), None for any other.
 
-
-def is_here(broker_url: str) -> bool:
-    """Say whether a broker runs on this machine: at a loopback address or a unix socket."""
-    parts = urlsplit(broker_url)
-    if parts.scheme not in ("redis", "rediss") or parts.hostname in (None, "localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(parts.hostname or "").is_loopback
-    except ValueError:
-        return False
+    Reading for a task, for files that this task gets alone. Raises NotAllowed.
+    """
+    judge_own_service(url, settings)
+    token = settings.worker_token
+    return token.get_secret_value() if token and may_use_token(url, settings) else None
 
 
 def stored_name(task_id: str, attempt: int, name: str) -> str:
@@ -140,11 +135,10 @@ def upload_attempt(store: Store, folder: Path, task_id: str, attempt: int, names
         raise UploadFailed(str(error)) from error
 
 
-def _folder(place: str) -> str:
-    path = Path(place).expanduser()
-    if not path.is_absolute():
+def _folder(place: str, settings: Settings) -> str:
+    if not Path(place).expanduser().is_absolute():
         raise ArtifactError(f"output.destination.path {place!r} is not absolute; give a folder such as /shared/results")
-    return path.as_uri()
+    return writable(place, task_roots(settings), field="output.destination.path").as_uri()
 
 
 def bearer_token(headers: Mapping[str, str] | None, where: str) -> str | None:

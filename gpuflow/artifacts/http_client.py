@@ -12,13 +12,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
-from urllib.parse import urlsplit
 
 import httpx
 
+from gpuflow.artifacts.http_names import results_name
 from gpuflow.artifacts.retrying import retrying
 from gpuflow.artifacts.store import shown_url
 from gpuflow.errors import ArtifactError
+from gpuflow.policy import connecting
+from gpuflow.policy.hosts import Hosts
 from gpuflow.settings import Settings
 
 T = TypeVar("T")
@@ -38,7 +40,6 @@ _PROBLEM: Final = "urn:gpuflow:problem:"
 _TRANSIENT_STATUS: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 _TRANSIENT_KINDS: Final = frozenset({"in-progress", "wrong-offset"})
 _MOST_SHOWN: Final = 300
-_DEFAULT_PORTS: Final = {"http": 80, "https": 443}
 
 
 class HttpFailure(Exception):
@@ -49,12 +50,15 @@ class HttpFailure(Exception):
         self.status, self.kind = status, kind
 
 
-def connect(token: str | None) -> httpx.Client:
-    """Return a client. The token goes to the host that is asked, never to one that it redirects to."""
+def connect(token: str | None, hosts: Hosts | None = None) -> httpx.Client:
+    """Return a client that reaches what `hosts` lets it (None: everything), else its requests raise NotAllowed.
+
+    The token goes to the host that is asked, never to one that it redirects to.
+    """
     headers = {"Accept-Encoding": "identity", "User-Agent": "gpuflow"}
     if token:
         headers["Authorization"] = f"Bearer {token}"
-    return httpx.Client(headers=headers, timeout=_TIMEOUT, follow_redirects=False)
+    return connecting.client(hosts, headers=headers, timeout=_TIMEOUT, follow_redirects=False)
 
 
 @contextlib.contextmanager
@@ -123,18 +127,12 @@ def _body(response: httpx.Response, most_bytes: int) -> bytes:
 
 
 def token_for(url: str, settings: Settings, token: str | None) -> str | None:
-    """Return the token to send to `url`: the given one, else the worker's, which only our own gateway gets."""
+    """Return the token to send to `url`: the given one, else the worker's, which our own results services alone get."""
     if token is not None:
         return token
-    ours = [item for item in (settings.gateway_url, settings.orchestrator_base_url) if item]
-    if settings.worker_token is None or _origin(url) not in map(_origin, ours):
+    if settings.worker_token is None or results_name(url, settings) is None:
         return None
     return settings.worker_token.get_secret_value()
-
-
-def _origin(url: str) -> tuple[str, str | None, int | None]:
-    parts = urlsplit(url)
-    return parts.scheme, parts.hostname, parts.port or _DEFAULT_PORTS.get(parts.scheme)
 
 
 def checked(response: httpx.Response) -> httpx.Response:

@@ -20,6 +20,7 @@ from gpuflow.artifacts.partial import disk_errors, has_content, left_over
 from gpuflow.artifacts.receiving import Meter, check_size, receive
 from gpuflow.artifacts.repr_digest import HEADER, WANT_HEADER, WANT_SHA256, parse_repr_digest
 from gpuflow.artifacts.store import Progress, StoredFile, Throttle, shown_url
+from gpuflow.policy.hosts import Hosts
 from gpuflow.settings import Settings
 
 _WHOLE: Final = 200
@@ -39,10 +40,12 @@ def fetch_http(
     max_attempts: int = MAX_ATTEMPTS,
     name: str | None = None,
     max_bytes: int | None = None,
+    hosts: Hosts | None = None,
 ) -> StoredFile:
     """Bring the file at a URL of any web server to `target`, as `Store.get` does. Raises ArtifactError, TooLarge.
 
-    The worker's token is sent to the fleet's own gateway alone; `token` to the host of `url` alone.
+    The worker's token is sent to the fleet's own results service alone; `token` to the host of `url` alone. `hosts`:
+    what may be reached (None: everything); for anything else it raises NotAllowed.
     """
     name = name or unquote(urlsplit(url).path.rpartition("/")[2]) or "the file"
     action = f"{name} cannot be fetched from {shown_url(url)}"
@@ -50,7 +53,7 @@ def fetch_http(
     with (
         disk_errors(f"{name} cannot be fetched to {target}"),
         http_errors(action, url, token),
-        connect(token) as client,
+        connect(token, hosts) as client,
     ):
         if has_content(target, sha256):
             size, digest = target.stat().st_size, str(sha256).lower()

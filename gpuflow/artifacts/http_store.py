@@ -32,6 +32,7 @@ from gpuflow.artifacts.receiving import Meter
 from gpuflow.artifacts.repr_digest import HEADER, repr_digest
 from gpuflow.artifacts.store import Progress, StoredFile, Throttle, check_name, check_prefix, shown_url
 from gpuflow.errors import ArtifactError
+from gpuflow.policy.hosts import Hosts
 from gpuflow.settings import Settings
 
 __all__ = ["HttpStore", "fetch_http"]
@@ -49,6 +50,7 @@ class HttpStore:
         settings: Settings,
         token: str | None = None,
         throttle: Throttle,
+        hosts: Hosts | None = None,
         max_attempts: int = MAX_ATTEMPTS,
     ) -> None:
         parts = urlsplit(url)
@@ -58,6 +60,7 @@ class HttpStore:
                 "query, and give the token by GPUFLOW_WORKER_TOKEN"
             )
         self._base = url.rstrip("/")
+        self._hosts = hosts
         self._settings, self._throttle, self._max_attempts = settings, throttle, max_attempts
         self._token = token_for(url, settings, token)
 
@@ -70,7 +73,7 @@ class HttpStore:
         with (
             disk_errors(action),
             http_errors(action, self._base, self._token),
-            connect(self._token) as client,
+            connect(self._token, self._hosts) as client,
         ):
             with source.open("rb") as stream:
                 sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
@@ -100,6 +103,7 @@ class HttpStore:
             max_attempts=self._max_attempts,
             name=name,
             max_bytes=self._settings.download_max_bytes,
+            hosts=self._hosts,
         )
 
     def list(self, prefix: str) -> list[StoredFile]:
@@ -107,7 +111,7 @@ class HttpStore:
         check_prefix(prefix)
         with (
             http_errors(f"{shown_url(self._base)} cannot be listed", self._base, self._token),
-            connect(self._token) as client,
+            connect(self._token, self._hosts) as client,
         ):
             found = [
                 StoredFile(
@@ -127,7 +131,7 @@ class HttpStore:
         action = f"{prefix or 'all'} cannot be deleted in {shown_url(self._base)}"
         with (
             http_errors(action, self._base, self._token),
-            connect(self._token) as client,
+            connect(self._token, self._hosts) as client,
         ):
             for item in list(self._listed(client, prefix)):
                 url = self.url(str(item["name"]))

@@ -6,6 +6,7 @@ neither network nor keys. Archives are unpacked once into the cache, under their
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 from collections.abc import Mapping
@@ -22,10 +23,13 @@ from gpuflow.artifacts.program_files import ARCHIVES, local_program
 from gpuflow.artifacts.reading import fetch, unpack
 from gpuflow.artifacts.references import References
 from gpuflow.artifacts.store import file_url_path, shown_url
+from gpuflow.artifacts.task_policy import current_roots
 from gpuflow.errors import ArtifactError
 from gpuflow.filelocks import holding
+from gpuflow.policy.paths import judge_paths
+from gpuflow.policy.roots import Opened, opened
 from gpuflow.settings import Settings
-from gpuflow.spec.references import shield
+from gpuflow.spec.references import UnresolvedReference, shield
 
 _REMOTE: Final = frozenset({"http", "https", "s3"})
 
@@ -52,6 +56,9 @@ def localize(
 def _localized(spec: Mapping[str, Any], settings: Settings, environment: Mapping[str, str] | None) -> LocalInputs:
     # What is loaded is data: the child finds nothing to replace in it.
     local: dict[str, Any] = References(settings).everywhere(copy.deepcopy(dict(spec)), shield)
+    roots = current_roots()
+    if roots is not None:
+        judge_paths(local, roots, lambda text: _known(text, environment))
     if isinstance(local.get("data"), dict):
         local["data"] = _data(local["data"], settings, "data")
     if isinstance(local.get("search"), dict):
@@ -61,12 +68,20 @@ def _localized(spec: Mapping[str, Any], settings: Settings, environment: Mapping
     for adapter in (local.get("model") or {}).get("adapters") or []:
         address = adapter.pop("url", None) or adapter.get("path")
         if address:
-            adapter["path"] = str(_folder(filled(str(address), environment), settings))
+            adapter["path"] = str(_folder(filled(str(address), environment), settings, where="model.adapters"))
     if isinstance(local.get("reward_model"), dict):
         local["reward_model"] = _reward(local["reward_model"], settings, environment)
     load = (local.get("checkpoint") or {}).get("load")
     checkpoint = str(_loaded(load, settings, environment, "checkpoint.load")) if load else None
     return LocalInputs(spec=local, checkpoint_path=checkpoint)
+
+
+def _known(text: str, environment: Mapping[str, str] | None) -> str:
+    """Return a text filled as far as is known here; of a name that nobody knows, the child complains."""
+    try:
+        return str(filled(text, environment))
+    except UnresolvedReference:
+        return text
 
 
 def _data(data: Mapping[str, Any], settings: Settings, where: str) -> dict[str, Any]:
@@ -91,12 +106,14 @@ def _search(search: Mapping[str, Any], settings: Settings, environment: Mapping[
 def _reward(section: Mapping[str, Any], settings: Settings, environment: Mapping[str, str] | None) -> dict[str, Any]:
     """Return a `reward_model` section whose archive, by `url` or `path`, is a folder of this machine."""
     local = {name: value for name, value in section.items() if name not in ("url", "headers")}
-    path = Path(str(section.get("path") or "")).expanduser()
     if section.get("url"):
         load = {name: section[name] for name in ("url", "headers") if section.get(name)}
         local["path"] = str(_loaded(load, settings, environment, "reward_model"))
-    elif section.get("path") and path.is_file():
-        local["path"] = str(_unpacked(path, settings.cache_dir))
+    elif section.get("path"):
+        path = Path(filled(str(section["path"]), environment)).expanduser()
+        with contextlib.suppress(FileNotFoundError), opened(path, current_roots(), field="reward_model.path") as found:
+            if found.is_file:
+                local["path"] = str(_unpacked(found, settings.cache_dir))
     return local
 
 
@@ -106,10 +123,10 @@ def _loaded(load: Mapping[str, Any], settings: Settings, environment: Mapping[st
     address = load.get("url") or load.get("path")
     if not address:
         raise ArtifactError(f"{where} names neither `url` nor `path`; give one")
-    return _folder(str(address), settings, bearer_token(load.get("headers"), where))
+    return _folder(str(address), settings, bearer_token(load.get("headers"), where), where=where)
 
 
-def _folder(address: str, settings: Settings, token: str | None = None) -> Path:
+def _folder(address: str, settings: Settings, token: str | None = None, *, where: str) -> Path:
     """Return the local folder of a path or URL (file, http, https, s3); an archive is unpacked into the cache.
 
     `token` is the bearer token for a URL; the fleet's own store gets its own.
@@ -125,11 +142,13 @@ def _folder(address: str, settings: Settings, token: str | None = None) -> Path:
             f"{shown_url(address)!r}: the scheme {parts.scheme!r} is not known; use a path, file:, http:, https: or s3:"
         )
     path = file_url_path(address) if parts.scheme == "file" else Path(address)
-    if not path.exists():
+    try:
+        with opened(path, current_roots(), field=where) as found:
+            return found.real if found.is_folder else _unpacked(found, settings.cache_dir)
+    except FileNotFoundError:
         raise ArtifactError(
             f"{path} is not on this machine; share RESULTS_DIR between the workers, or use output.destination"
-        )
-    return path if path.is_dir() else _unpacked(path, settings.cache_dir)
+        ) from None
 
 
 def _fetched(url: str, name: str, settings: Settings, token: str | None) -> Path:
@@ -144,12 +163,13 @@ def _fetched(url: str, name: str, settings: Settings, token: str | None) -> Path
     return folder
 
 
-def _unpacked(archive: Path, cache_dir: Path) -> Path:
-    digest = _sha256(archive)
+def _unpacked(archive: Path | Opened, cache_dir: Path) -> Path:
+    source = archive.place if isinstance(archive, Opened) else archive
+    digest = _sha256(source)
     target = cache_dir / "checkpoints" / digest
     if not mark_used(target):
         try:
-            unpack(archive, target)
+            unpack(archive.real if isinstance(archive, Opened) else archive, target)
         except OSError:
             if not target.exists():
                 raise

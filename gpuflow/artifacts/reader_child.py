@@ -16,6 +16,7 @@ from typing import Any
 
 from gpuflow.artifacts.archive import unpack
 from gpuflow.artifacts.store import fetch
+from gpuflow.artifacts.task_policy import task_hosts
 from gpuflow.artifacts.throttle import Throttle
 from gpuflow.errors import ArtifactError, GPUFlowError
 from gpuflow.settings import Settings
@@ -60,8 +61,9 @@ def _do(order: Mapping[str, Any], settings: Settings) -> Mapping[str, Any]:
         target,
         settings=settings,
         sha256=order["sha256"],
-        token=order["token"],
+        token=order["token"] or "",  # none is added here: who may have one is judged where the task is known
         max_bytes=order["max_bytes"],
+        hosts=task_hosts(settings),
         throttle=_SharedThrottle(settings.worker_network_bandwidth_bytes_per_second),
     )
     return asdict(stored)
@@ -73,10 +75,12 @@ def _answer(order: Mapping[str, Any], settings: Settings) -> Mapping[str, Any]:
     except MemoryError:
         return _failure("ArtifactError", f"{order.get('name')} needs more memory than a reader has; split it", None)
     except (GPUFlowError, OSError) as error:
-        return _failure(type(error).__name__, str(error), getattr(error, "errno", None))
+        failure = _failure(type(error).__name__, str(error), getattr(error, "errno", None))
+        failure["failed"]["setting"] = getattr(error, "setting", "")
+        return failure
 
 
-def _failure(kind: str, message: str, number: int | None) -> Mapping[str, Any]:
+def _failure(kind: str, message: str, number: int | None) -> dict[str, Any]:
     return {"failed": {"type": kind, "message": message, "errno": number}}
 
 

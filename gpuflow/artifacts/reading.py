@@ -14,6 +14,7 @@ from typing import Final, Protocol
 from urllib.parse import urlsplit
 
 from gpuflow.artifacts import archive, store
+from gpuflow.policy.hosts import Hosts
 from gpuflow.settings import Settings
 
 _REMOTE: Final = frozenset({"http", "https", "s3"})
@@ -59,12 +60,16 @@ def fetch(
     sha256: str | None = None,
     token: str | None = None,
     max_bytes: int | None = None,
+    hosts: Hosts | None = None,
 ) -> store.StoredFile:
-    """Bring one file to `target`, at most `max_bytes` of it. Raises ArtifactError, TooLarge."""
+    """Bring one file to `target`, at most `max_bytes` of it. Raises ArtifactError, TooLarge, NotAllowed.
+
+    A reader reaches what the settings let tasks reach, this process what `hosts` lets it (None: everything).
+    """
     reader = _reader.get()
     if reader is not None and urlsplit(url).scheme in _REMOTE:
         return reader.fetch(url, target, settings=settings, sha256=sha256, token=token, max_bytes=max_bytes)
-    return store.fetch(url, target, settings=settings, sha256=sha256, token=token, max_bytes=max_bytes)
+    return store.fetch(url, target, settings=settings, sha256=sha256, token=token, max_bytes=max_bytes, hosts=hosts)
 
 
 def unpack(source: Path, target: Path) -> None:

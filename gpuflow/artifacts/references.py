@@ -19,7 +19,9 @@ from gpuflow.artifacts.destination import FetchFailed, fleet_store_url, store_to
 from gpuflow.artifacts.marking import mark_used
 from gpuflow.artifacts.reading import fetch
 from gpuflow.artifacts.store import Store, TooLarge, file_url_path, shown_url
-from gpuflow.errors import ArtifactError
+from gpuflow.errors import ArtifactError, NotAllowed
+from gpuflow.policy.hosts import Hosts
+from gpuflow.policy.roots import Roots, opened
 from gpuflow.settings import Settings
 from gpuflow.spec.artifact_reference import MAX_BYTES, ArtifactReference, is_reference, read_reference
 
@@ -61,10 +63,13 @@ def store_value(value: Any, content: bytes, name: str, store: Store) -> dict[str
 
 
 class References:
-    """Loads references; each content once, kept below `cache_dir`. For one thread."""
+    """Loads references; each content once, kept below `cache_dir`. For one thread.
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    `hosts` is what URLs may reach where no reader reads (None: everything).
+    """
+
+    def __init__(self, settings: Settings, *, hosts: Hosts | None = None) -> None:
+        self._settings, self._hosts = settings, hosts
         self._loaded: dict[str, Any] = {}
         self._left = MAX_BYTES
 
@@ -113,7 +118,7 @@ class References:
     def _content(self, reference: ArtifactReference) -> bytes:
         settings, url = self._settings, reference.url
         if urlsplit(url).scheme == "file":
-            return _file_content(_allowed(url, settings), reference)
+            return _file_content(url, _folders(settings), reference)
         if settings.offline:
             raise ArtifactError(f"{shown_url(url)} is not fetched: this machine is offline (GPUFLOW_OFFLINE)")
         target = settings.cache_dir / "references" / reference.sha256
@@ -123,15 +128,23 @@ class References:
                 mark_used(target)
                 return content
         target.parent.mkdir(parents=True, exist_ok=True)
-        _fetch(reference, target, settings)
+        _fetch(reference, target, settings, self._hosts)
         return _checked(target.read_bytes(), reference)
 
 
-def _fetch(reference: ArtifactReference, target: Path, settings: Settings) -> None:
+def _fetch(reference: ArtifactReference, target: Path, settings: Settings, hosts: Hosts | None) -> None:
     """Fetch what a reference names, and no more than it says. Raises FetchFailed, ArtifactError."""
     url, token = reference.url, store_token(reference.url, settings)
     try:
-        fetch(url, target, settings=settings, sha256=reference.sha256, token=token, max_bytes=reference.size)
+        fetch(
+            url,
+            target,
+            settings=settings,
+            sha256=reference.sha256,
+            token=token or "",
+            max_bytes=reference.size,
+            hosts=hosts,
+        )
     except TooLarge:
         raise ArtifactError(
             f"{shown_url(url)} is larger than its reference says ({reference.size} bytes); store it again"
@@ -140,31 +153,29 @@ def _fetch(reference: ArtifactReference, target: Path, settings: Settings) -> No
         raise FetchFailed(str(error)) from error
 
 
-def _allowed(url: str, settings: Settings) -> Path:
-    """Return the path of a file: reference when it lies where references may. Raises ArtifactError."""
-    roots = [settings.results_dir]
+def _folders(settings: Settings) -> Roots:
+    """Return where a file: reference may lie."""
     store = fleet_store_url(settings) or ""
-    if store.startswith("file:"):
-        roots.append(file_url_path(store))
+    return Roots(
+        read=(str(settings.results_dir), *([str(file_url_path(store))] if store.startswith("file:") else [])),
+    )
+
+
+def _file_content(url: str, folders: Roots, reference: ArtifactReference) -> bytes:
     path = file_url_path(url)
     try:
-        inside = any(path.resolve().is_relative_to(root.resolve()) for root in roots)
-    except (OSError, RuntimeError):  # a loop of links
-        inside = False
-    if not inside:
+        with opened(path, folders) as found:
+            if found.is_file:
+                if found.place.stat().st_size != reference.size:
+                    raise ArtifactError(f"{path} has another size than its reference says; store it again")
+                return _checked(found.place.read_bytes(), reference)
+    except NotAllowed:
         raise ArtifactError(
-            f"{shown_url(url)} lies outside of RESULTS_DIR ({settings.results_dir}) and of the fleet's store, so it is "
+            f"{shown_url(url)} lies outside of RESULTS_DIR ({folders.read[0]}) and of the fleet's store, so it is "
             "not read; set GPUFLOW_STORE_URL to a store that all machines reach, the same on clients and workers"
-        )
-    return path
-
-
-def _file_content(path: Path, reference: ArtifactReference) -> bytes:
-    try:
-        if path.is_file():
-            if path.stat().st_size != reference.size:
-                raise ArtifactError(f"{path} has another size than its reference says; store it again")
-            return _checked(path.read_bytes(), reference)
+        ) from None
+    except (FileNotFoundError, NotADirectoryError):
+        pass
     except OSError as error:
         raise ArtifactError(f"{path} cannot be read: {error.strerror}; give this user the right to it") from error
     raise ArtifactError(

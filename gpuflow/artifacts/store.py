@@ -15,6 +15,7 @@ from urllib.parse import unquote, urlsplit
 
 from gpuflow.artifacts.throttle import BLOCK_BYTES, Throttle, shared_throttle
 from gpuflow.errors import ArtifactError
+from gpuflow.policy.hosts import Hosts
 from gpuflow.settings import Settings
 
 __all__ = [
@@ -143,11 +144,14 @@ def file_url_path(url: str) -> Path:
     return Path(path)
 
 
-def open_store(destination_url: str, *, settings: Settings, token: str | None = None) -> Store:
+def open_store(
+    destination_url: str, *, settings: Settings, token: str | None = None, hosts: Hosts | None = None
+) -> Store:
     """Return the store of a destination; nothing is connected to yet.
 
     file:///abs/path is a folder, http(s)://host/api/v1/results a results service (with `token` as its bearer token),
-    s3://bucket/prefix a bucket. Raises ArtifactError for any other URL, for any but a folder where the settings say
+    s3://bucket/prefix a bucket. `hosts` is what an http(s) store may reach (None: everything).
+    Raises ArtifactError for any other URL, for any but a folder where the settings say
     offline, or when the library it needs is missing.
     """
     throttle = shared_throttle(settings.worker_network_bandwidth_bytes_per_second)
@@ -159,7 +163,7 @@ def open_store(destination_url: str, *, settings: Settings, token: str | None = 
     if scheme in ("http", "https"):
         from gpuflow.artifacts.http_store import HttpStore
 
-        return HttpStore(destination_url, settings=settings, token=token, throttle=throttle)
+        return HttpStore(destination_url, settings=settings, token=token, throttle=throttle, hosts=hosts)
     if scheme == "s3":
         from gpuflow.artifacts.s3_store import S3Store
 
@@ -177,10 +181,12 @@ def fetch(
     progress: Progress | None = None,
     max_bytes: int | None = None,
     throttle: Throttle | None = None,
+    hosts: Hosts | None = None,
 ) -> StoredFile:
     """Bring one file to `target` by its URL (file, http, https, s3), as `Store.get` does.
 
-    Over a network at most `max_bytes` of it, and at most GPUFLOW_DOWNLOAD_MAX_BYTES. Raises ArtifactError, TooLarge.
+    Over a network at most `max_bytes` of it, and at most GPUFLOW_DOWNLOAD_MAX_BYTES. `hosts` is what may be
+    reached by http(s) (None: everything). Raises ArtifactError, TooLarge, NotAllowed.
     """
     throttle = throttle or shared_throttle(settings.worker_network_bandwidth_bytes_per_second)
     most = min(max_bytes, settings.download_max_bytes) if max_bytes is not None else settings.download_max_bytes
@@ -201,6 +207,7 @@ def fetch(
             token=token,
             progress=progress,
             max_bytes=most,
+            hosts=hosts,
         )
     if scheme == "s3":
         from gpuflow.artifacts.s3_store import S3Store

@@ -65,7 +65,9 @@ def collect(run: PipelineRun) -> list[StageSummary]:
     from gpuflow.pipelines.collect import stage_result
 
     record: PipelineRecord = run.record()
-    references = References(run.app.settings)
+    from gpuflow.artifacts.task_policy import client_hosts
+
+    references = References(run.app.settings, hosts=client_hosts(run.app.settings))
     found = []
     for stage in run.template().stages:
         kept = record.stage(stage.name)

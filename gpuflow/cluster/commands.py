@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from gpuflow.errors import GPUFlowError
+from gpuflow.policy.hosts import LOCAL_NETWORKS
 from gpuflow.private_files import make_secret
 from gpuflow.settings import Settings
 from gpuflow.worker.policy import as_operator
@@ -113,7 +114,7 @@ def process_environment(
     """Return the environment of the cluster's processes, which run in another folder than we do.
 
     What is relative to our folder is made absolute: paths of settings, and the settings file. With a broker of its own
-    nobody else submits, so tasks may bring code and name the user's variables, unless settings say otherwise.
+    nobody else submits, so tasks may bring code, name the user's variables, and use the user's folders and networks.
     """
     opened = as_operator(settings) if own_broker else settings
     environment = {
@@ -123,6 +124,7 @@ def process_environment(
         "GPUFLOW_STATE_DIR": str(settings.state_dir),
         "GPUFLOW_CACHE_DIR": str(settings.cache_dir),
         "PYTHONUNBUFFERED": "1",
+        **(_own_places(settings, folder) if own_broker else {}),
     }
     for variable, names in (
         ("GPUFLOW_ALLOW_CODE", opened.allow_code),
@@ -165,6 +167,16 @@ def scaling_environment(settings: Settings, most: int, max_jobs: int | None) -> 
             f"{path} cannot be written: {error.strerror or error}; set GPUFLOW_STATE_DIR to a folder of yours"
         ) from None
     return {"ENABLE_ELASTIC_SCALING": "true", "GPUFLOW_SCALING_POLICY": str(path)}
+
+
+def _own_places(settings: Settings, folder: Path) -> dict[str, str]:
+    """Return the variables that open the user's folders and networks to tasks: user and operator are one here."""
+    own = [str(path) for path in (folder.absolute(), Path.home()) if str(path).strip("/") and "," not in str(path)]
+    return {
+        "GPUFLOW_READ_ROOTS": ",".join(dict.fromkeys((*settings.read_roots, *own))),
+        "GPUFLOW_WRITE_ROOTS": ",".join(dict.fromkeys((*settings.write_roots, *own))),
+        "GPUFLOW_ALLOW_HOSTS": ",".join(dict.fromkeys((*settings.allow_hosts, *LOCAL_NETWORKS))),
+    }
 
 
 def with_our_packages(base: Mapping[str, str]) -> dict[str, str]:

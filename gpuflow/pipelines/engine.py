@@ -16,6 +16,7 @@ from typing import Any, Final
 from celery import chord, group
 
 from gpuflow.artifacts.references import References
+from gpuflow.artifacts.task_policy import task_hosts
 from gpuflow.errors import GPUFlowError
 from gpuflow.ledger.ledger import Ledger
 from gpuflow.ledger.records import TaskRecord
@@ -189,7 +190,7 @@ class Engine:
 
     def _results(self, record: PipelineRecord) -> tuple[StageResult, Load]:
         """Return what gives the result of a stage, and what loads what a result only refers to."""
-        references = References(self.app.settings)
+        references = References(self.app.settings, hosts=task_hosts(self.app.settings))
         cache: dict[str, Mapping[str, Any]] = {}
 
         def result_of(name: str) -> Mapping[str, Any]:

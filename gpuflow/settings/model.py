@@ -165,6 +165,11 @@ class Settings(BaseModel):
     session_idle_seconds: Duration = _setting(
         "GPUFLOW_SESSION_IDLE_SEC", 300.0, "seconds that a model stays loaded without work; 0: not at all"
     )
+    read_roots: Names = _setting("GPUFLOW_READ_ROOTS", (), "absolute paths of folders, separated by commas")
+    write_roots: Names = _setting("GPUFLOW_WRITE_ROOTS", (), "absolute paths of folders, separated by commas")
+    allow_hosts: Names = _setting(
+        "GPUFLOW_ALLOW_HOSTS", (), "names, globs and networks by commas, such as db.internal,*.lab,10.1.0.0/16"
+    )
     lock_dir: Path | None = _setting(
         "GPUFLOW_LOCK_DIR", None, "a folder on a local disk that every worker of the machine shares"
     )
@@ -232,12 +237,19 @@ class Settings(BaseModel):
             raise ValueError("it allows none and something; keep one of them")
         return kinds
 
-    @field_validator("container_mounts")
+    @field_validator("container_mounts", "read_roots", "write_roots")
     @classmethod
     def _absolute_roots(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         bad = [root for root in value if not root.startswith("/") or root.strip("/") == ""]
         if bad:
             raise ValueError(f"{bad[0]!r} is no absolute path below /")
+        return value
+
+    @field_validator("allow_hosts")
+    @classmethod
+    def _hosts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for entry in value:
+            sources.check_host(entry)
         return value
 
     @field_validator("store_url")

@@ -7,6 +7,7 @@ names of the settings only as a mapping that is given to it, and judges no value
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import re
 import tomllib
 from collections.abc import Mapping
@@ -140,6 +141,16 @@ def from_file(path: Path, names: Mapping[str, str]) -> tuple[dict[str, RawValue]
         else:
             values[name] = RawValue(value=value, source=source, folder=path.parent)
     return values, mistakes
+
+
+def check_host(entry: str) -> str:
+    """Return an entry of GPUFLOW_ALLOW_HOSTS. Raises ValueError for one that can name nothing."""
+    try:
+        ipaddress.ip_network(entry, strict=False)
+    except ValueError:
+        if any(mark in entry for mark in "/:@ "):
+            raise ValueError(f"{entry!r} is no name, glob or network; no port or URL is given here") from None
+    return entry
 
 
 def _did_you_mean(key: str, known: list[str]) -> str:

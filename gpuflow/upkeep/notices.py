@@ -15,6 +15,7 @@ from typing import Any, Final
 from gpuflow import __version__
 from gpuflow.errors import GPUFlowError
 from gpuflow.ledger.records import TaskRecord
+from gpuflow.policy.hosts import Hosts
 from gpuflow.terminal import one_line
 
 #: A call takes no longer than this, from the connection to the status of the answer, in seconds.
@@ -37,13 +38,17 @@ def body(record: TaskRecord) -> dict[str, Any]:
     return {"event": "task", **record.public()}
 
 
-def deliver(entry: Mapping[str, Any], content: Mapping[str, Any], *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+def deliver(
+    entry: Mapping[str, Any], content: Mapping[str, Any], *, hosts: Hosts, timeout_seconds: float = TIMEOUT_SECONDS
+) -> None:
     """POST `content` as JSON to the entry's URL; all of it ends within the time, and nothing but its status is read.
 
-    Redirects are not followed: the headers that a user wrote for one host go to no other. Raises NotDelivered without
-    the URL's query or user part, and without any header.
+    `hosts` is what it may reach. Redirects are not followed: the headers that a user wrote for one host go to no other.
+    Raises NotAllowed, and NotDelivered without the URL's query or user part, and without any header.
     """
     import httpx
+
+    from gpuflow.policy.connecting import client
 
     url = str(entry["url"])
     shown = one_line(url.split("?", 1)[0].rsplit("@", 1)[-1])
@@ -53,15 +58,15 @@ def deliver(entry: Mapping[str, Any], content: Mapping[str, Any], *, timeout_sec
     try:
         headers = httpx.Headers({"Content-Type": "application/json", "User-Agent": f"gpuflow/{__version__}"})
         headers.update(entry.get("headers") or {})
-        with line.cut_after(timeout_seconds), httpx.Client(timeout=timeout_seconds) as client:
-            sending = client.build_request(
+        with line.cut_after(timeout_seconds), client(hosts, timeout=timeout_seconds) as sender:
+            sending = sender.build_request(
                 "POST",
                 url,
                 content=json.dumps(content, ensure_ascii=False).encode(),
                 headers=headers,
                 extensions={"trace": line.opened},
             )
-            answer = client.send(sending, stream=True)
+            answer = sender.send(sending, stream=True)
             status = answer.status_code
             answer.close()
     except httpx.LocalProtocolError:

@@ -23,16 +23,19 @@ from gpuflow.artifacts.destination import destination_store
 from gpuflow.artifacts.inputs import localize
 from gpuflow.artifacts.reading import reading_by
 from gpuflow.artifacts.store import Store
+from gpuflow.artifacts.task_policy import Access, limited_to, results_of, task_hosts, task_roots
 from gpuflow.errors import ArtifactError
 from gpuflow.logs import get_logger
 from gpuflow.merge.specs import MERGED
+from gpuflow.policy.child import child_policy
+from gpuflow.policy.roots import Roots
 from gpuflow.protocol import Request
 from gpuflow.secrets import Redactor
 from gpuflow.settings import Settings
 from gpuflow.worker.containers.local import local_container
 from gpuflow.worker.environment import child_environment, given_variables, python_path
 from gpuflow.worker.merged_inputs import gather, refuse_variables, specs_of
-from gpuflow.worker.policy import policy_of
+from gpuflow.worker.policy import Policy, policy_of
 from gpuflow.worker.reader import ChildReader
 from gpuflow.worker.results import ResultsFolder, attempt_and_step
 from gpuflow.worker.secret_sources import redactor_of, reference_values, secrets_of
@@ -60,6 +63,10 @@ def _always() -> bool:
     return True
 
 
+def _nobodys(_: str) -> bool:
+    return False
+
+
 def prepare(
     spec: Mapping[str, Any],
     *,
@@ -72,16 +79,54 @@ def prepare(
     settings: Settings,
     worker_id: str,
     wanted: Callable[[], bool] = _always,
+    is_owned: Callable[[str], bool] = _nobodys,
 ) -> Prepared:
     """Create the attempt's folder and bring to this machine what its child reads.
 
-    `wanted` says whether somebody still waits for it. Raises OSError and GPUFlowError: NotAllowed, RefusedVariable,
-    MissingSecret, ArtifactError, CheckpointUnreachable.
+    `wanted` says whether somebody still waits for it, `is_owned` whether another task is of the same owner, so that its
+    results may be read. Raises OSError and GPUFlowError: NotAllowed, RefusedVariable, MissingSecret, ArtifactError,
+    CheckpointUnreachable.
     """
     policy = policy_of(settings, worker_id)
     policy.ask(spec)
     output_dir = folder.create_attempt(attempt)
     refuse_variables(spec.get("env") or {})
+    readers = results_of(spec, settings, task_id, is_owned)
+    roots = task_roots(settings, readers)
+    with limited_to(Access(roots=roots, results_of=readers)):
+        return _prepared(
+            spec,
+            start=start,
+            task_id=task_id,
+            attempt=attempt,
+            gpus=gpus,
+            share_mib=share_mib,
+            folder=folder,
+            settings=settings,
+            worker_id=worker_id,
+            wanted=wanted,
+            policy=policy,
+            roots=roots,
+            output_dir=output_dir,
+        )
+
+
+def _prepared(
+    spec: Mapping[str, Any],
+    *,
+    start: Start,
+    task_id: str,
+    attempt: int,
+    gpus: Sequence[str],
+    share_mib: int | None,
+    folder: ResultsFolder,
+    settings: Settings,
+    worker_id: str,
+    wanted: Callable[[], bool],
+    policy: Policy,
+    roots: Roots,
+    output_dir: Path,
+) -> Prepared:
     secrets = secrets_of(spec, settings, worker_id)
     children: dict[str, Any] = {}
     callers: list[dict[str, Any]] = []
@@ -114,6 +159,7 @@ def prepare(
         checkpoint_path=inputs.checkpoint_path,
         cache_dir=str(settings.cache_dir),
         resume_from=resume_from,
+        policy=child_policy(roots, task_hosts(settings)),
     )
     environment = child_environment(
         os.environ,

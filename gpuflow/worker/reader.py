@@ -21,8 +21,9 @@ from typing import Any, Final, Self
 from gpuflow.artifacts.archive import fresh_folder
 from gpuflow.artifacts.partial import DiskTrouble
 from gpuflow.artifacts.store import StoredFile, TooLarge, shown_url
+from gpuflow.artifacts.task_policy import address_alone
 from gpuflow.artifacts.throttle import shared_throttle
-from gpuflow.errors import ArtifactError
+from gpuflow.errors import ArtifactError, NotAllowed
 from gpuflow.settings import Settings
 from gpuflow.worker.child import Child, ChildEnd
 from gpuflow.worker.environment import is_forbidden, python_path
@@ -40,6 +41,7 @@ _SETTINGS: Final = (
     "orchestrator_base_url",
     "worker_network_bandwidth_bytes_per_second",
     "download_max_bytes",
+    "allow_hosts",
 )
 _LOG_TAIL: Final = 2000
 
@@ -135,7 +137,11 @@ class ChildReader:
         settings = self._settings.model_dump(mode="json", include=set(_SETTINGS))
         token = self._settings.worker_token
         first = {
-            "settings": {**settings, "worker_token": token.get_secret_value() if token else None},
+            "settings": {
+                **settings,
+                "worker_token": token.get_secret_value() if token else None,
+                "redis_url": address_alone(self._settings.redis_url),
+            },
             "cpu_seconds": self._cpu_seconds,
             "memory_bytes": MEMORY_BYTES,
         }
@@ -171,4 +177,6 @@ def _error(failed: Mapping[str, Any]) -> Exception:
         return DiskTrouble(message, number)
     if kind == "TooLarge":
         return TooLarge(message)
+    if kind == "NotAllowed":
+        return NotAllowed(message, str(failed.get("setting") or ""))
     return OSError(number, message) if number is not None else ArtifactError(message)

@@ -198,6 +198,7 @@ class Delivery:
                     settings=settings,
                     worker_id=runtime.worker_id,
                     wanted=lambda: preparing.is_waited_for,
+                    is_owned=self._is_owned,
                 ),
                 f"what task {self.id} reads",
             )
@@ -246,6 +247,11 @@ class Delivery:
                 self.uploads.finish(upload=outcome is not None and goes_on(outcome))
             runtime.end(self.id)
         return scrubbed(self._by_engine(outcome, start), prepared.output_dir, prepared.redactor)
+
+    def _is_owned(self, other: str) -> bool:
+        """Whether another task is of the same owner as this one; one without a record is nobody's."""
+        records = [self.ledger.find(task_id) for task_id in (self.id, other)]
+        return None not in records and len({record.owner for record in records if record}) == 1
 
     def _while_preparing(self, preparing: Preparing) -> None:
         """Say that this supervisor lives; ask whether a user wants the task cancelled: no word of it may have come."""

@@ -8,11 +8,14 @@ from collections.abc import Iterator
 import pytest
 
 from gpuflow.errors import InvalidTemplate
+from gpuflow.policy.hosts import Hosts
 from gpuflow.routing.families import MAX_NOTICES
 from gpuflow.spec import canonical
 from gpuflow.upkeep.notices import NotDelivered, deliver
 from tests.support.hostile_peer import HostilePeer
 from tests.support.waiting import patient
+
+HERE = Hosts(allowed=("127.0.0.0/8",))
 
 
 @pytest.fixture
@@ -25,18 +28,18 @@ def test_a_receiver_that_drips_is_cut(peer: HostilePeer) -> None:
     began = time.monotonic()
 
     with pytest.raises(NotDelivered, match=r"within 0\.5 s"):
-        deliver({"url": f"{peer.url}/drip-header"}, {}, timeout_seconds=0.5)
+        deliver({"url": f"{peer.url}/drip-header"}, {}, hosts=HERE, timeout_seconds=0.5)
 
     assert time.monotonic() - began < patient(30)  # it would never end
 
 
 def test_an_endless_answer_is_not_read(peer: HostilePeer) -> None:
-    deliver({"url": f"{peer.url}/endless"}, {})
+    deliver({"url": f"{peer.url}/endless"}, {}, hosts=HERE)
 
 
 def test_a_redirect_is_not_followed(peer: HostilePeer) -> None:
     with pytest.raises(NotDelivered, match="answered 302"):
-        deliver({"url": f"{peer.url}/loop"}, {})
+        deliver({"url": f"{peer.url}/loop"}, {}, hosts=HERE)
 
     assert peer.asked == ["/loop"]
 
@@ -44,7 +47,7 @@ def test_a_redirect_is_not_followed(peer: HostilePeer) -> None:
 @pytest.mark.parametrize("value", ["hidden\r\nX-More: 1", "hidden\0", "hidden \u20ac"])
 def test_a_header_that_is_none_is_not_shown(peer: HostilePeer, value: str) -> None:
     with pytest.raises(NotDelivered) as refused:
-        deliver({"url": f"{peer.url}/large", "headers": {"X-Token": value}}, {})
+        deliver({"url": f"{peer.url}/large", "headers": {"X-Token": value}}, {}, hosts=HERE)
 
     assert "hidden" not in str(refused.value)
 

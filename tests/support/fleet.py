@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -114,6 +115,9 @@ class WorkerProcess:
             # Tests of what a closed worker refuses set these to none and "".
             "GPUFLOW_ALLOW_CODE": "all",
             "GPUFLOW_ALLOW_SECRETS": "*",
+            "GPUFLOW_READ_ROOTS": f"{folder},{tempfile.gettempdir()},/dev/shm,/models,/nowhere,/there",
+            "GPUFLOW_WRITE_ROOTS": f"{folder},{tempfile.gettempdir()},/dev/shm",
+            "GPUFLOW_ALLOW_HOSTS": "127.0.0.0/8,::1",
             "PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")]),
             **(env or {}),
         }

@@ -25,7 +25,7 @@ TOKEN = "cnry-token-of-a-store"
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
-    return Settings(results_dir=tmp_path / "results", cache_dir=tmp_path / "cache")
+    return Settings(results_dir=tmp_path / "results", cache_dir=tmp_path / "cache", allow_hosts=("127.0.0.1",))
 
 
 class Server:

@@ -33,6 +33,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
             "GPUFLOW_SECRETS_DIR": str(secrets),
             "RESULTS_DIR": str(tmp_path / "results"),
             "GPUFLOW_ENV_DIR": str(tmp_path / "environments"),
+            "GPUFLOW_READ_ROOTS": f"{tmp_path},/no/where",
         },
         cwd=tmp_path,
     )

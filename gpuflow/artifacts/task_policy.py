@@ -1,0 +1,154 @@
+"""The operator's policy as the settings have it: what tasks reach, read and write here, and whose results they get.
+
+Called by the worker, its readers, the pipelines and the clients; it opens nothing itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Final
+from urllib.parse import unquote, urlsplit
+
+from gpuflow.artifacts.here import is_here
+from gpuflow.artifacts.http_names import results_name
+from gpuflow.artifacts.store import shown_url
+from gpuflow.errors import NotAllowed
+from gpuflow.policy.hosts import LOCAL_NETWORKS, Hosts, Place
+from gpuflow.policy.roots import Roots
+from gpuflow.settings import Settings
+from gpuflow.spec.presets import configs_root
+
+#: First part of the names of what clients have sent: content by its digest, which nobody guesses.
+UPLOADS: Final = "uploads"
+#: Longest text that is looked at as a place of results, in characters.
+_LONGEST: Final = 8192
+
+
+def task_hosts(settings: Settings) -> Hosts:
+    """Return what tasks may reach from here."""
+    own = (settings.gateway_url, settings.orchestrator_base_url, settings.store_url)
+    return Hosts(
+        allowed=settings.allow_hosts,
+        own=tuple(place for url in own if (place := Place.of(url))),
+        brokers=tuple(place for place in [Place.of(settings.redis_url)] if place),
+    )
+
+
+def client_hosts(settings: Settings) -> Hosts:
+    """Return what a client follows references to: where the broker is on its own machine, local networks too."""
+    hosts = task_hosts(settings)
+    if settings.redis_url is not None and not is_here(settings.redis_url):
+        return hosts
+    return Hosts(allowed=(*hosts.allowed, *LOCAL_NETWORKS), own=hosts.own, brokers=hosts.brokers)
+
+
+def address_alone(url: str | None) -> str | None:
+    """Return the URL of a broker with its host and port alone; None for one without."""
+    place = Place.of(url)
+    return f"redis://{f'[{place.host}]' if ':' in place.host else place.host}:{place.port}" if place else None
+
+
+def task_roots(settings: Settings, results_of: Iterable[str] = ()) -> Roots:
+    """Return what a task may read and write here; `results_of` are the tasks whose results it gets."""
+    folders = [str(settings.results_dir)]
+    if (settings.store_url or "").startswith("file:"):
+        folders.append(_path(str(settings.store_url)))
+    # The folder of a task may have become a link: it counts as the place that it should be, not as where it leads.
+    own = [f"{os.path.realpath(folder)}/{name}" for folder in folders for name in (UPLOADS, *results_of)]
+    shared = (os.path.realpath(settings.cache_dir), os.path.realpath(configs_root()))
+    return Roots(read=settings.read_roots, write=settings.write_roots, own=(*shared, *own))
+
+
+def results_of(spec: Any, settings: Settings, mine: str, is_owned: Callable[[str], bool]) -> frozenset[str]:
+    """Return the tasks whose results a task gets: its own, and those of its owner that its spec names a file of."""
+    named = {name for text in _texts(spec) if (name := named_task(text, settings))}
+    return frozenset({mine, *(name for name in named if name != UPLOADS and (name == mine or is_owned(name)))})
+
+
+def named_task(text: str, settings: Settings) -> str | None:
+    """Return the first part of the name that a path or URL has in the results of this fleet; None for any other."""
+    if len(text) > _LONGEST:
+        return None
+    if text.startswith("http"):
+        return (results_name(text, settings) or "").partition("/")[0] or None
+    path = _path(text) if text.startswith("file:") else text
+    folders = [str(settings.results_dir)]
+    if (settings.store_url or "").startswith("file:"):
+        folders.append(_path(str(settings.store_url)))
+    for folder in folders:
+        if path.startswith(f"{folder}/"):
+            name = path[len(folder) + 1 :].partition("/")[0]
+            return name if name not in ("", ".", "..") else None
+    return None
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _texts(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+
+
+def _path(url: str) -> str:
+    return unquote(urlsplit(url).path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Access:
+    """What one task gets: its roots, and the tasks whose results it may fetch with the worker's token."""
+
+    roots: Roots
+    results_of: frozenset[str]
+
+
+_access: Final[ContextVar[Access | None]] = ContextVar("gpuflow_access", default=None)
+
+
+@contextlib.contextmanager
+def limited_to(access: Access) -> Iterator[None]:
+    """Let this thread read for a task in the block: within its roots, the token for its own results alone."""
+    before = _access.set(access)
+    try:
+        yield
+    finally:
+        _access.reset(before)
+
+
+def current_roots() -> Roots | None:
+    """Return the roots of the task that this thread reads for; None: it reads for its own user."""
+    access = _access.get()
+    return access.roots if access else None
+
+
+def may_use_token(url: str, settings: Settings) -> bool:
+    """Say whether the worker's token may be sent to a URL: for files of the fleet's results, never for a listing.
+
+    For a task they are what clients have sent, and the results that it gets.
+    """
+    name = results_name(url, settings)
+    access = _access.get()
+    if access is None:
+        return name is not None
+    first, _, rest = (name or "").partition("/")
+    return bool(rest) and (first == UPLOADS or first in access.results_of)
+
+
+def judge_own_service(url: str, settings: Settings) -> None:
+    """Raise NotAllowed where a task names more of the fleet's own services than the results that it gets.
+
+    A gateway without a token answers every program of its machine, and a worker there asks for a task.
+    """
+    if _access.get() is None or Place.of(url) not in task_hosts(settings).own or may_use_token(url, settings):
+        return
+    raise NotAllowed(
+        f"{shown_url(url)} is a service of the fleet itself, of which a task gets what was uploaded, and results of "
+        "tasks of its owner; name one of those, or give a token by `headers`"
+    )
