@@ -29,6 +29,7 @@ from gpuflow.merge.specs import MERGED
 from gpuflow.protocol import Request
 from gpuflow.secrets import Redactor
 from gpuflow.settings import Settings
+from gpuflow.worker.child_user import child_user, files_as
 from gpuflow.worker.containers.local import local_container
 from gpuflow.worker.environment import child_environment, given_variables, python_path
 from gpuflow.worker.merged_inputs import gather, refuse_variables, specs_of
@@ -53,6 +54,7 @@ class Prepared:
     store: Store | None
     output_dir: Path
     checkpoint_dir: Path
+    settings: Settings
 
 
 def _always() -> bool:
@@ -78,13 +80,14 @@ def prepare(
     ArtifactError, CheckpointUnreachable.
     """
     output_dir = folder.create_attempt(attempt)
+    user = child_user(settings)
     refuse_variables(spec.get("env") or {})
     secrets = secrets_of(spec, settings, worker_id)
     children: dict[str, Any] = {}
     callers: list[dict[str, Any]] = []
     if MERGED in spec:
         callers = list(specs_of(spec))
-        with _reader(output_dir, settings, wanted) as reader, reading_by(reader):
+        with files_as(user), _reader(output_dir, settings, wanted) as reader, reading_by(reader):
             gathered = gather(spec, secrets, settings, worker_id)
         secrets, children = gathered.secrets, {MERGED: gathered.children}
         spec = {**{name: value for name, value in spec.items() if name != MERGED}, "env": gathered.env}
@@ -92,7 +95,9 @@ def prepare(
     store = destination_store(spec, settings, values)
     chosen = _resume_from(folder, store, task_id, attempt, wanted)
     resume_from = str(chosen) if chosen else None
-    with _reader(output_dir, settings, wanted) as reader, reading_by(reader):
+    if user is not None:
+        user.own(folder.fetched_dir)
+    with files_as(user), _reader(output_dir, settings, wanted) as reader, reading_by(reader):
         inputs = localize(spec, settings=settings, environment=values)
     checkpoint_dir = folder.checkpoint_dir(attempt)
     request = Request(
@@ -137,6 +142,7 @@ def prepare(
         store=store,
         output_dir=output_dir,
         checkpoint_dir=checkpoint_dir,
+        settings=settings,
     )
 
 
