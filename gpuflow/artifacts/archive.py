@@ -87,7 +87,7 @@ def pack_into(
         tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT) as tar,
     ):
         for path in sorted(folder.rglob("*")):
-            if path.is_dir() and not path.is_symlink():
+            if not path.is_symlink() and path.is_dir():
                 continue
             if leave_out and not frozenset(leave_out).isdisjoint(path.relative_to(folder).parts):
                 continue

@@ -146,7 +146,7 @@ def _entries(folder: Path, wanted: Iterable[str]) -> Iterable[dict[str, Any]]:
 
 
 def _is_result(path: Path, folder: Path) -> bool:
-    if path.is_dir() or path.is_symlink():
+    if path.is_symlink() or path.is_dir():  # a link may lead where nobody may look
         return False
     inside = path.relative_to(folder)
     return not inside.parts[0].startswith(".") and inside.parts[0] not in _WORKING_FOLDERS

@@ -90,6 +90,7 @@ def own_folders(
         *(word for path in covered for word in ("--tmpfs", str(path))),
         *_mounts(folders),
         *_mounts([(locks, True)]),
+        *("--remount-ro", "/"),
         *("--setenv", "HOME", str(_HOME), "--setenv", "TMPDIR", str(TMP)),
         *("--unsetenv", "XDG_CACHE_HOME", "--chdir", str(cwd), "--"),
     )

@@ -219,4 +219,6 @@ def check(settings: Settings) -> None:
     """Raise GPUFlowError where a worker of this machine cannot confine its tasks as the settings say."""
     if settings.isolate == "bubblewrap":
         bubblewrap.check()
+        for folder in (settings.cache_dir / "locks", settings.results_dir):  # what is not there cannot be shown
+            folder.mkdir(parents=True, exist_ok=True)
     prepare_folders(settings, python_path())

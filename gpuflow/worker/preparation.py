@@ -95,7 +95,7 @@ def prepare(
     store = destination_store(spec, settings, values)
     chosen = _resume_from(folder, store, task_id, attempt, wanted)
     resume_from = str(chosen) if chosen else None
-    if user is not None:
+    if user is not None and folder.fetched_dir.is_dir():
         user.own(folder.fetched_dir)
     with files_as(user), _reader(output_dir, settings, wanted) as reader, reading_by(reader):
         inputs = localize(spec, settings=settings, environment=values)
