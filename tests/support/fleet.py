@@ -121,7 +121,20 @@ class WorkerProcess:
         self.settings = Settings.load(env=environment, cwd=folder)
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                [*launcher, sys.executable, "-m", "celery", "-A", "gpuflow", "worker", "-l", "INFO", "--name", name, *options],
+                [
+                    *launcher,
+                    sys.executable,
+                    "-m",
+                    "celery",
+                    "-A",
+                    "gpuflow",
+                    "worker",
+                    "-l",
+                    "INFO",
+                    "--name",
+                    name,
+                    *options,
+                ],
                 env=environment,
                 cwd=folder,
                 stdout=log,

@@ -8,9 +8,11 @@ probe.py process PID ...    read, trace and end these processes
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -52,9 +54,9 @@ def of_process(pid: int) -> list[str]:
 def of_path(path: Path) -> list[str]:
     tries: dict[str, Callable[[], Any]] = {
         "read": lambda: path.open("rb").close(),
-        "list": lambda: os.listdir(path),
+        "list": lambda: list(path.iterdir()),
         "write": lambda: path.open("r+b").close(),
-        "make": lambda: (path / "planted").write_text("x") if path.is_dir() else path.with_name("planted").write_text("x"),
+        "make": lambda: (path if path.is_dir() else path.parent).joinpath("planted").write_text("x"),
         "chmod": lambda: path.chmod(0o777),
         "rename": lambda: path.rename(path.with_name(f"{path.name}.moved")),
         "remove": lambda: shutil.rmtree(path) if path.is_dir() else path.unlink(),
@@ -89,9 +91,14 @@ def main() -> None:
     what, *rest = sys.argv[1:]
     said: Any
     if what == "workers":
-        said = {"seen": len(ours()), "had": [of_process(pid) for pid in ours()], "broker": "REDIS_URL=" in environments()}
+        said = {
+            "seen": len(ours()),
+            "had": [of_process(pid) for pid in ours()],
+            "broker": "REDIS_URL=" in environments(),
+        }
     elif what == "process":
-        said = {"had": [of_process(int(pid)) for pid in rest], "ended": [worked(lambda: os.kill(int(p), 15)) for p in rest]}
+        ended = [worked(functools.partial(os.kill, int(pid), signal.SIGTERM)) for pid in rest]
+        said = {"had": [of_process(int(pid)) for pid in rest], "ended": ended}
     else:
         said = {path: had for path in json.load(sys.stdin) if (had := of_path(Path(path)))}
     print(json.dumps({"event": "result", "value": said}) if what == "workers" else json.dumps(said))

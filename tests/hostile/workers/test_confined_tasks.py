@@ -48,7 +48,7 @@ def script(body: str) -> list[str]:
     ]
 
 
-# -- limits -------------------------------------------------------------------------------------------------------------
+# -- limits --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_fork_bomb_meets_its_limit(fleet: TestFleet, ana: User, open_folder: P
     assert submit(fleet.echo(output=1), app=fleet.app).get(timeout=patient(30))["output"] == 1
 
 
-# -- another user -------------------------------------------------------------------------------------------------------
+# -- another user --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -116,7 +116,9 @@ os.makedirs('final_model'); open('final_model/weights', 'w').write('w')
 def test_a_task_of_another_user_is_cancelled_with_all_it_started(fleet: TestFleet, as_ben: WorkerProcess) -> None:
     task = submit(command("sh", "-c", "sleep 600 & sleep 600"), app=fleet.app)
     eventually(
-        lambda: sum("sleep" in one.name() for one in as_ben.children()) == 2, within=60, what="the processes of the task"
+        lambda: sum("sleep" in one.name() for one in as_ben.children()) == 2,
+        within=60,
+        what="the processes of the task",
     )
 
     task.cancel()
@@ -176,7 +178,7 @@ def test_folders_that_the_user_cannot_reach(fleet: TestFleet, ben: User, open_fo
     assert f"who cannot reach '{closed}/w/results'" in text
 
 
-# -- a sandbox ----------------------------------------------------------------------------------------------------------
+# -- a sandbox -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["root", "user", "child-user"])
