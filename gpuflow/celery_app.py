@@ -19,6 +19,7 @@ from celery.app.task import Context
 from celery.bin.base import CeleryOption
 from celery.utils import uuid
 from celery.utils.imports import symbol_by_name
+from click import Choice
 from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
@@ -37,6 +38,7 @@ from gpuflow.merge.completion import Merger
 from gpuflow.merge.store import MergeStore
 from gpuflow.pipelines.engine import SETTLE_TASK, Engine
 from gpuflow.pipelines.store import PipelineStore
+from gpuflow.process_guard import guard_process
 from gpuflow.routing.families import CONTROL_QUEUE, SUPERVISED_TASKS
 from gpuflow.settings import Settings
 from gpuflow.submission import demand_header, plain_call_header, submission_header
@@ -332,6 +334,12 @@ def worker_options() -> list[CeleryOption]:
             help_group="gpuflow",
         ),
         CeleryOption(
+            ("--isolate",),
+            type=Choice(["none", "bubblewrap"]),
+            help="What a task sees of this machine (default: GPUFLOW_ISOLATE).",
+            help_group="gpuflow",
+        ),
+        CeleryOption(
             ("--max-jobs",),
             type=int,
             metavar="N",
@@ -344,6 +352,7 @@ def worker_options() -> list[CeleryOption]:
 def _on_beat(sender: Any, **_: Any) -> None:
     """Start the duties of a beat process of ours; other apps' beats are left alone."""
     if isinstance(sender.app, GPUFlow):
+        guard_process(sender.app.settings.umask_bits)
         symbol_by_name("gpuflow.upkeep.duties:start")(sender.app)
 
 

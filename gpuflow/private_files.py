@@ -1,6 +1,7 @@
 """Small files that only this user may read: secrets of a state folder, and records beside them.
 
-A file appears whole, by rename, with mode 0600 from its first moment.
+A file appears whole, by rename, with mode 0600 from its first moment. `open_new` is for folders in which a task may
+have put links.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 from pathlib import Path
+from typing import BinaryIO
 
 
 def write_private(path: Path, text: str) -> None:
@@ -34,3 +36,9 @@ def make_secret(path: Path) -> str:
     if read_secret(path) is None:
         write_private(path, secrets.token_urlsafe(32))
     return path.read_text().strip()
+
+
+def open_new(path: Path) -> BinaryIO:
+    """Open a new file for writing; what was there of that name, a link too, is removed first. Raises OSError."""
+    path.unlink(missing_ok=True)
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb")

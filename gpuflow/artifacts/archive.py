@@ -25,6 +25,8 @@ from typing import IO, Any, BinaryIO, Final, Literal
 from gpuflow.artifacts.extraction import Limits, extract
 from gpuflow.artifacts.partial import disk_errors
 from gpuflow.errors import ArtifactError
+from gpuflow.private_files import open_new
+from gpuflow.process_guard import process_umask
 
 Compression = Literal["gzip", "zstd"]
 SUFFIXES: Final[dict[Compression, str]] = {"gzip": ".tar.gz", "zstd": ".tar.zst"}
@@ -58,7 +60,7 @@ def pack(folder: Path, archive: Path, *, leave_out: Collection[str] = ()) -> Pac
     """
     fresh = archive.with_name(f".{archive.name}.new")
     try:
-        with disk_errors(f"{archive.name} cannot be packed"), fresh.open("wb") as raw:
+        with disk_errors(f"{archive.name} cannot be packed"), open_new(fresh) as raw:
             packed = pack_into(
                 folder, raw, compression="zstd" if archive.suffix == ".zst" else "gzip", leave_out=leave_out
             )
@@ -85,7 +87,7 @@ def pack_into(
         tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT) as tar,
     ):
         for path in sorted(folder.rglob("*")):
-            if path.is_dir() and not path.is_symlink():
+            if not path.is_symlink() and path.is_dir():
                 continue
             if leave_out and not frozenset(leave_out).isdisjoint(path.relative_to(folder).parts):
                 continue
@@ -170,7 +172,7 @@ def unpack(
     try:
         with disk_errors(f"{archive.name} cannot be unpacked"), _opened(archive) as stream:
             extract(stream, fresh, limits, archive.stat().st_size)
-        fresh.chmod(0o755)
+        fresh.chmod(0o777 & ~process_umask())
         fresh.rename(target)
     except _CORRUPT as error:
         raise ArtifactError(f"{archive.name} cannot be unpacked: {error}; make it again") from error

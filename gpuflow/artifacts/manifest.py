@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import itertools
 import json
 import os
@@ -17,6 +18,7 @@ from gpuflow.artifacts.partial import file_digest
 from gpuflow.artifacts.references import INLINE_BYTES, json_bytes, make_reference
 from gpuflow.artifacts.several import several
 from gpuflow.errors import ArtifactError
+from gpuflow.private_files import open_new
 
 MANIFEST_SCHEMA: Final = 1
 #: Folders that are packed, so that other stages can fetch them.
@@ -58,6 +60,8 @@ def seal_results(
     value = dict(result)
     value["result_dir"] = str(folder)
     for name in _PACKED_FOLDERS:
+        if (folder / name).is_symlink():
+            raise ArtifactError(f"the executor left {name!r}, which is a link; let it write the folder itself")
         if (folder / name).is_dir():
             archive = folder / f"{name}.tar.gz"
             pack(folder / name, archive)
@@ -65,6 +69,8 @@ def seal_results(
             value[f"{name}_archive"] = str(archive)
             value[f"{name}_archive_url"] = archive.as_uri() if url_of is None else url_of(archive.name)
     responses = folder / "responses.json"
+    if responses.is_symlink():
+        raise ArtifactError(f"the executor left {responses.name!r}, which is a link; let it write the file itself")
     if responses.exists():
         _check_json(responses)
     else:
@@ -89,7 +95,8 @@ def _slim(value: dict[str, Any], folder: Path, url_of: Callable[[str], str] | No
         if left <= INLINE_BYTES - _OWN_BYTES or len(content) <= _LEAST_FIELD_BYTES:
             break
         file = _field_file(folder, name if _FIELD.fullmatch(name) else f"field-{number}")
-        file.write_bytes(content)
+        with open_new(file) as stream:
+            stream.write(content)
         url = file.as_uri() if url_of is None else url_of(file.relative_to(folder).as_posix())
         slim[name] = make_reference(value[name], content, url)
         left -= len(content)
@@ -113,7 +120,7 @@ def _field_file(folder: Path, name: str) -> Path:
 def write_json(path: Path, value: Any) -> None:
     """Write JSON so that a reader sees the old file or the whole new one. Raises OSError."""
     fresh = path.with_name(f".{path.name}.new")
-    with fresh.open("w", encoding="utf-8") as file:
+    with open_new(fresh) as raw, io.TextIOWrapper(raw, encoding="utf-8") as file:
         json.dump(value, file, ensure_ascii=False, indent=2)
         file.flush()
         os.fsync(file.fileno())
@@ -139,7 +146,7 @@ def _entries(folder: Path, wanted: Iterable[str]) -> Iterable[dict[str, Any]]:
 
 
 def _is_result(path: Path, folder: Path) -> bool:
-    if path.is_dir() or path.is_symlink():
+    if path.is_symlink() or path.is_dir():  # a link may lead where nobody may look
         return False
     inside = path.relative_to(folder)
     return not inside.parts[0].startswith(".") and inside.parts[0] not in _WORKING_FOLDERS

@@ -8,6 +8,7 @@ then orders (`fetch`, `unpack`), each answered by `done` or `failed`. Before byt
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -19,6 +20,7 @@ from gpuflow.artifacts.store import fetch
 from gpuflow.artifacts.task_policy import task_hosts
 from gpuflow.artifacts.throttle import Throttle
 from gpuflow.errors import ArtifactError, GPUFlowError
+from gpuflow.process_guard import guard_memory
 from gpuflow.settings import Settings
 
 
@@ -86,7 +88,9 @@ def _failure(kind: str, message: str, number: int | None) -> dict[str, Any]:
 
 def main() -> None:
     """Serve the worker until it closes the line."""
+    guard_memory()
     first = json.loads(sys.stdin.readline())
+    os.environ.update(first["environment"])
     settings = Settings.model_validate(first["settings"])
     _limit(first["cpu_seconds"], first["memory_bytes"])
     for line in sys.stdin:

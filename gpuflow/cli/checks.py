@@ -53,6 +53,7 @@ def everything(settings: Settings) -> list[Check]:
         *containers(settings),
         *allowed(settings),
         *locks(settings),
+        *confinement(settings),
         folder("results folder", settings.results_dir, "RESULTS_DIR"),
         folder("state folder", settings.state_dir, "GPUFLOW_STATE_DIR"),
         folder("cache folder", settings.cache_dir, "GPUFLOW_CACHE_DIR"),
@@ -221,6 +222,13 @@ def locks(settings: Settings) -> list[Check]:
     from gpuflow.cli.checks_locks import lock_directory
 
     return lock_directory(settings)
+
+
+def confinement(settings: Settings) -> list[Check]:
+    """Check what keeps tasks from a worker of this machine."""
+    from gpuflow.cli.checks_confinement import confinement_checks
+
+    return confinement_checks(settings)
 
 
 def built(settings: Settings) -> list[Check]:

@@ -28,6 +28,7 @@ def gateway(host: str, port: int, max_file_bytes: int | None) -> int:
     from gpuflow.cli.output import line
     from gpuflow.cli.session import signals_interrupt
     from gpuflow.logs import mask_handlers
+    from gpuflow.process_guard import guard_process
     from gpuflow.settings import Settings
 
     try:
@@ -38,6 +39,7 @@ def gateway(host: str, port: int, max_file_bytes: int | None) -> int:
     except ModuleNotFoundError as error:
         raise bad_input(f"the gateway needs {error.name}; install it with: pip install 'gpuflow[gateway]'") from None
     settings = Settings.load()
+    guard_process(settings.umask_bits)
     if max_file_bytes is not None:
         settings = settings.model_copy(update={"gateway_max_file_bytes": max_file_bytes})
     family, address = _resolve(host, port)

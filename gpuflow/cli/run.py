@@ -65,10 +65,13 @@ def run_local(
     from gpuflow.cli.output import note
     from gpuflow.cli.session import signals_interrupt
     from gpuflow.cluster import LocalCluster
+    from gpuflow.process_guard import guard_process
     from gpuflow.settings import Settings
 
     handle: PipelineRun | None = None
-    cluster = LocalCluster(Settings.load(), workers=workers, max_jobs=max_jobs, most_ends=3, note=note)
+    settings = Settings.load()
+    guard_process(settings.umask_bits)
+    cluster = LocalCluster(settings, workers=workers, max_jobs=max_jobs, most_ends=3, note=note)
     with signals_interrupt():
         try:
             with cluster:

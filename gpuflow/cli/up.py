@@ -49,11 +49,13 @@ def up(
     from gpuflow.cli.output import line, note
     from gpuflow.cli.session import signals_interrupt
     from gpuflow.cluster import LocalCluster, commands
+    from gpuflow.process_guard import guard_process
     from gpuflow.settings import Settings
 
     if (autoscale or most) and no_beat:
         raise bad_input("--autoscale needs beat, which --no-beat leaves out; give one of them")
     settings = Settings.load()
+    guard_process(settings.umask_bits)
     flower = gateway = None
     if commands.flower_installed() and not no_flower:
         flower = flower_port or commands.free_port(commands.FLOWER_PORT)

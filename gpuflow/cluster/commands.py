@@ -49,7 +49,8 @@ def beat_command(log_level: str) -> list[str]:
 
 def flower_command(port: int) -> list[str]:
     """Return the command line of Flower on this machine's loopback."""
-    return [*_celery("flower"), "--address=127.0.0.1", f"--port={port}"]
+    guarded = [sys.executable, "-m", "gpuflow.process_guard", *_celery("flower")[2:]]
+    return [*guarded, "--address=127.0.0.1", f"--port={port}"]
 
 
 def flower_login(state_dir: Path, environment: Mapping[str, str]) -> dict[str, str]:

@@ -6,6 +6,7 @@ environment's own Python, never here.
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 import subprocess
@@ -61,6 +62,8 @@ _MISLEADING: Final = (
     "PIP_USER",
     "PIP_REQUIREMENT",
 )
+#: Variables that no Python of an environment needs: its own environment is open to other processes of this user.
+_SECRET: Final = ("REDIS_URL", "GPUFLOW_*TOKEN*", "CELERY_*", "FLOWER_*")
 _TAIL_CHARACTERS: Final = 300
 
 
@@ -114,8 +117,12 @@ def check(settings: Settings, python: Path, recipe: Recipe, part: CheckPart) -> 
 
 
 def clean_environment(given: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return this process's variables without those that mislead another Python, and with `given`."""
-    kept = {name: value for name, value in os.environ.items() if name not in _MISLEADING}
+    """Return this process's variables without those that mislead another Python or are secret, and with `given`."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _MISLEADING and not any(fnmatch.fnmatchcase(name, secret) for secret in _SECRET)
+    }
     return {**kept, **(given or {})}
 
 

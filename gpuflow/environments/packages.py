@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from gpuflow.errors import GPUFlowError
+from gpuflow.process_guard import process_umask
 from gpuflow.settings import Settings
 
 #: What a child imports of ours.
@@ -32,7 +33,7 @@ def packages_path(settings: Settings) -> Path:
     settings.env_dir.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=".packages-new-", dir=settings.env_dir))
     try:
-        made.chmod(0o755)
+        made.chmod(0o777 & ~process_umask())
         for name, place in places.items():
             (made / name).symlink_to(place, target_is_directory=True)
         # Whoever comes second finds the folder there, with the same links.

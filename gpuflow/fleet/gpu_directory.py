@@ -24,11 +24,14 @@ from gpuflow.errors import GPUFlowError
 
 _RUN_LOCK: Final = Path("/run/lock")
 _TMP: Final = Path("/tmp")  # noqa: S108 - all users of the machine have to find the same folder
+_OVERFLOW_UID: Final = Path("/proc/sys/kernel/overflowuid")
 _FOLDER_MODE: Final = 0o1777
 _FILE_MODE: Final = 0o666
 _FLAGS: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _MUTEX: Final = "machine.lock"
 _NEW: Final = ".new-"
+#: More is read of no file: a reservation or the ends of tasks take some hundred bytes for each GPU.
+MAX_FILE_BYTES: Final = 1 << 20
 #: A lock is tried again after this many seconds, growing to the second.
 _FIRST_PAUSE_SECONDS: Final = 0.0005
 _LONGEST_PAUSE_SECONDS: Final = 0.02
@@ -93,8 +96,21 @@ class LockDirectory:
                 f"the lock directory {self.path} lets every user remove the locks of others; "
                 f"run `chmod 1777 {self.path}`, or set GPUFLOW_LOCK_DIR to another folder"
             )
+        if found.st_uid not in (0, os.geteuid()) and not self._is_unmapped(found.st_uid):
+            os.close(descriptor)
+            raise GPUFlowError(_foreign(self.path, found.st_uid))
         _shared(descriptor)
         return descriptor
+
+    def _is_unmapped(self, owner: int) -> bool:
+        """Whether an owner is one that this user namespace has no number for, of a folder that the operator has named.
+
+        So is root's in a container of a user: its mount is the operator's word.
+        """
+        try:
+            return owner == int(_OVERFLOW_UID.read_text()) and self.path != default_directory()
+        except (OSError, ValueError):
+            return False
 
     def close(self) -> None:
         """Close it; locks that were taken in it stay."""
@@ -226,13 +242,16 @@ class LockDirectory:
         return descriptor
 
     def read(self, name: str) -> bytes:
-        """Return the content of a small file; nothing when there is none. Raises GPUFlowError."""
+        """Return the content of a small file; nothing when there is none, and no more of it than MAX_FILE_BYTES.
+
+        Any user of the machine may have made it longer. Raises GPUFlowError.
+        """
         try:
             descriptor = self._existing(name)
             if descriptor is None:
                 return b""
             with os.fdopen(descriptor, "rb") as file:
-                return file.read()
+                return file.read(MAX_FILE_BYTES)
         except OSError as error:
             raise self.unusable(error, name) from error
 
@@ -311,6 +330,14 @@ class LockDirectory:
             return False
         here = os.fstat(descriptor)
         return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+
+
+def _foreign(path: Path, owner: int) -> str:
+    """Return the error for a directory of another user, who may remove every lock in it."""
+    return (
+        f"the lock directory {path} belongs to user {owner}, who could give a GPU away twice; let root make it: "
+        f"`sudo install -d -m 1777 -o root {path}`, or set GPUFLOW_LOCK_DIR to a folder of root or your own"
+    )
 
 
 def _shared(descriptor: int) -> None:

@@ -4,7 +4,7 @@ Anyone may import this package; it imports only `gpuflow.errors`. Nothing else i
 `os.environ`: call `Settings.load()` once at an entry point and pass the object on.
 """
 
-from gpuflow.settings.model import Origin, Settings
+from gpuflow.settings.model import Origin, Settings, env_names
 from gpuflow.settings.sources import mask_url
 
-__all__ = ["Origin", "Settings", "mask_url"]
+__all__ = ["Origin", "Settings", "env_names", "mask_url"]

@@ -191,6 +191,23 @@ class Settings(BaseModel):
         "GPUFLOW_ALLOW_SECRETS", (), "names of variables that tasks may have as secrets, by commas; globs are allowed"
     )
     valkey_server: Path | None = _setting("GPUFLOW_VALKEY_SERVER", None, "the path of a valkey-server")
+    umask: Annotated[str, Field(pattern=r"^0?0[0-7]{2}$")] = _setting(
+        "GPUFLOW_UMASK", "077", "an octal number that leaves the owner all rights, such as 077 or 027"
+    )
+    child_user: str | None = _setting("GPUFLOW_CHILD_USER", None, "the name of a user of this machine")
+    child_max_processes: PositiveCount | None = _setting("GPUFLOW_CHILD_MAX_PROCESSES", None, "a count, such as 4096")
+    child_max_file_bytes: Annotated[ByteSize, Field(gt=0)] | None = _setting(
+        "GPUFLOW_CHILD_MAX_FILE_BYTES", None, "a size such as 100GiB, or bytes"
+    )
+    child_max_memory: Annotated[ByteSize, Field(gt=0)] | None = _setting(
+        "GPUFLOW_CHILD_MAX_MEMORY", None, "a size such as 64GiB, or bytes"
+    )
+    isolate: Literal["none", "bubblewrap"] = _setting("GPUFLOW_ISOLATE", "none", "none or bubblewrap")
+    isolate_network: bool = _setting("GPUFLOW_ISOLATE_NETWORK", True, "true or false")
+    isolate_cache: Literal["rw", "ro"] = _setting("GPUFLOW_ISOLATE_CACHE", "rw", "rw or ro")
+    isolate_folders: Names = _setting(
+        "GPUFLOW_ISOLATE_FOLDERS", (), "absolute paths separated by commas, such as /data,/scratch:rw"
+    )
 
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
 
@@ -252,6 +269,14 @@ class Settings(BaseModel):
             sources.check_host(entry)
         return value
 
+    @field_validator("isolate_folders")
+    @classmethod
+    def _absolute_folders(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        bad = [root for root in value if not root.startswith("/") or root.removesuffix(":rw").strip("/") == ""]
+        if bad:
+            raise ValueError(f"{bad[0]!r} is no absolute path below /")
+        return value
+
     @field_validator("store_url")
     @classmethod
     def _store(cls, value: str | None) -> str | None:
@@ -298,6 +323,11 @@ class Settings(BaseModel):
     def is_set(self, name: str) -> bool:
         """Say whether a setting was set by the environment or the file, and is not its default."""
         return not self._sources.get(name, "default").startswith("default")
+
+    @property
+    def umask_bits(self) -> int:
+        """The umask as a number."""
+        return int(self.umask, 8)
 
     def origins(self) -> list[Origin]:
         """Return every setting with its value (secrets masked) and source, in the order of declaration."""

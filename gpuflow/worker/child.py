@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final, Literal, Protocol
 
 from gpuflow.protocol import MAX_LINE_BYTES
+from gpuflow.worker.confinement import UNCONFINED, Confinement
 from gpuflow.worker.spawner import spawner
 
 _CHUNK_BYTES: Final = 65_536
@@ -98,6 +99,7 @@ class Child:
 
     `keep_open` are file descriptors that the shim holds until then (lock files), `at_end` a command that it runs before
     it lets go of them, however the child ended. With `talks`, its stdin stays open after the request, for `send`.
+    `confinement` is what it may not do.
     Raises OSError when the shim cannot be started.
     """
 
@@ -111,6 +113,7 @@ class Child:
         keep_open: Sequence[int] = (),
         at_end: Sequence[str] = (),
         talks: bool = False,
+        confinement: Confinement = UNCONFINED,
     ) -> None:
         pipes = [os.pipe() for _ in range(6)]
         theirs = [pipes[0][0], pipes[1][1], pipes[2][1], pipes[3][0], pipes[4][1], pipes[5][0]]
@@ -126,7 +129,13 @@ class Child:
         self._stdin = stdin if talks else -1
         self._sending = threading.Lock()
         try:
-            self.shim_pid = spawner().spawn(argv, cwd, [*theirs, *keep_open], at_end=at_end)
+            self.shim_pid = spawner().spawn(
+                [*confinement.sandbox, *argv],
+                cwd,
+                [*theirs, *keep_open],
+                at_end=at_end,
+                confined=confinement.message(),
+            )
         except OSError:
             for descriptor in (stdin, self._stdout, self._stderr, self._control, self._status, env_write):
                 os.close(descriptor)
@@ -136,7 +145,7 @@ class Child:
                 os.close(descriptor)
         self._feeder = threading.Thread(
             target=self._feed,
-            args=(stdin, env_write, dict(environment), request, talks),
+            args=(stdin, env_write, confinement.environment(environment), request, talks),
             name="gpuflow-feed",
             daemon=True,
         )

@@ -13,8 +13,9 @@ from click import ClickException
 
 from gpuflow.errors import GPUFlowError
 from gpuflow.logs import mask_handlers
+from gpuflow.process_guard import guard_process
 from gpuflow.secrets import known
-from gpuflow.worker import conf_view
+from gpuflow.worker import conf_view, confinement
 from gpuflow.worker.runtime import find
 from gpuflow.worker.secret_sources import worker_redactor
 
@@ -32,10 +33,22 @@ class Worker(CeleryWorker):  # type: ignore[misc]
     asked_queues: tuple[str, ...] | None = None
     worker_id: str = ""
 
-    def __init__(self, app: Any = None, hostname: str | None = None, name: str | None = None, **kwargs: Any) -> None:
-        settings = (app or self.app).settings
+    def __init__(
+        self,
+        app: Any = None,
+        hostname: str | None = None,
+        name: str | None = None,
+        isolate: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        ours = app or self.app
+        if isolate is not None:
+            ours.settings = ours.settings.model_copy(update={"isolate": isolate})
+        settings = ours.settings
+        guard_process(settings.umask_bits)
         self.worker_id = name or settings.worker_id or f"w-{uuid.uuid4().hex[:10]}"
         try:
+            confinement.check(settings)
             self._start(app, hostname, **kwargs)
         except GPUFlowError as error:
             raise CannotStart(str(error)) from None

@@ -32,6 +32,7 @@ from gpuflow.policy.roots import Roots
 from gpuflow.protocol import Request
 from gpuflow.secrets import Redactor
 from gpuflow.settings import Settings
+from gpuflow.worker.child_user import child_user, files_as
 from gpuflow.worker.containers.local import local_container
 from gpuflow.worker.environment import child_environment, given_variables, python_path
 from gpuflow.worker.merged_inputs import gather, refuse_variables, specs_of
@@ -57,6 +58,7 @@ class Prepared:
     store: Store | None
     output_dir: Path
     checkpoint_dir: Path
+    settings: Settings
 
 
 def _always() -> bool:
@@ -127,12 +129,13 @@ def _prepared(
     roots: Roots,
     output_dir: Path,
 ) -> Prepared:
+    user = child_user(settings)
     secrets = secrets_of(spec, settings, worker_id)
     children: dict[str, Any] = {}
     callers: list[dict[str, Any]] = []
     if MERGED in spec:
         callers = list(specs_of(spec))
-        with _reader(output_dir, settings, wanted) as reader, reading_by(reader):
+        with files_as(user), _reader(output_dir, settings, wanted) as reader, reading_by(reader):
             gathered = gather(spec, secrets, settings, worker_id, policy)
         secrets, children = gathered.secrets, {MERGED: gathered.children}
         spec = {**{name: value for name, value in spec.items() if name != MERGED}, "env": gathered.env}
@@ -140,7 +143,9 @@ def _prepared(
     store = destination_store(spec, settings, values)
     chosen = _resume_from(folder, store, task_id, attempt, wanted)
     resume_from = str(chosen) if chosen else None
-    with _reader(output_dir, settings, wanted) as reader, reading_by(reader):
+    if user is not None and folder.fetched_dir.is_dir():
+        user.own(folder.fetched_dir)
+    with files_as(user), _reader(output_dir, settings, wanted) as reader, reading_by(reader):
         inputs = localize(spec, settings=settings, environment=values)
     # Once more: a reference has become what it loads.
     policy.ask(inputs.spec)
@@ -189,6 +194,7 @@ def _prepared(
         store=store,
         output_dir=output_dir,
         checkpoint_dir=checkpoint_dir,
+        settings=settings,
     )
 
 

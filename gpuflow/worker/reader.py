@@ -26,7 +26,8 @@ from gpuflow.artifacts.throttle import shared_throttle
 from gpuflow.errors import ArtifactError, NotAllowed
 from gpuflow.settings import Settings
 from gpuflow.worker.child import Child, ChildEnd
-from gpuflow.worker.environment import is_forbidden, python_path
+from gpuflow.worker.confinement import of_reader
+from gpuflow.worker.environment import child_environment, is_forbidden, python_path
 
 _COMMAND: Final = (sys.executable, "-P", "-m", "gpuflow.artifacts.reader_child")
 #: Address space of a reader, in bytes: Python and its libraries, the window of a decompressor, some blocks.
@@ -136,21 +137,31 @@ class ChildReader:
     def _start(self) -> Child:
         settings = self._settings.model_dump(mode="json", include=set(_SETTINGS))
         token = self._settings.worker_token
+        # Keys of buckets are the worker's: in the first line, since the environment of a process that begins is open to
+        # others of its user. What reads for strangers has no use for the rest.
+        variables = {name: value for name, value in os.environ.items() if not is_forbidden(name)}
+        packages = python_path()
+        environment = child_environment(
+            os.environ, pass_env=self._settings.pass_env, given={"PYTHONPATH": packages} if packages else {}
+        )
         first = {
             "settings": {
                 **settings,
                 "worker_token": token.get_secret_value() if token else None,
                 "redis_url": address_alone(self._settings.redis_url),
             },
+            "environment": {name: value for name, value in variables.items() if environment.get(name) != value},
             "cpu_seconds": self._cpu_seconds,
             "memory_bytes": MEMORY_BYTES,
         }
-        # Keys of buckets and addresses of proxies are the worker's; what reads for strangers has no use for the rest.
-        environment = {name: value for name, value in os.environ.items() if not is_forbidden(name)}
-        packages = python_path()
-        if packages:
-            environment["PYTHONPATH"] = packages
-        child = Child(_COMMAND, request=json.dumps(first) + "\n", environment=environment, cwd=self._cwd, talks=True)
+        child = Child(
+            _COMMAND,
+            request=json.dumps(first) + "\n",
+            environment=environment,
+            cwd=self._cwd,
+            talks=True,
+            confinement=of_reader(self._settings, self._cwd),
+        )
         self._child, self._output = child, child.read(TICK_SECONDS)
         return child
 

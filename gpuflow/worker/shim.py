@@ -2,8 +2,12 @@
 
 A worker starts this script once, with the interpreter's `-I -S` flags (standard library alone): `shim.py SOCKET_FD`.
 That process does nothing but fork: for each message on the socket, one shim. A message is JSON `{"argv": [...], "cwd":
-..., "at_end": [...]}` with the file descriptors stdin, stdout, stderr, control, status, environment, and any to be held
-open; the answer is the shim's process id. A fork costs about a millisecond, a new interpreter twenty.
+..., "at_end": [...], "confined": {...}}` with the file descriptors stdin, stdout, stderr, control, status, environment,
+and any to be held open; the answer is the shim's process id. A fork costs about a millisecond, a new interpreter
+twenty. No other process of its user may read its memory or trace it.
+
+`confined` says what the child may not (`worker.confinement`): `limits`, its resource limits by name; `user`, `[uid,
+gid, groups]` as whom it runs; `sandboxed`, that argv begins with bubblewrap, whose two processes are not the child.
 
 * It is a subreaper: grandchildren whose parent dies become its children, so it can end all of them.
 * Its control descriptor is the read end of a pipe to the worker: `n` = SIGUSR1 to the child (it is to end soon and go
@@ -24,13 +28,16 @@ import contextlib
 import ctypes
 import json
 import os
+import resource
 import select
 import signal
 import socket
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -84,14 +91,15 @@ def has_children() -> bool:
     return True
 
 
-def start_child(argv: list[str], environment: dict[str, str], close: list[int]) -> int:
-    """Start the program in a session of its own; it dies with the shim."""
+def start_child(argv: list[str], environment: dict[str, str], close: list[int], confined: Mapping[str, Any]) -> int:
+    """Start the program in a session of its own, confined as the message says; it dies with the shim."""
     pid = os.fork()
     if pid:
         return pid
     try:
         os.setsid()
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        confine(confined)
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user takes it away, so it comes after that
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         for descriptor in close:
@@ -99,10 +107,61 @@ def start_child(argv: list[str], environment: dict[str, str], close: list[int]) 
         os.execvpe(argv[0], argv, environment)
     except OSError as error:
         os.write(2, f"cannot start {argv[0]}: {error.strerror}\n".encode())
+    except ValueError as error:
+        os.write(2, f"cannot start {argv[0]}: {error}\n".encode())
     os._exit(127)
 
 
-def watch(child: int, control: int, wakeup: int) -> int:
+def confine(confined: Mapping[str, Any]) -> None:
+    """Set the limits of this process, and give its rights up. Raises OSError, ValueError."""
+    for name, most in (confined.get("limits") or {}).items():
+        limit = getattr(resource, name)
+        hard = resource.getrlimit(limit)[1]
+        bound = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(limit, (bound, bound))
+    user = confined.get("user")
+    if user is not None:
+        uid, gid, groups = user
+        os.setgroups(groups)
+        os.setresgid(gid, gid, gid)
+        os.setresuid(uid, uid, uid)
+
+
+def in_sandbox(outer: int) -> tuple[int | None, list[int]]:
+    """Return the program that bubblewrap (`outer`) runs, if it has begun, and all processes of its group with it."""
+    parents: dict[int, int] = {}
+    group = []
+    for pid in descendants(outer):
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as stat:
+                fields = stat.read().rpartition(b")")[2].split()
+        except OSError:
+            continue
+        parents[pid] = int(fields[1])
+        if int(fields[2]) == outer:
+            group.append(pid)
+    first = next((pid for pid, parent in parents.items() if parent == outer), None)
+    inside = [pid for pid in group if pid != first]
+    return next((pid for pid in inside if parents[pid] == first), None), inside
+
+
+def send(child: int, number: int, *, sandboxed: bool, whole_group: bool) -> None:
+    """Send a signal to the child, or to its group; to bubblewrap itself while that has not begun the child."""
+    targets = [child]
+    if sandboxed:
+        program, group = in_sandbox(child)
+        if program is not None:
+            targets = group if whole_group else [program]
+    elif whole_group:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, number)
+        return
+    for pid in targets:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def watch(child: int, control: int, wakeup: int, *, sandboxed: bool = False) -> int:
     """Serve the worker's wishes until the child has ended; return its wait status."""
     poller = select.poll()
     poller.register(control, select.POLLIN)
@@ -116,11 +175,9 @@ def watch(child: int, control: int, wakeup: int) -> int:
                     kill_tree_keeping(child)
                     poller.unregister(control)
                 elif b"t" in word:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(child, signal.SIGTERM)
+                    send(child, signal.SIGTERM, sandboxed=sandboxed, whole_group=True)
                 elif b"n" in word:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(child, signal.SIGUSR1)
+                    send(child, signal.SIGUSR1, sandboxed=sandboxed, whole_group=False)
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -158,7 +215,20 @@ def start_at_end(argv: list[str]) -> int:
     os._exit(127)
 
 
-def run_shim(argv: list[str], cwd: str, at_end: list[str], descriptors: list[int]) -> None:
+def ending(status: int, *, sandboxed: bool) -> dict[str, int | None]:
+    """Return the exit code or the signal of a wait status. bubblewrap says 128 + N of a child that signal N has ended.
+
+    143 is what our own program ends with when it is told to stop.
+    """
+    if os.WIFSIGNALED(status):
+        return {"exit": None, "signal": os.WTERMSIG(status)}
+    code = os.waitstatus_to_exitcode(status)
+    if sandboxed and code - 128 in signal.valid_signals() and code - 128 != signal.SIGTERM:
+        return {"exit": None, "signal": code - 128}
+    return {"exit": code, "signal": None}
+
+
+def run_shim(argv: list[str], cwd: str, at_end: list[str], confined: Mapping[str, Any], descriptors: list[int]) -> None:
     """Be the shim of one child, in a process of its own, and report how the child ended."""
     stdin, stdout, stderr, control, status_fd, env_fd = descriptors[:6]
     os.setsid()
@@ -175,18 +245,15 @@ def run_shim(argv: list[str], cwd: str, at_end: list[str], descriptors: list[int
     os.set_blocking(waker, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(waker)
-    child = start_child(argv, environment, [control, status_fd, wakeup, waker, *descriptors[6:]])
+    child = start_child(argv, environment, [control, status_fd, wakeup, waker, *descriptors[6:]], confined)
     for descriptor in (0, 1, 2):
         os.close(descriptor)
-    status = watch(child, control, wakeup)
+    sandboxed = bool(confined.get("sandboxed"))
+    status = watch(child, control, wakeup, sandboxed=sandboxed)
     stragglers = kill_tree()
     if at_end:
         os.waitpid(start_at_end(at_end), 0)
-    ended = {
-        "exit": os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else None,
-        "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else None,
-        "stragglers": stragglers,
-    }
+    ended = {**ending(status, sandboxed=sandboxed), "stragglers": stragglers}
     with contextlib.suppress(OSError):
         os.write(status_fd, json.dumps(ended).encode() + b"\n")
 
@@ -216,6 +283,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(_PR_SET_DUMPABLE, 0)
     wakeup, waker = os.pipe()
     os.set_blocking(waker, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -231,7 +299,7 @@ def main() -> None:
             reap(shims)
         if server.fileno() not in ready:
             continue
-        message, descriptors, _, _ = socket.recv_fds(server, 65_536, 64)
+        message, descriptors, _, _ = socket.recv_fds(server, 200_000, 64)
         if not message:
             return
         wanted = json.loads(message)
@@ -244,7 +312,7 @@ def main() -> None:
             signal.signal(signal.SIGQUIT, signal.SIG_DFL)
             status = 1  # what it leaves behind is ended by its parent
             try:
-                run_shim(wanted["argv"], wanted["cwd"], wanted["at_end"], descriptors)
+                run_shim(wanted["argv"], wanted["cwd"], wanted["at_end"], wanted["confined"], descriptors)
                 status = 0
             finally:
                 os._exit(status)

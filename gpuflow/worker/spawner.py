@@ -11,10 +11,10 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 _SHIM: Final = str(Path(__file__).with_name("shim.py"))
 #: The forking process answers within this time, or it is taken for dead.
@@ -29,13 +29,23 @@ class Spawner:
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
-    def spawn(self, argv: Sequence[str], cwd: Path, descriptors: Sequence[int], *, at_end: Sequence[str] = ()) -> int:
+    def spawn(
+        self,
+        argv: Sequence[str],
+        cwd: Path,
+        descriptors: Sequence[int],
+        *,
+        at_end: Sequence[str] = (),
+        confined: Mapping[str, Any] | None = None,
+    ) -> int:
         """Start a shim that runs `argv` in `cwd`; return its process id. Raises OSError.
 
         `descriptors` are stdin, stdout, stderr, control, status, environment, and any to be held open; `at_end` is a
-        command that the shim runs when nothing of the tree is left.
+        command that the shim runs when nothing of the tree is left; `confined` what the child may not (`shim`).
         """
-        message = json.dumps({"argv": list(argv), "cwd": str(cwd), "at_end": list(at_end)}).encode()
+        message = json.dumps(
+            {"argv": list(argv), "cwd": str(cwd), "at_end": list(at_end), "confined": dict(confined or {})}
+        ).encode()
         with self._lock:
             try:
                 return self._ask(message, descriptors)

@@ -31,6 +31,8 @@ from gpuflow.routing.affinity import model_key
 from gpuflow.spec.units import duration_seconds
 from gpuflow.worker.attempt import ASK_SECONDS, Attempt, Outcome, handed_back
 from gpuflow.worker.checkpoint_uploads import CheckpointUploads, begin_uploads, forget_checkpoints, goes_on
+from gpuflow.worker.child_user import child_user, files_as
+from gpuflow.worker.confinement import explained
 from gpuflow.worker.ends import cause_of, exception_of
 from gpuflow.worker.handed_back import HandedBack
 from gpuflow.worker.judging import stopped
@@ -273,7 +275,12 @@ class Delivery:
         return outcome
 
     def _by_engine(self, outcome: Outcome, start: Start) -> Outcome:
-        """Name the engine in the result, and the environment in the error of a child that it did not even begin."""
+        """Name the engine in the result, and the environment in the error of a child that it did not even begin.
+
+        Where a limit of this worker may be the cause, the error names its setting.
+        """
+        if outcome.error is not None and outcome.stop is None:
+            outcome = replace(outcome, error=explained(outcome.error, self.runtime.app.settings, outcome.log_tail))
         if outcome.completed:
             return replace(outcome, result=named_by_engine(outcome.result, start.engine, merged=MERGED in self.spec))
         if outcome.began or outcome.stop is not None or not start.use.variant:
@@ -334,10 +341,11 @@ class Delivery:
         def url_of(name: str) -> str:
             return store.url(stored_name(self.id, number, name)) if store is not None else (folder / name).as_uri()
 
-        if self.is_run:
-            sealed = seal_calls(folder, outcome.result, outcome.artifacts, self.calls, url_of)
-        else:
-            sealed = seal_results(folder, outcome.result, outcome.artifacts, self.spec, url_of)
+        with files_as(child_user(self.runtime.app.settings)):
+            if self.is_run:
+                sealed = seal_calls(folder, outcome.result, outcome.artifacts, self.calls, url_of)
+            else:
+                sealed = seal_results(folder, outcome.result, outcome.artifacts, self.spec, url_of)
         if store is not None:
             upload_attempt(store, folder, self.id, number, sealed.names)
         return sealed

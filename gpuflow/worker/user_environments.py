@@ -17,7 +17,7 @@ from gpuflow.errors import GPUFlowError
 from gpuflow.logs import get_logger
 from gpuflow.protocol import parse_line
 from gpuflow.settings import Settings
-from gpuflow.worker.environment import python_path
+from gpuflow.worker.environment import child_environment, python_path
 
 log = get_logger("gpuflow.worker")
 
@@ -31,7 +31,8 @@ def described(settings: Settings, *task_types: str) -> list[dict[str, Any]]:
     Raises GPUFlowError when that cannot be done.
     """
     path = [part for part in (python_path(), os.environ.get("PYTHONPATH")) if part]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "GPUFLOW_EXECUTORS": ",".join(settings.executors)}
+    given = {"PYTHONPATH": os.pathsep.join(path), "GPUFLOW_EXECUTORS": ",".join(settings.executors)}
+    environment = child_environment(os.environ, pass_env=settings.pass_env, given=given, offline=settings.offline)
     argv = [sys.executable, "-P", "-m", "executors.registry", *task_types]
     try:
         done = subprocess.run(argv, env=environment, capture_output=True, check=False, timeout=_LONGEST_SECONDS)

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from gpuflow.fleet.gpu_locks import Hold
 from gpuflow.routing.offers import WARM_ENGINES, WARM_TASK_TYPES
 from gpuflow.worker.child import Child, Work
+from gpuflow.worker.child_user import hand_over
+from gpuflow.worker.confinement import of_attempt
 from gpuflow.worker.containers.local import removal_of
 from gpuflow.worker.handed_back import HandedBack
 from gpuflow.worker.preparation import Prepared
@@ -42,11 +44,19 @@ def begin_of(
     if start.engine not in WARM_ENGINES and prepared.request.task_type not in WARM_TASK_TYPES:
         raise HandedBack("its environment has changed since it was taken")
     opening = opening_of(start, prepared)
-    return lambda: sessions.ask(tag, prepared.request, opening, alone=alone)
+
+    def ask() -> Work:
+        hand_over(prepared.settings, prepared.output_dir)
+        return sessions.ask(tag, prepared.request, opening, alone=alone)
+
+    return ask
 
 
 def _own_child(allocation: Allocation | None, start: Start, prepared: Prepared) -> Child:
     hold = allocation.hold if allocation is not None else None
+    confinement = of_attempt(prepared.settings, prepared.request, prepared.environment, start.use.python)
+    if confinement.user is not None:
+        hand_over(prepared.settings, prepared.output_dir)
     return Child(
         start.argv,
         request=prepared.request.to_json(),
@@ -54,4 +64,5 @@ def _own_child(allocation: Allocation | None, start: Start, prepared: Prepared) 
         cwd=prepared.output_dir,
         keep_open=hold.fds if hold is not None else (),
         at_end=removal_of(prepared.request),
+        confinement=confinement,
     )

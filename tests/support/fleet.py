@@ -99,6 +99,7 @@ class WorkerProcess:
         name: str,
         *options: str,
         env: Mapping[str, str] | None = None,
+        launcher: Sequence[str] = (),
     ) -> None:
         self.name = name
         self.url = url
@@ -127,7 +128,20 @@ class WorkerProcess:
         self.settings = Settings.load(env=environment, cwd=folder)
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "celery", "-A", "gpuflow", "worker", "-l", "INFO", "--name", name, *options],
+                [
+                    *launcher,
+                    sys.executable,
+                    "-m",
+                    "celery",
+                    "-A",
+                    "gpuflow",
+                    "worker",
+                    "-l",
+                    "INFO",
+                    "--name",
+                    name,
+                    *options,
+                ],
                 env=environment,
                 cwd=folder,
                 stdout=log,

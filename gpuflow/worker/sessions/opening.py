@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from gpuflow.protocol import Request
 from gpuflow.secrets import Redactor
+from gpuflow.worker.confinement import UNCONFINED, Confinement, of_session
 from gpuflow.worker.containers.local import removal_of
 from gpuflow.worker.preparation import Prepared
 from gpuflow.worker.starting import Start
@@ -40,7 +41,8 @@ _TITLE_CHARACTERS: Final = 60
 class Opening:
     """How a session is begun. `title` is for people; `variables` a digest of what it is loaded with: values too.
 
-    `at_end` is a command that is run when nothing of its processes is left, however they ended.
+    `at_end` is a command that is run when nothing of its processes is left, however they ended; `confinement` is what
+    it may not do.
     """
 
     title: str
@@ -50,6 +52,7 @@ class Opening:
     redactor: Redactor
     variables: str
     at_end: Sequence[str] = ()
+    confinement: Confinement = UNCONFINED
 
 
 def opening_of(start: Start, prepared: Prepared) -> Opening:
@@ -67,6 +70,7 @@ def opening_of(start: Start, prepared: Prepared) -> Opening:
             json.dumps([shared, _weights(request), _container(request)], sort_keys=True, default=str).encode()
         ).hexdigest(),
         at_end=removal_of(request),
+        confinement=of_session(prepared.settings, request, prepared.environment, start.use.python),
     )
 
 

@@ -195,6 +195,7 @@ class Sessions:
             keep_open=warm.hold.fds if warm.hold is not None else (),
             at_end=opening.at_end,
             talks=True,
+            confinement=opening.confinement,
         )
         session = Session(child, log_path=path, redactor=opening.redactor, on_end=self._ended)
         with self._lock:

@@ -212,3 +212,39 @@ def test_a_file_that_is_tidied_away_while_it_is_made_is_made_again(
         if descriptor >= 0:
             os.close(descriptor)
     assert [path.name for path in directory.path.iterdir()] == ["machine.lock"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of another user")
+def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
+    """Its owner may remove every lock in it, the sticky bit or not."""
+    foreign = tmp_path / "locks"
+    foreign.mkdir()
+    foreign.chmod(0o1777)
+    os.chown(foreign, 12345, 12345)
+    with pytest.raises(GPUFlowError, match=r"belongs to user 12345.*GPUFLOW_LOCK_DIR"):
+        LockDirectory(foreign)
+
+    os.chown(foreign, 0, 0)
+    LockDirectory(foreign).close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of another user")
+def test_an_owner_without_a_number_is_taken_where_the_operator_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder of the machine's root, mounted into a container of a user."""
+    foreign = tmp_path / "locks"
+    foreign.mkdir()
+    foreign.chmod(0o1777)
+    os.chown(foreign, 65534, 65534)
+    LockDirectory(foreign).close()
+
+    monkeypatch.setattr(gpu_directory, "default_directory", lambda: foreign)
+    with pytest.raises(GPUFlowError, match="belongs to user 65534"):
+        LockDirectory(foreign)
+
+
+def test_no_more_of_a_file_is_read_than_there_should_be(directory: LockDirectory) -> None:
+    with (directory.path / "reservation.json").open("wb") as file:
+        file.truncate(1 << 30)
+    assert len(directory.read("reservation.json")) == gpu_directory.MAX_FILE_BYTES

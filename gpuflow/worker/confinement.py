@@ -1,0 +1,224 @@
+"""What the child of a task may not do on this worker, by the settings: limits, another user, a sandbox.
+
+Made here for attempts, sessions and readers; `worker.child` hands it on, `worker.shim` and bubblewrap carry it out.
+What each level stops, docs/howto/isolate-tasks.md says.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from gpuflow.errors import GPUFlowError
+from gpuflow.protocol import Request
+from gpuflow.settings import Settings, env_names
+from gpuflow.worker import bubblewrap
+from gpuflow.worker.child_user import ChildUser, child_user, prepare_folders
+from gpuflow.worker.environment import python_path
+
+#: Limits that a setting gives, by their names in the module `resource`.
+#: RLIMIT_DATA and not RLIMIT_AS: CUDA reserves far more addresses than it uses, and those are not writable.
+_LIMITS: Final[Mapping[str, str]] = {
+    "child_max_processes": "RLIMIT_NPROC",
+    "child_max_file_bytes": "RLIMIT_FSIZE",
+    "child_max_memory": "RLIMIT_DATA",
+}
+
+
+#: So many folders still fit into one message to the shim.
+_MOST_INPUTS: Final = 400
+_LONGEST_PATH: Final = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Confinement:
+    """How a child is confined; `sandbox` is what stands before its command line, () for nothing."""
+
+    limits: Mapping[str, int] = field(default_factory=dict)
+    user: ChildUser | None = None
+    sandbox: tuple[str, ...] = ()
+
+    def message(self) -> dict[str, Any]:
+        """Return it for the shim."""
+        user = None if self.user is None else [self.user.uid, self.user.gid, list(self.user.groups)]
+        return {"limits": dict(self.limits), "user": user, "sandboxed": bool(self.sandbox)}
+
+    def environment(self, given: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment of the child, whose home is that of its user."""
+        return dict(given) if self.user is None else {**given, **self.user.variables()}
+
+
+UNCONFINED: Final = Confinement()
+
+
+def of_attempt(settings: Settings, request: Request, environment: Mapping[str, str], python: Path) -> Confinement:
+    """Return how the child of one attempt is confined: it writes to the folder of its attempt and reads its inputs."""
+    task = Path(request.output_dir).parent
+    return _of_task(
+        settings,
+        environment,
+        python,
+        folders=[(task, False), *_inputs(request, settings), (Path(request.output_dir), True)],
+        cwd=Path(request.output_dir),
+        gpus=bool(request.gpus),
+        container=request.task_type == "container",
+    )
+
+
+def of_session(settings: Settings, request: Request, environment: Mapping[str, str], python: Path) -> Confinement:
+    """Return how a session is confined, which serves one task after the other: it sees the results of all."""
+    return _of_task(
+        settings,
+        environment,
+        python,
+        folders=[*_inputs(request, settings), (settings.results_dir, True)],
+        cwd=bubblewrap.TMP,
+        gpus=bool(request.gpus),
+        container=request.task_type == "container",
+    )
+
+
+def of_reader(settings: Settings, cwd: Path) -> Confinement:
+    """Return how a process is confined that downloads and unpacks: it runs our code alone, and changes the cache alone.
+
+    It has limits of its own (`artifacts.reader_child`).
+    """
+    user = child_user(settings)
+    if settings.isolate != "bubblewrap":
+        return Confinement(user=user)
+    sandbox = bubblewrap.whole_disk(writable=(settings.cache_dir, cwd), cwd=cwd)
+    return Confinement(user=user, sandbox=sandbox)
+
+
+def _of_task(
+    settings: Settings,
+    environment: Mapping[str, str],
+    python: Path,
+    *,
+    folders: Sequence[tuple[Path, bool]],
+    cwd: Path,
+    gpus: bool,
+    container: bool,
+) -> Confinement:
+    limits = {limit: int(most) for name, limit in _LIMITS.items() if (most := getattr(settings, name)) is not None}
+    if container:  # its child talks to the container engine, which needs our user; the container confines the task
+        return Confinement(limits=limits)
+    user = child_user(settings)
+    if settings.isolate != "bubblewrap":
+        return Confinement(limits=limits, user=user)
+    read = [*_python_of(python), *_packages(environment.get("PYTHONPATH", "")), *_executors(settings)]
+    sandbox = bubblewrap.own_folders(
+        read=[*read, *_paths(environment.get("LD_LIBRARY_PATH", ""))],
+        hidden=[one for one in (settings.results_dir, settings.state_dir, settings.secrets_dir) if one is not None],
+        folders=[(settings.cache_dir, settings.isolate_cache == "rw"), *_more(settings), *folders],
+        locks=settings.cache_dir / "locks",
+        cwd=cwd,
+        gpus=gpus,
+        network=settings.isolate_network,
+    )
+    return Confinement(limits=limits, user=user, sandbox=sandbox)
+
+
+def _python_of(python: Path) -> Iterator[Path]:
+    """Yield the folders of an interpreter: its virtual environment, and the installation that this one refers to."""
+    for path in (python, python.resolve()):
+        if path.parent.parent != Path("/"):
+            yield path.parent.parent
+
+
+def _packages(variable: str) -> Iterator[Path]:
+    """Yield the folders of PYTHONPATH, and where ours lead: that of an environment holds links."""
+    for path in _paths(variable):
+        yield path
+        for name in ("gpuflow", "executors"):
+            if (path / name).is_symlink():
+                yield (path / name).resolve()
+
+
+def _paths(variable: str) -> list[Path]:
+    return [Path(part) for part in variable.split(":") if part.startswith("/") and part.strip("/")]
+
+
+def _executors(settings: Settings) -> Iterator[Path]:
+    for entry in settings.executors:
+        place = entry.partition("=")[2].rpartition(":")[0]
+        if place.startswith("/"):
+            yield Path(place)
+
+
+def _more(settings: Settings) -> list[tuple[Path, bool]]:
+    return [(Path(one.removesuffix(":rw")), one.endswith(":rw")) for one in settings.isolate_folders]
+
+
+def _inputs(request: Request, settings: Settings) -> list[tuple[Path, bool]]:
+    """Return what the request names of other tasks' results: that was checked when it was prepared."""
+    root = settings.results_dir.resolve()
+    named = set(_texts([request.spec, request.checkpoint_path, request.resume_from]))
+    found = set()
+    for text in named:
+        if not text.startswith("/") or "\0" in text or len(text) > _LONGEST_PATH:
+            continue
+        try:
+            inside = Path(text).resolve().relative_to(root).parts
+            if len(inside) > 1:
+                found.add(root.joinpath(*inside[:2]))  # the folder of an attempt
+        except (OSError, RuntimeError, ValueError):
+            continue
+    if len(found) > _MOST_INPUTS:
+        raise GPUFlowError(
+            f"the task reads the results of {len(found)} attempts, and one that is isolated can be shown "
+            f"{_MOST_INPUTS}; gather them in a stage between, or set GPUFLOW_ISOLATE=none"
+        )
+    return [(path, False) for path in sorted(found)]
+
+
+def _texts(value: Any) -> Iterable[str]:
+    """Yield the texts in plain data, without recursion: a spec may be nested deeply."""
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, Mapping):
+            waiting.extend(item.values())
+        elif isinstance(item, list | tuple):
+            waiting.extend(item)
+
+
+#: What programs say when the kernel refuses, by the setting that may be the cause.
+_SIGNS: Final[Mapping[str, re.Pattern[str]]] = {
+    "child_max_file_bytes": re.compile(r"\[Errno 27\]|File too large|SIGXFSZ|File size limit exceeded"),
+    "child_max_memory": re.compile(
+        r"\bMemoryError\b|\[Errno 12\]|[Cc]annot allocate memory|can't allocate memory|std::bad_alloc"
+    ),
+    "child_max_processes": re.compile(
+        r"\[Errno 11\]|Resource temporarily unavailable|can't start new thread|[Cc]annot fork"
+    ),
+}
+
+
+def explained(error: dict[str, Any], settings: Settings, log_tail: str) -> dict[str, Any]:
+    """Return the error of a failed attempt with the setting by whose limit it may have failed.
+
+    The kernel says no more than "no", and the program says that in its error or its log; a limit of others may have
+    been the cause as well.
+    """
+    said = f"{error.get('message', '')}\n{log_tail}"
+    variables = env_names()
+    for name, sign in _SIGNS.items():
+        most = getattr(settings, name)
+        if most is not None and sign.search(said):
+            return {**error, "message": f"{error.get('message', '')}; {variables[name]} of this worker is {int(most)}"}
+    return error
+
+
+def check(settings: Settings) -> None:
+    """Raise GPUFlowError where a worker of this machine cannot confine its tasks as the settings say."""
+    if settings.isolate == "bubblewrap":
+        bubblewrap.check()
+        for folder in (settings.cache_dir / "locks", settings.results_dir):  # what is not there cannot be shown
+            folder.mkdir(parents=True, exist_ok=True)
+    prepare_folders(settings, python_path())
