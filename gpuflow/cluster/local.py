@@ -129,9 +129,7 @@ class LocalCluster:
             self.url = self._server.start()
         self.logs.mkdir(parents=True, exist_ok=True)
         _prune(self.logs)
-        self._client = redis.Redis.from_url(
-            self.url, decode_responses=True, socket_connect_timeout=2, socket_timeout=5, retry=Retry(NoBackoff(), 0)
-        )
+        self._client = _client_of(self.url)
         if self._server is None:
             self._reach()
         self._parts = self._plan()
@@ -248,10 +246,22 @@ class LocalCluster:
         server = self._server
         if server is None or server.alive or EmbeddedServer.running(self._settings.state_dir) == self.url:
             return
-        # Ours has crashed, or the process that owned it has ended: the data are there, and the port is kept.
+        # Ours has crashed, or the process that owned it has ended: the data are there.
         self._note("the embedded server has ended; it starts again")
-        if server.start() != self.url:
-            raise BrokerUnavailable("the embedded server came back under another port; start again, its data are kept")
+        url = server.start()
+        if url != self.url:
+            self._follow(url)
+
+    def _follow(self, url: str) -> None:
+        """Start every part again, with the address of a server that has come back with another password."""
+        self.url = url
+        if self._client is not None:
+            self._client.close()
+        self._client = _client_of(url)
+        for part in self._parts:
+            if part.process is not None:
+                part.process.kill()  # without a broker it cannot stop well; what it ran is swept and runs again
+            self._launch(part)
 
     def _serves(self, worker_id: str) -> bool:
         try:
@@ -273,6 +283,12 @@ class LocalCluster:
     def _fleet(self) -> Fleet:
         assert self._client is not None  # noqa: S101  (set by start, before any part runs)
         return Fleet(self._client, Keys(self._settings.key_prefix))
+
+
+def _client_of(url: str) -> redis.Redis:
+    return redis.Redis.from_url(
+        url, decode_responses=True, socket_connect_timeout=2, socket_timeout=5, retry=Retry(NoBackoff(), 0)
+    )
 
 
 def _answers(port: int) -> bool:
