@@ -141,6 +141,7 @@ class ServerProcess:
 
 def make_config(address: SocketAddress | PortAddress) -> str:
     """Return the server's configuration: this machine alone, nothing lost, nothing evicted."""
+    doors: tuple[str, ...]
     if isinstance(address, SocketAddress):
         # The folder keeps other users out; there is no port that anybody could take over.
         doors = ("port 0", f"unixsocket {_quoted(str(address.path))}", "unixsocketperm 700")
@@ -229,9 +230,7 @@ def listens(pid: int, port: int) -> bool:
     return any(each.status == psutil.CONN_LISTEN and each.laddr == ("127.0.0.1", port) for each in found)
 
 
-def wait_until_ready(
-    process: ServerProcess, address: SocketAddress | PortAddress, deadline_seconds: float
-) -> bool:
+def wait_until_ready(process: ServerProcess, address: SocketAddress | PortAddress, deadline_seconds: float) -> bool:
     """Wait for the first answer; False when the server has ended or did not answer in time.
 
     Reading a large append-only file may take long: while the server says that it is loading, the deadline

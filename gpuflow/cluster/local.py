@@ -28,6 +28,7 @@ from gpuflow.cluster.process import ManagedProcess
 from gpuflow.errors import BrokerUnavailable, GPUFlowError
 from gpuflow.fleet.hardware import probe
 from gpuflow.fleet.registry import Fleet, WorkerState
+from gpuflow.gateway.login import make_login, remove_login
 from gpuflow.routing.families import CONTROL_QUEUE
 from gpuflow.settings import Settings, mask_url
 
@@ -58,7 +59,8 @@ class LocalCluster:
     """A context manager: inside it the cluster runs, after it nothing of it is left (its data stay on disk).
 
     The broker is that of REDIS_URL, else the embedded one. `note` gets a line for people when something happens.
-    `most_ends`: how often a part may end in short order before `tend` raises (None: never).
+    `most_ends`: how often a part may end in short order before `tend` raises (None: never). `follow`: all parts follow an
+    embedded server on a port, which comes back with another password; the caller keeps no address of it.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class LocalCluster:
         flower_port: int | None = None,
         gateway_port: int | None = None,
         most_ends: int | None = None,
+        follow: bool = False,
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.url = settings.redis_url or ""
@@ -84,8 +87,10 @@ class LocalCluster:
         self._flower_port = flower_port
         self._gateway_port = gateway_port
         self._most_ends = most_ends
+        self._follows = follow
         self._note = note
         self._parts: list[_Part] = []
+        self._login: dict[str, str] = {}
         self._client: redis.Redis | None = None
 
     @property
@@ -127,8 +132,10 @@ class LocalCluster:
         """Start the broker and every part. Raises BrokerUnavailable, GPUFlowError."""
         if self._server is not None:
             self.url = self._server.start()
-        self.logs.mkdir(parents=True, exist_ok=True)
+        self.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
         _prune(self.logs)
+        if self._gateway_port is not None:
+            self._login = make_login(self._settings, self._gateway_port)
         self._client = _client_of(self.url)
         if self._server is None:
             self._reach()
@@ -228,8 +235,8 @@ class LocalCluster:
 
     def _launch(self, part: _Part) -> None:
         environment = commands.process_environment(self._settings, self.url, os.environ, Path.cwd())
-        if part.is_worker and self._gateway_port is not None and self._settings.gateway_url is None:
-            environment["GPUFLOW_GATEWAY_URL"] = f"http://127.0.0.1:{self._gateway_port}"
+        if part.name == "gateway" or (part.is_worker and self._settings.gateway_url is None):
+            environment |= self._login  # workers of another gateway send the token of ours to nobody
         if part.name == "flower":
             environment = {**environment, **commands.flower_login(self._settings.state_dir, environment)}
         log = self.logs / (f"worker-{part.name}.log" if part.is_worker else f"{part.name}.log")
@@ -249,6 +256,8 @@ class LocalCluster:
         # Ours has crashed, or the process that owned it has ended: the data are there.
         self._note("the embedded server has ended; it starts again")
         url = server.start()
+        if url != self.url and not self._follows:
+            raise BrokerUnavailable("the embedded server came back at another address; start again, its data are kept")
         if url != self.url:
             self._follow(url)
 
@@ -271,7 +280,9 @@ class LocalCluster:
         return entry is not None and entry.state is not WorkerState.OFFLINE and CONTROL_QUEUE in entry.queues
 
     def _leave(self) -> None:
-        """Take our workers out of the registry, those too that were killed."""
+        """Take our workers out of the registry, those too that were killed; the token of our gateway is void."""
+        if self._login:
+            remove_login(self._settings.state_dir, self._login)
         if self._client is None:
             return
         with contextlib.suppress(redis.RedisError):

@@ -297,9 +297,9 @@ def test_a_port_has_another_password_at_each_start(on_a_port):
     on_a_port.stop()
     again = on_a_port.start()
     assert urlsplit(first).password != urlsplit(again).password
-    with connected(first.replace(str(urlsplit(first).port), str(urlsplit(again).port))) as client:
-        with pytest.raises(redis.AuthenticationError):
-            client.ping()
+    former = first.replace(str(urlsplit(first).port), str(urlsplit(again).port))
+    with connected(former) as client, pytest.raises(redis.AuthenticationError):
+        client.ping()
 
 
 def test_a_taken_port_is_left_to_its_owner(on_a_port):

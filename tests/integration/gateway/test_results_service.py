@@ -411,7 +411,7 @@ def test_no_other_machine_is_let_in_without_a_token(tmp_path: Path, host: str) -
     with pytest.raises(AssertionError, match="set GPUFLOW_WORKER_TOKEN, or listen on"):
         Gateway(tmp_path, "--host", host, token=None)
     with pytest.raises(AssertionError, match="set GPUFLOW_WORKER_TOKEN, or listen on"):
-        Gateway(tmp_path, "--host", host, token="")
+        Gateway(tmp_path, "--host", host, "--without-token", token="")
 
 
 def test_a_port_that_is_taken_is_one_line(gateway: Gateway, tmp_path: Path) -> None:
