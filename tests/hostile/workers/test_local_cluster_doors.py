@@ -120,7 +120,7 @@ def test_another_user_reads_nothing_and_reaches_no_socket(shell: Shell) -> None:
     spec = pipeline(stage("a"))
     spec["spec"]["output"] = {"destination": {"type": "http"}}
     assert shell("submit", shell.write(spec)).returncode == 0
-    eventually(lambda: [row["state"] for row in shell.json("status")["tasks"]] == ["SUCCEEDED"], what="the task's end")
+    eventually(lambda: [row["state"] for row in shell.json("status")["pipelines"]] == ["SUCCEEDED"], what="its end")
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=patient(30)) == 0
     assert not login_file(state).exists()
@@ -128,7 +128,7 @@ def test_another_user_reads_nothing_and_reaches_no_socket(shell: Shell) -> None:
 
 def test_who_takes_the_port_of_a_killed_server_gets_no_password(tmp_path: Path) -> None:
     # Given a server on a port, because its folder has too long a path for a socket
-    state = tmp_path / ("long " * 30)
+    state = tmp_path / ("long-" * 30)
     server = EmbeddedServer(state)
     url = server.start()
     former = urlsplit(url)
@@ -167,7 +167,7 @@ def test_a_port_that_is_taken_while_the_server_starts_gets_no_password(
 
     real = embedded.free_port
     monkeypatch.setattr(embedded, "free_port", lambda preferred: next(ports, None) or real(preferred))
-    server = EmbeddedServer(tmp_path / ("long " * 30))
+    server = EmbeddedServer(tmp_path / ("long-" * 30))
     try:
         assert urlsplit(server.start()).port != port
         assert impostor.heard == b""
@@ -177,7 +177,7 @@ def test_a_port_that_is_taken_while_the_server_starts_gets_no_password(
 
 
 def test_a_cluster_on_a_port_follows_its_server_to_another_password(shell: Shell) -> None:
-    state = shell.folder / ("long " * 30)
+    state = shell.folder / ("long-" * 30)
     shell.environment["GPUFLOW_STATE_DIR"] = str(state)
     process, out = shell.start("up", "--no-beat", "--no-flower", "--no-gateway")
     shell.until(process, out, "ready")
@@ -188,4 +188,4 @@ def test_a_cluster_on_a_port_follows_its_server_to_another_password(shell: Shell
     eventually(lambda: EmbeddedServer.running(state) is not None, within=30, what="the server")
     eventually(lambda: [row["state"] for row in shell.json("workers")] == ["IDLE"], within=60, what="the worker")
     assert shell("submit", shell.write(pipeline(stage("a")))).returncode == 0
-    eventually(lambda: [row["state"] for row in shell.json("status")["tasks"]] == ["SUCCEEDED"], what="the task's end")
+    eventually(lambda: [row["state"] for row in shell.json("status")["pipelines"]] == ["SUCCEEDED"], what="its end")
