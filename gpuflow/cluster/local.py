@@ -59,8 +59,9 @@ class LocalCluster:
     """A context manager: inside it the cluster runs, after it nothing of it is left (its data stay on disk).
 
     The broker is that of REDIS_URL, else the embedded one. `note` gets a line for people when something happens.
-    `most_ends`: how often a part may end in short order before `tend` raises (None: never). `follow`: all parts follow an
-    embedded server on a port, which comes back with another password; the caller keeps no address of it.
+    `most_ends`: how often a part may end in short order before `tend` raises (None: never).
+    `follow`: start every part again when an embedded server on a port comes back with another password; the caller
+    keeps no address of it.
     """
 
     def __init__(
