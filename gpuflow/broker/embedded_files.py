@@ -1,9 +1,10 @@
-"""The files of the embedded server: who runs it, on which port, with which password, and the locks.
+"""The files of the embedded server: who runs it, at which address, with which password, and the locks.
 
-Used by `gpuflow.broker.embedded` alone. All lie in one folder that only this user may enter:
+Used by `gpuflow.broker.embedded`. All lie in one folder that only this user may enter:
 
     server.json     who serves now (written by rename, removed on a clean stop)
-    password        made once, kept, so that addresses stay valid over restarts
+    server.sock     the Unix socket of the server, where the platform and the length of the path allow one
+    password        of a server on a port of loopback: another one at each start
     start.lock      held while somebody starts or stops the server
     server.lock     held by the server process itself as long as it lives, so two never share the data
     data/           the append-only files
@@ -12,8 +13,13 @@ Used by `gpuflow.broker.embedded` alone. All lie in one folder that only this us
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
+import socket
+import stat
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,12 +31,14 @@ import psutil
 
 from gpuflow.errors import BrokerUnavailable
 from gpuflow.filelocks import try_lock
-from gpuflow.private_files import make_secret, read_secret, write_private
+from gpuflow.private_files import read_secret, write_private
 
 #: Schema number of server.json.
 RECORD_SCHEMA: Final = 1
 #: A log larger than this is renamed to server.log.1 at start, in bytes.
 MAX_LOG_BYTES: Final = 5 * 1024 * 1024
+#: The longest path of a Unix socket in bytes: with the final zero, macOS takes 104 and Linux 108.
+LONGEST_SOCKET_BYTES: Final = 103 if sys.platform == "darwin" else 107
 #: Two readings of a process's start may differ by so much, when the system clock is set, in seconds.
 _START_TOLERANCE_SECONDS: Final = 2.0
 _POLL_SECONDS: Final = 0.05
@@ -40,11 +48,14 @@ _CLOSE_ON_EXEC: Final = getattr(os, "O_CLOEXEC", 0)
 
 @dataclass(frozen=True, kw_only=True)
 class ServerRecord:
-    """The running server: its process (id and start, Unix seconds, so that a reused id is seen) and its port."""
+    """The running server: its process (id and start, Unix seconds, so that a reused id is seen) and its port.
+
+    Port 0: it listens on its Unix socket.
+    """
 
     pid: int
     process_started: float
-    port: int
+    port: int = 0
     schema: int = RECORD_SCHEMA
 
     def alive(self) -> bool:
@@ -64,6 +75,7 @@ class ServerFiles:
         self.folder = state_dir / "embedded"
         self.data = self.folder / "data"
         self.log = self.folder / "server.log"
+        self.socket = self.folder / "server.sock"
         self._record = self.folder / "server.json"
         self._password = self.folder / "password"
         self._server_lock = self.folder / "server.lock"
@@ -72,15 +84,32 @@ class ServerFiles:
         """Make the folders, for this user alone. Raises BrokerUnavailable when that is impossible."""
         with self._explained("make"):
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = self.folder.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+                raise OSError(errno.EPERM, "it is no folder of this user")
             self.folder.chmod(0o700)
             self.data.mkdir(mode=0o700, exist_ok=True)
             if self.log.exists() and self.log.stat().st_size > MAX_LOG_BYTES:
                 self.log.replace(self.log.with_name("server.log.1"))
 
-    def password(self) -> str:
-        """Return the password, made on first use and readable by this user alone."""
+    def keep_password(self, password: str | None) -> None:
+        """Store the password of the server that starts now, readable by this user; None: it needs none."""
         with self._explained("write"):
-            return make_secret(self._password)
+            if password is None:
+                self._password.unlink(missing_ok=True)
+            else:
+                write_private(self._password, password)
+
+    def can_have_socket(self) -> bool:
+        """Say whether the server can listen on its Unix socket; what a former one left of it is removed."""
+        if not hasattr(socket, "AF_UNIX") or len(os.fsencode(self.socket)) > LONGEST_SOCKET_BYTES:
+            return False
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+            self.socket.unlink(missing_ok=True)
+            probe.bind(os.fsencode(self.socket))
+            self.socket.unlink()
+            return True
+        return False
 
     def read_password(self) -> str | None:
         """Return the password, or None when there is none or it may not be read."""
@@ -91,9 +120,9 @@ class ServerFiles:
         try:
             raw = json.loads(self._record.read_text())
             return ServerRecord(
-                pid=int(raw["pid"]), process_started=float(raw["process_started"]), port=int(raw["port"])
+                pid=int(raw["pid"]), process_started=float(raw["process_started"]), port=int(raw.get("port", 0))
             )
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
     def write_record(self, record: ServerRecord) -> None:

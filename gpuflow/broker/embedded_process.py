@@ -1,6 +1,6 @@
 """The process of the embedded server: how it is started, when it is ready, how it ends.
 
-Used by `gpuflow.broker.embedded` alone. The server must not outlive the process that started it, not even
+Used by `gpuflow.broker.embedded`. The server must not outlive the process that started it, not even
 after kill -9. On Linux the kernel sees to that (PR_SET_PDEATHSIG), with two traps that this file closes:
 the signal is sent when the *thread* that started the child ends, so a thread of its own starts the server
 and waits for it; and a parent that dies before the child has asked for the signal is missed, so the child
@@ -17,9 +17,12 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
+from urllib.parse import quote
 
+import psutil
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
@@ -45,6 +48,31 @@ _POLL_SECONDS: Final = 0.01
 _PING_SECONDS: Final = 1.0
 #: How long the former port is waited for.
 _PORT_SECONDS: Final = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class SocketAddress:
+    """The Unix socket of a server, in a folder that this user alone may enter."""
+
+    path: Path
+
+    @property
+    def url(self) -> str:
+        """The address as REDIS_URL takes it."""
+        return f"unix://{quote(os.fsencode(self.path))}?db=0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PortAddress:
+    """A port of 127.0.0.1, which every local user can reach, and the password of the server there."""
+
+    port: int
+    password: str = field(repr=False)
+
+    @property
+    def url(self) -> str:
+        """The address as REDIS_URL takes it."""
+        return f"redis://:{self.password}@127.0.0.1:{self.port}/0"
 
 
 class ServerProcess:
@@ -111,14 +139,17 @@ class ServerProcess:
                 return
 
 
-def make_config(port: int, password: str) -> str:
-    """Return the server's configuration: this machine alone, a password, nothing lost, nothing evicted."""
+def make_config(address: SocketAddress | PortAddress) -> str:
+    """Return the server's configuration: this machine alone, nothing lost, nothing evicted."""
+    doors: tuple[str, ...]
+    if isinstance(address, SocketAddress):
+        # The folder keeps other users out; there is no port that anybody could take over.
+        doors = ("port 0", f"unixsocket {_quoted(str(address.path))}", "unixsocketperm 700")
+    else:
+        doors = ("bind 127.0.0.1", f"port {address.port}", "protected-mode yes", f'requirepass "{address.password}"')
     return "\n".join(
         (
-            "bind 127.0.0.1",
-            f"port {port}",
-            "protected-mode yes",
-            f'requirepass "{password}"',
+            *doors,
             "daemonize no",
             "dir ./",
             "appendonly yes",
@@ -130,6 +161,11 @@ def make_config(port: int, password: str) -> str:
             "",
         )
     )
+
+
+def _quoted(text: str) -> str:
+    """Return a text as the server's configuration takes it, whatever bytes it has."""
+    return '"' + "".join(f"\\x{byte:02x}" for byte in os.fsencode(text)) + '"'
 
 
 def free_port(preferred: int | None) -> int:
@@ -159,12 +195,16 @@ def _bindable(port: int) -> int | None:
         return int(probe.getsockname()[1])
 
 
-def ping(port: int, password: str) -> bool:
-    """Whether our server answers there, and be it that it is busy. Raises redis.BusyLoadingError while it loads."""
-    client = redis.Redis(
-        host="127.0.0.1",
-        port=port,
-        password=password,
+def ping(pid: int, address: SocketAddress | PortAddress) -> bool:
+    """Whether the server of this process answers there, and be it that it is busy.
+
+    A port is asked first whose it is: the password is sent to no other process, which may have taken the port of a
+    server that has crashed, or that has not begun to listen yet. Raises redis.BusyLoadingError while it loads.
+    """
+    if isinstance(address, PortAddress) and not listens(pid, address.port):
+        return False
+    client = redis.Redis.from_url(
+        address.url,
         socket_connect_timeout=_PING_SECONDS,
         socket_timeout=_PING_SECONDS,
         retry=Retry(NoBackoff(), 0),
@@ -181,7 +221,16 @@ def ping(port: int, password: str) -> bool:
         client.close()
 
 
-def wait_until_ready(process: ServerProcess, port: int, password: str, deadline_seconds: float) -> bool:
+def listens(pid: int, port: int) -> bool:
+    """Say whether that very process listens on the port of 127.0.0.1."""
+    try:
+        found = psutil.Process(pid).net_connections(kind="tcp4")
+    except psutil.Error:
+        return False
+    return any(each.status == psutil.CONN_LISTEN and each.laddr == ("127.0.0.1", port) for each in found)
+
+
+def wait_until_ready(process: ServerProcess, address: SocketAddress | PortAddress, deadline_seconds: float) -> bool:
     """Wait for the first answer; False when the server has ended or did not answer in time.
 
     Reading a large append-only file may take long: while the server says that it is loading, the deadline
@@ -190,7 +239,7 @@ def wait_until_ready(process: ServerProcess, port: int, password: str, deadline_
     give_up_at = time.monotonic() + deadline_seconds
     while process.alive and time.monotonic() < give_up_at:
         try:
-            if ping(port, password):
+            if ping(process.pid, address):
                 return process.alive
         except redis.BusyLoadingError:
             give_up_at = time.monotonic() + deadline_seconds

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import socket
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import click
 
 from gpuflow.cli.errors import DONE, Terminated, bad_input, interrupted
+
+if TYPE_CHECKING:
+    from gpuflow.settings import Settings
 
 _BACKLOG: Final = 2048
 
@@ -19,11 +22,12 @@ _BACKLOG: Final = 2048
 @click.option(
     "--max-file-bytes", type=click.IntRange(min=1), metavar="N", help="Largest file, over the setting (512 GiB)."
 )
-def gateway(host: str, port: int, max_file_bytes: int | None) -> int:
+@click.option("--without-token", is_flag=True, help="On loopback: answer every program and user of this machine.")
+def gateway(host: str, port: int, max_file_bytes: int | None, without_token: bool) -> int:
     """Serve the results of tasks over HTTP, until Ctrl-C.
 
-    The token is GPUFLOW_WORKER_TOKEN; without one, only programs of this machine are answered. Ctrl-C and SIGTERM let
-    what comes in go on for GPUFLOW_GRACE_SEC; what is cut then can be gone on with.
+    The token is GPUFLOW_WORKER_TOKEN, of 16 characters at least. Ctrl-C and SIGTERM let what comes in go on for
+    GPUFLOW_GRACE_SEC; what is cut then can be gone on with.
     """
     from gpuflow.cli.output import line
     from gpuflow.cli.session import signals_interrupt
@@ -35,7 +39,8 @@ def gateway(host: str, port: int, max_file_bytes: int | None) -> int:
         import uvicorn
 
         from gpuflow.gateway.app import create_app
-        from gpuflow.gateway.auth import is_loopback
+        from gpuflow.gateway.connections import MAX_HEADER_BYTES, Connections, allow_files, guarded
+        from gpuflow.gateway.peers import Peers
     except ModuleNotFoundError as error:
         raise bad_input(f"the gateway needs {error.name}; install it with: pip install 'gpuflow[gateway]'") from None
     settings = Settings.load()
@@ -43,15 +48,20 @@ def gateway(host: str, port: int, max_file_bytes: int | None) -> int:
     if max_file_bytes is not None:
         settings = settings.model_copy(update={"gateway_max_file_bytes": max_file_bytes})
     family, address = _resolve(host, port)
-    if not is_loopback(address[0]) and not (settings.worker_token and settings.worker_token.get_secret_value()):
-        raise bad_input(
-            f"--host {host} lets other machines in, and there is no token; "
-            "set GPUFLOW_WORKER_TOKEN, or listen on 127.0.0.1"
-        )
+    _check_token(settings, host, address[0], without_token=without_token)
+    _log_to_stderr(settings)
+    table = Connections(
+        most=allow_files(settings.gateway_max_connections),
+        most_per_address=settings.gateway_max_connections_per_address,
+        peers=Peers(settings.trusted_proxies),
+    )
     with _listen(family, address) as listener:
-        app = create_app(settings)
+        app = create_app(settings, open_here=without_token)
         config = uvicorn.Config(
             app,
+            http=guarded(table),
+            ws="none",
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             log_level="debug" if settings.log_level == "DEBUG" else "warning",
             access_log=False,
             server_header=False,
@@ -69,6 +79,34 @@ def gateway(host: str, port: int, max_file_bytes: int | None) -> int:
             except KeyboardInterrupt:
                 return DONE
     return DONE
+
+
+def _check_token(settings: Settings, host: str, address: str, *, without_token: bool) -> None:
+    """Refuse to serve whom nobody has let in. Raises bad input."""
+    from gpuflow.gateway.login import weakness
+    from gpuflow.gateway.peers import is_loopback
+
+    token = settings.worker_token.get_secret_value() if settings.worker_token else ""
+    if token or not without_token:
+        mistake = weakness(token)
+        if mistake:
+            raise bad_input(mistake + ("" if token else "; or --without-token, for a machine with one user"))
+    elif not is_loopback(address):
+        raise bad_input(
+            f"--host {host} lets other machines in, and there is no token; "
+            "set GPUFLOW_WORKER_TOKEN, or listen on 127.0.0.1"
+        )
+
+
+def _log_to_stderr(settings: Settings) -> None:
+    """Write the gateway's own lines, the access log among them, to stderr."""
+    from gpuflow.logs import MaskingFormatter
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(MaskingFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s")))
+    logger = logging.getLogger("gpuflow")
+    logger.addHandler(handler)
+    logger.setLevel(settings.log_level)
 
 
 def _resolve(host: str, port: int) -> tuple[int, tuple[str, int]]:

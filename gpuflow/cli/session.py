@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from pydantic import SecretStr
+
 from gpuflow.cli.errors import Terminated
 from gpuflow.errors import BrokerUnavailable
 from gpuflow.settings import Settings
@@ -56,7 +58,7 @@ def connected(settings: Settings | None = None, *, stored: bool = True) -> Itera
 
     url = EmbeddedServer.running(settings.state_dir)
     if url is not None:
-        yield app_for(settings.model_copy(update={"redis_url": url}))
+        yield app_for(_with_login(settings.model_copy(update={"redis_url": url})))
         return
     if not stored or not (settings.state_dir / "embedded" / "data").is_dir():
         raise BrokerUnavailable(NO_FLEET)
@@ -65,6 +67,16 @@ def connected(settings: Settings | None = None, *, stored: bool = True) -> Itera
         yield app_for(settings.model_copy(update={"redis_url": server.start()}))
     finally:
         server.stop()
+
+
+def _with_login(settings: Settings) -> Settings:
+    """Return the settings with the login of this user's local gateway, where none is set and one runs."""
+    from gpuflow.gateway.login import read_login
+
+    found = read_login(settings.state_dir)
+    if found is None or settings.worker_token is not None or settings.gateway_url is not None:
+        return settings
+    return settings.model_copy(update={"gateway_url": found[0], "worker_token": SecretStr(found[1])})
 
 
 @contextmanager

@@ -74,6 +74,7 @@ def up(
                 most_launched=(most or MOST_LAUNCHED) if autoscale or most else 0,
                 flower_port=flower,
                 gateway_port=gateway,
+                follow=True,
                 note=note,
             ) as cluster:
                 try:
@@ -103,6 +104,13 @@ def _login(settings: Settings) -> str:
     return f" (user {commands.FLOWER_USER}, password in {commands.flower_password_file(settings.state_dir)})"
 
 
+def _token(settings: Settings) -> str:
+    """Say where the gateway's token is; nothing where it is the user's own."""
+    from gpuflow.gateway.login import login_file
+
+    return "" if settings.worker_token else f" (token in {login_file(settings.state_dir)})"
+
+
 def _tell(cluster: LocalCluster, settings: Settings, flower: int | None, gateway: int | None) -> None:
     from gpuflow.cli.output import pairs
     from gpuflow.settings import mask_url
@@ -111,7 +119,7 @@ def _tell(cluster: LocalCluster, settings: Settings, flower: int | None, gateway
         {
             "broker": mask_url(cluster.url) + (" (found by your other gpuflow commands)" if cluster.embedded else ""),
             "workers": ", ".join(cluster.worker_ids),
-            "gateway": f"http://127.0.0.1:{gateway}" if gateway else "",
+            "gateway": f"http://127.0.0.1:{gateway}{_token(settings)}" if gateway else "",
             "flower": f"http://127.0.0.1:{flower}{_login(settings)}" if flower else "",
             "results": str(settings.results_dir),
             "logs": str(cluster.logs),

@@ -28,6 +28,7 @@ from gpuflow.cluster.process import ManagedProcess
 from gpuflow.errors import BrokerUnavailable, GPUFlowError
 from gpuflow.fleet.hardware import probe
 from gpuflow.fleet.registry import Fleet, WorkerState
+from gpuflow.gateway.login import make_login, remove_login
 from gpuflow.routing.families import CONTROL_QUEUE
 from gpuflow.scaling.provisioners import ProvisionerError
 from gpuflow.scaling.provisioners.local import LocalProcesses
@@ -62,6 +63,8 @@ class LocalCluster:
     The broker is that of REDIS_URL, else the embedded one. `note` gets a line for people when something happens.
     `most_launched`: how many more workers beat may launch as the backlog grows.
     `most_ends`: how often a part may end in short order before `tend` raises (None: never).
+    `follow`: start every part again when an embedded server on a port comes back with another password; the caller
+    keeps no address of it.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class LocalCluster:
         flower_port: int | None = None,
         gateway_port: int | None = None,
         most_ends: int | None = None,
+        follow: bool = False,
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.url = settings.redis_url or ""
@@ -89,8 +93,10 @@ class LocalCluster:
         self._flower_port = flower_port
         self._gateway_port = gateway_port
         self._most_ends = most_ends
+        self._follows = follow
         self._note = note
         self._parts: list[_Part] = []
+        self._login: dict[str, str] = {}
         self._client: redis.Redis | None = None
 
     @property
@@ -132,11 +138,11 @@ class LocalCluster:
         """Start the broker and every part. Raises BrokerUnavailable, GPUFlowError."""
         if self._server is not None:
             self.url = self._server.start()
-        self.logs.mkdir(parents=True, exist_ok=True)
+        self.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
         _prune(self.logs)
-        self._client = redis.Redis.from_url(
-            self.url, decode_responses=True, socket_connect_timeout=2, socket_timeout=5, retry=Retry(NoBackoff(), 0)
-        )
+        if self._gateway_port is not None:
+            self._login = make_login(self._settings, self._gateway_port)
+        self._client = _client_of(self.url)
         if self._server is None:
             self._reach()
         self._parts = self._plan()
@@ -239,9 +245,10 @@ class LocalCluster:
         environment = commands.process_environment(
             self._settings, self.url, os.environ, Path.cwd(), own_broker=self.embedded
         )
-        if part.is_worker and self._gateway_port is not None and self._settings.gateway_url is None:
-            environment["GPUFLOW_GATEWAY_URL"] = f"http://127.0.0.1:{self._gateway_port}"
-        if part.name == "beat" and self._most_launched:
+        launches = part.name == "beat" and bool(self._most_launched)
+        if part.name == "gateway" or ((part.is_worker or launches) and self._settings.gateway_url is None):
+            environment |= self._login  # workers of another gateway send the token of ours to nobody
+        if launches:
             environment |= commands.scaling_environment(self._settings, self._most_launched, self._max_jobs)
         if part.name == "flower":
             environment = {**environment, **commands.flower_login(self._settings.state_dir, environment)}
@@ -259,10 +266,24 @@ class LocalCluster:
         server = self._server
         if server is None or server.alive or EmbeddedServer.running(self._settings.state_dir) == self.url:
             return
-        # Ours has crashed, or the process that owned it has ended: the data are there, and the port is kept.
+        # Ours has crashed, or the process that owned it has ended: the data are there.
         self._note("the embedded server has ended; it starts again")
-        if server.start() != self.url:
-            raise BrokerUnavailable("the embedded server came back under another port; start again, its data are kept")
+        url = server.start()
+        if url != self.url and not self._follows:
+            raise BrokerUnavailable("the embedded server came back at another address; start again, its data are kept")
+        if url != self.url:
+            self._follow(url)
+
+    def _follow(self, url: str) -> None:
+        """Start every part again, with the address of a server that has come back with another password."""
+        self.url = url
+        if self._client is not None:
+            self._client.close()
+        self._client = _client_of(url)
+        for part in self._parts:
+            if part.process is not None:
+                part.process.kill()  # without a broker it cannot stop well; what it ran is swept and runs again
+            self._launch(part)
 
     def _serves(self, worker_id: str) -> bool:
         try:
@@ -284,7 +305,9 @@ class LocalCluster:
                         self._fleet().leave(worker_id)
 
     def _leave(self) -> None:
-        """Take our workers out of the registry, those too that were killed."""
+        """Take our workers out of the registry, those too that were killed; the token of our gateway is void."""
+        if self._login:
+            remove_login(self._settings.state_dir, self._login)
         if self._client is None:
             return
         with contextlib.suppress(redis.RedisError):
@@ -296,6 +319,12 @@ class LocalCluster:
     def _fleet(self) -> Fleet:
         assert self._client is not None  # noqa: S101  (set by start, before any part runs)
         return Fleet(self._client, Keys(self._settings.key_prefix))
+
+
+def _client_of(url: str) -> redis.Redis:
+    return redis.Redis.from_url(
+        url, decode_responses=True, socket_connect_timeout=2, socket_timeout=5, retry=Retry(NoBackoff(), 0)
+    )
 
 
 def _answers(port: int) -> bool:

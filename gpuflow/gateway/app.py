@@ -13,8 +13,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gpuflow.gateway import problems
 from gpuflow.gateway.auth import Gatekeeper
+from gpuflow.gateway.doors import Doors
 from gpuflow.gateway.files import ResultsFolder
 from gpuflow.gateway.metrics import metrics_router
+from gpuflow.gateway.peers import Peers
 from gpuflow.gateway.results import results_router
 from gpuflow.gateway.retention import remove_old_results, remove_stale_parts
 from gpuflow.gateway.uploads import Limits, Uploads
@@ -27,9 +29,10 @@ log = get_logger("gpuflow.gateway")
 _SWEEP_SECONDS: Final = 3600.0
 
 
-def create_app(settings: Settings, *, limits: Limits | None = None) -> FastAPI:
+def create_app(settings: Settings, *, limits: Limits | None = None, open_here: bool = False) -> FastAPI:
     """Return the API over the results folder of `settings`, which is made where it is missing. Raises OSError.
 
+    `open_here`: without a token, it answers all programs of this machine; else nobody.
     From now on the token of the settings is hidden in what this process logs.
     """
     if settings.worker_token is not None:
@@ -52,13 +55,15 @@ def create_app(settings: Settings, *, limits: Limits | None = None) -> FastAPI:
     )
     problems.install(app)
     app.add_middleware(_Stopping)
+    peers = Peers(settings.trusted_proxies)
+    app.add_middleware(Doors, peers=peers, most_per_address=settings.gateway_max_connections_per_address)
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:
         """Say that the gateway answers."""
         return {"status": "ok"}
 
-    gatekeeper = Gatekeeper(settings)
+    gatekeeper = Gatekeeper(settings, open_here=open_here)
     app.include_router(results_router(folder, uploads, gatekeeper))
     app.include_router(metrics_router(settings, gatekeeper))
     return app

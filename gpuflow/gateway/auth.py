@@ -1,4 +1,4 @@
-"""Who may call the HTTP API: the holder of the token, or, where none is set, programs of this machine alone.
+"""Who may call the HTTP API: the holder of the token; without one nobody, or programs of this machine.
 
 A dependency of the routers. It compares in constant time, and says nothing of the token in any answer.
 """
@@ -6,13 +6,15 @@ A dependency of the routers. It compares in constant time, and says nothing of t
 from __future__ import annotations
 
 import hmac
-import ipaddress
+import math
 from typing import Final
-from urllib.parse import urlsplit
 
 from fastapi import Request
 
+from gpuflow.gateway.login import HOW_TO_MAKE_ONE
+from gpuflow.gateway.peers import host_of, is_loopback
 from gpuflow.gateway.problems import Problem
+from gpuflow.gateway.wrong_tokens import WrongTokens
 from gpuflow.settings import Settings
 
 #: The header by which workers may send their token, where `Authorization` belongs to a proxy.
@@ -22,22 +24,43 @@ _REFUSED: Final = {"WWW-Authenticate": 'Bearer realm="gpuflow", error="invalid_t
 
 
 class Gatekeeper:
-    """Lets requests with the right token pass. Raises Problem 401 or 403 for all others."""
+    """Lets requests with the right token pass. Raises Problem 401, 403 or 429 for all others.
 
-    def __init__(self, settings: Settings) -> None:
+    `open_here`: without a token, answer every program of this machine, of whatever user.
+    """
+
+    def __init__(self, settings: Settings, *, open_here: bool = False) -> None:
+        self._open_here = open_here
+        self._wrong = WrongTokens()
         token = settings.worker_token.get_secret_value() if settings.worker_token else ""
         self._token = token.encode("utf-8")
 
     async def __call__(self, request: Request) -> None:
         """Check one request."""
         if not self._token:
+            if not self._open_here:
+                raise Problem(403, "no-token-set", f"this gateway has no token and answers nobody; {HOW_TO_MAKE_ONE}")
             _only_from_here(request)
             return
         given = _given(request)
         if given is None:
             raise Problem(401, "no-token", "send the token of this gateway: Authorization: Bearer <token>", _CHALLENGE)
-        if not hmac.compare_digest(given, self._token):
-            raise Problem(401, "wrong-token", "the token is not that of this gateway", _REFUSED)
+        self._limit(request, right=hmac.compare_digest(given, self._token))
+
+    def _limit(self, request: Request, *, right: bool) -> None:
+        """Raise for a wrong token, and for any from an address that has sent too many wrong ones and no right one."""
+        address = request.client.host if request.client else ""
+        wait = self._wrong.wait_seconds(address)
+        if right and (not wait or self._wrong.proven(address)):
+            self._wrong.note_right(address)
+            return
+        if not right:
+            self._wrong.note_wrong(address, request.url.path)
+        if wait:
+            seconds = math.ceil(wait)
+            detail = f"{address} has sent too many wrong tokens; correct the token and come again in {seconds} s"
+            raise Problem(429, "too-many-wrong-tokens", detail, {"Retry-After": str(seconds)})
+        raise Problem(401, "wrong-token", "the token is not that of this gateway", _REFUSED)
 
 
 def _given(request: Request) -> bytes | None:
@@ -50,29 +73,12 @@ def _given(request: Request) -> bytes | None:
 
 def _only_from_here(request: Request) -> None:
     """Refuse what a web page makes a browser of this machine send: another host's name, or another site's page."""
-    host = _host_of(f"//{request.headers.get('host', '')}")
+    host = host_of(f"//{request.headers.get('host', '')}")
     origin = request.headers.get("origin")
-    if not is_loopback(host) or (origin is not None and not is_loopback(_host_of(origin))):
+    if not is_loopback(host) or (origin is not None and not is_loopback(host_of(origin))):
         raise Problem(
             403,
             "not-from-here",
-            "this gateway has no token and answers programs of its own machine alone; "
+            "this gateway has no token and answers programs of its own machine; "
             "call it as 127.0.0.1, or set GPUFLOW_WORKER_TOKEN where it runs",
         )
-
-
-def _host_of(url: str) -> str:
-    try:
-        return urlsplit(url).hostname or ""
-    except ValueError:
-        return ""
-
-
-def is_loopback(host: str) -> bool:
-    """Whether `host` is a name or address of this machine's loopback."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -6,6 +6,7 @@ by its own form alone and connects to nothing.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -128,6 +129,13 @@ class Settings(BaseModel):
         "GPUFLOW_DOWNLOAD_MAX_BYTES", "512GiB", "a size such as 100GiB, or bytes"
     )
     gateway_max_uploads: PositiveCount = _setting("GPUFLOW_GATEWAY_MAX_UPLOADS", 256, "a count from 1 up")
+    gateway_max_connections: PositiveCount = _setting("GPUFLOW_GATEWAY_MAX_CONNECTIONS", 2048, "a count from 1 up")
+    gateway_max_connections_per_address: PositiveCount = _setting(
+        "GPUFLOW_GATEWAY_MAX_CONNECTIONS_PER_ADDRESS", 512, "a count from 1 up"
+    )
+    trusted_proxies: Names = _setting(
+        "GPUFLOW_TRUSTED_PROXIES", (), "addresses or networks separated by commas, such as 10.0.0.7, 192.168.1.0/24"
+    )
     retention_days: Annotated[float, Field(gt=0, allow_inf_nan=False)] = _setting(
         "GPUFLOW_RETENTION_DAYS", 30, "days, such as 30"
     )
@@ -275,6 +283,15 @@ class Settings(BaseModel):
         bad = [root for root in value if not root.startswith("/") or root.removesuffix(":rw").strip("/") == ""]
         if bad:
             raise ValueError(f"{bad[0]!r} is no absolute path below /")
+        return value
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _networks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for each in value:
+            network = ipaddress.ip_network(each)
+            if network.prefixlen == 0:
+                raise ValueError(f"{each} is every address; name the proxies")
         return value
 
     @field_validator("store_url")

@@ -12,14 +12,16 @@ import sys
 import threading
 from contextlib import contextmanager
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import psutil
 import pytest
 import redis
 
 from gpuflow.broker.embedded import EmbeddedServer
+from gpuflow.celery_app import GPUFlow
 from gpuflow.errors import BrokerUnavailable
+from gpuflow.settings import Settings
 from tests.support.fleet import running
 from tests.support.memory_disk import memory_folder
 from tests.support.waiting import eventually
@@ -40,7 +42,15 @@ if sys.argv[2] == "stop":
 
 @pytest.fixture
 def server(tmp_path):
-    embedded = EmbeddedServer(tmp_path / "a state with 'quotes\" and blanks")
+    embedded = EmbeddedServer(tmp_path / "it's \"a")
+    yield embedded
+    embedded.stop()
+
+
+@pytest.fixture
+def on_a_port(tmp_path):
+    """A server whose folder has too long a path for a Unix socket."""
+    embedded = EmbeddedServer(tmp_path / ("a state " * 20))
     yield embedded
     embedded.stop()
 
@@ -54,13 +64,6 @@ def durable(tmp_path):
     """
     with memory_folder("embedded", tmp_path) as folder, EmbeddedServer(folder) as embedded:
         yield embedded
-
-
-def is_free(port):
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(("127.0.0.1", port))
-    return True
 
 
 @contextmanager
@@ -111,7 +114,7 @@ def test_it_starts_serves_and_stops(server):
         settings = client.config_get("*")
         assert settings["appendonly"] == "yes"
         assert settings["maxmemory-policy"] == "noeviction"
-        assert settings["bind"] == "127.0.0.1"
+        assert settings["port"] == "0"
     server.stop()
     assert wait_gone(pid)
     assert not server.owner
@@ -134,7 +137,31 @@ def test_a_clean_stop_keeps_data_address_and_password(server):
         assert client.get("k") == "v"
 
 
-def test_the_server_needs_the_password_and_hides_it(server):
+def test_it_listens_on_a_socket_of_this_user(server):
+    url = server.start()
+    path = state_of(server) / "embedded" / "server.sock"
+    assert url == f"unix://{quote(str(path))}?db=0"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert not (path.parent / "password").exists()
+    server.stop()
+    assert server.start() == url  # also when the file of a former server is in the way
+    server.stop()
+    path.touch()
+    assert server.start() == url
+
+
+def test_celery_and_its_backend_use_the_socket(server, tmp_path):
+    settings = Settings.load(env={"REDIS_URL": server.start(), "RESULTS_DIR": str(tmp_path)}, cwd=tmp_path)
+    app = GPUFlow("socket", settings=settings)
+    sent = app.send_task("gpuflow.echo", kwargs={"spec": {"taskType": "echo", "echo": {"output": 1}}})
+    assert sent.state == "PENDING"
+    assert app.redis.exists(app.keys.task(sent.id))
+    app.close()
+
+
+def test_a_server_on_a_port_needs_the_password_and_hides_it(on_a_port):
+    server = on_a_port
     url = server.start()
     password = url.split(":")[2].split("@")[0]
     folder = state_of(server) / "embedded"
@@ -159,9 +186,8 @@ def test_data_survive_kill_9_of_the_server(durable):
     os.kill(pid, signal.SIGKILL)
     assert wait_gone(pid)
     assert EmbeddedServer.running(state_of(server)) is None
-    eventually(lambda: is_free(urlsplit(url).port), what="the port, which the last thread of the server holds")
     again = server.start()
-    assert again == url  # the same port and password, so workers come back by themselves
+    assert again == url  # so workers come back by themselves
     assert record(state_of(server))["pid"] != pid
     with connected(again) as client:
         assert client.dbsize() == 1000
@@ -266,10 +292,21 @@ def test_a_server_in_no_record_never_shares_its_data(tmp_path):
         assert psutil.pid_exists(pid)
 
 
-def test_a_taken_port_is_left_to_its_owner(server):
+def test_a_port_has_another_password_at_each_start(on_a_port):
+    first = on_a_port.start()
+    on_a_port.stop()
+    again = on_a_port.start()
+    assert urlsplit(first).password != urlsplit(again).password
+    former = first.replace(str(urlsplit(first).port), str(urlsplit(again).port))
+    with connected(former) as client, pytest.raises(redis.AuthenticationError):
+        client.ping()
+
+
+def test_a_taken_port_is_left_to_its_owner(on_a_port):
+    server = on_a_port
     first = server.start()
     server.stop()
-    port = int(first.rsplit(":", 1)[1].split("/")[0])
+    port = urlsplit(first).port
     folder = state_of(server) / "embedded"
     with socket.socket() as stranger:
         stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -277,9 +314,18 @@ def test_a_taken_port_is_left_to_its_owner(server):
         stranger.listen()
         (folder / "server.json").write_text(json.dumps({"pid": 4194000, "process_started": 1.0, "port": port}))
         second = server.start()
-    assert second != first
+    assert urlsplit(second).port != port
     with connected(second) as client:
         assert client.ping()
+
+
+def test_a_folder_that_is_not_ours_is_refused(tmp_path):
+    if os.geteuid():
+        pytest.skip("only root can give a folder away")
+    (tmp_path / "embedded").mkdir()
+    os.chown(tmp_path / "embedded", 65_534, 65_534)
+    with pytest.raises(BrokerUnavailable, match="no folder of this user"):
+        EmbeddedServer(tmp_path).start()
 
 
 def test_a_server_that_hangs_is_named_and_killed_at_stop(tmp_path):

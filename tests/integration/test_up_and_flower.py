@@ -58,3 +58,7 @@ def test_flower_starts_nothing_for_a_page_of_another_site(shell: Shell) -> None:
         # and the user gets in
         assert anyone.post(APPLY, content=TASK, auth=login).status_code == 200
     eventually(lambda: [row["state"] for row in shell.json("status")["tasks"]] == ["SUCCEEDED"], what="its end")
+    # and its page of the broker finds the queues on the server's socket
+    page = httpx.get(f"{address}/broker", auth=login, timeout=patient(30)).text
+    assert "server.sock" in page
+    assert "<td>tasks</td>" in page

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -53,7 +54,8 @@ class Broker:
         folder = self._stack.enter_context(memory_folder("broker", folder, free_mib=_BROKER_MIB))
         self.folder = folder
         self.data = folder / "embedded" / "data"
-        self.server = EmbeddedServer(folder)
+        # On a port of loopback, for proxies, and with one password, so that it comes back at its former address.
+        self.server = EmbeddedServer(folder, fixed_password=secrets.token_urlsafe(32))
         self.log_path = ServerFiles(folder).log
         keep_log(self)
         self.url = self.server.start()

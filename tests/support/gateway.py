@@ -44,7 +44,9 @@ class Gateway:
         keep_log(self)
         environment = {name: value for name, value in os.environ.items() if name != "GPUFLOW_WORKER_TOKEN"}
         environment |= {"RESULTS_DIR": str(self.root), "PYTHONUNBUFFERED": "1", **(env or {})}
-        if token is not None:
+        if token is None:
+            options = (*options, "--without-token")
+        else:
             environment["GPUFLOW_WORKER_TOKEN"] = token
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(

@@ -123,7 +123,7 @@ def test_a_form_that_is_cut_leaves_nothing(gateway: Gateway, task: str) -> None:
     parts = urlsplit(gateway.url)
     with socket.create_connection((str(parts.hostname), parts.port or 0), timeout=patient(30)) as line:
         line.sendall(
-            f"POST /api/v1/results/{task}/files HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
+            f"POST /api/v1/results/{task}/files HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
             "Content-Type: multipart/form-data; boundary=b\r\nContent-Length: 9000000\r\n\r\n"
             '--b\r\nContent-Disposition: form-data; name="f"; filename="f"\r\n\r\n'.encode()
             + bytes(4 * MIB)

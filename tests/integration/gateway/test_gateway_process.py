@@ -30,7 +30,7 @@ def begun_upload(gateway: Gateway, name: str, content: bytes, sent: int) -> Iter
     parts = urlsplit(gateway.url)
     with socket.create_connection((str(parts.hostname), parts.port or 0), timeout=patient(30)) as line:
         line.sendall(
-            f"POST /api/v1/results/t/files/{name} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
+            f"POST /api/v1/results/t/files/{name} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
             f"Repr-Digest: {repr_digest(digest(content))}\r\nUpload-Length: {len(content)}\r\nUpload-Offset: 0\r\n"
             f"Content-Length: {len(content)}\r\n\r\n".encode()
             + content[:sent]

@@ -108,7 +108,7 @@ def test_a_cut_upload_sends_no_byte_twice_that_has_arrived(gateway: Gateway, tas
         parts = urlsplit(proxy.url)
         with socket.create_connection((str(parts.hostname), parts.port or 0), timeout=patient(30)) as line:
             line.sendall(
-                f"POST /api/v1/results/{task}/files/f HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
+                f"POST /api/v1/results/{task}/files/f HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
                 f"Repr-Digest: {repr_digest(digest)}\r\nUpload-Length: {len(content)}\r\nUpload-Offset: 0\r\n"
                 f"Content-Length: {len(content)}\r\n\r\n".encode()
                 + content[: 6 * MIB]
@@ -309,7 +309,7 @@ def test_slow_clients_hold_up_nobody(gateway: Gateway, task: str, source: Path) 
     parts = urlsplit(gateway.url)
     lines = [socket.create_connection((str(parts.hostname), parts.port or 0), timeout=patient(30)) for _ in range(60)]
     try:
-        login = f"Host: x\r\nAuthorization: Bearer {TOKEN}\r\n"
+        login = f"Host: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
         for number, line in enumerate(lines):
             if number % 2:  # asks for the file, and reads none of it
                 line.sendall(f"GET /api/v1/results/{task}/files/f HTTP/1.1\r\n{login}\r\n".encode())

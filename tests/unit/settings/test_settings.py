@@ -59,6 +59,9 @@ DOCUMENTED = {
     "GPUFLOW_ALLOW_HOSTS": (),
     "GPUFLOW_CONTAINER_PRESETS": None,
     "GPUFLOW_EVENTS_MAX_BYTES": 16 << 20,
+    "GPUFLOW_GATEWAY_MAX_CONNECTIONS": 2048,
+    "GPUFLOW_GATEWAY_MAX_CONNECTIONS_PER_ADDRESS": 512,
+    "GPUFLOW_TRUSTED_PROXIES": (),
     "GPUFLOW_VALKEY_SERVER": None,
     "GPUFLOW_ALLOW_CODE": (),
     "GPUFLOW_ALLOW_SECRETS": (),
@@ -290,3 +293,10 @@ def test_a_size_is_given_with_its_unit_or_in_bytes(load, text, count):
 def test_a_size_that_is_none_is_named(load, text):
     with pytest.raises(InvalidSettings, match=r"GPUFLOW_MODEL_CACHE_MAX_BYTES.*give a size such as 200GB"):
         load(GPUFLOW_MODEL_CACHE_MAX_BYTES=text)
+
+
+@pytest.mark.parametrize("value", ["proxy.internal", "10.0.0.7/8", "0.0.0.0/0", "::/0"])
+def test_a_trusted_proxy_is_an_address_or_a_network(load, value):
+    with pytest.raises(InvalidSettings, match="GPUFLOW_TRUSTED_PROXIES"):
+        load(GPUFLOW_TRUSTED_PROXIES=value)
+    assert load(GPUFLOW_TRUSTED_PROXIES="10.0.0.7, fd00::/8").trusted_proxies == ("10.0.0.7", "fd00::/8")
