@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import logging
 import socket
-from typing import Final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
 
 import click
 
 from gpuflow.cli.errors import DONE, Terminated, bad_input, interrupted
+
+if TYPE_CHECKING:
+    import uvicorn
 
 _BACKLOG: Final = 2048
 
@@ -61,12 +65,24 @@ def gateway(host: str, port: int, max_file_bytes: int | None) -> int:
         with signals_interrupt():
             try:
                 line(f"gateway: http://{_shown(listener.getsockname())}")
-                uvicorn.Server(config).run(sockets=[listener])
+                _server(config, app.state.api.stop).run(sockets=[listener])
             except Terminated as error:
                 return interrupted(error)
             except KeyboardInterrupt:
                 return DONE
     return DONE
+
+
+def _server(config: uvicorn.Config, stop: Callable[[], None]) -> uvicorn.Server:
+    """Return a server that calls `stop` when it begins to end, so that streams without an end do not hold it."""
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            stop()
+            await super().shutdown(sockets)
+
+    return Server(config)
 
 
 def _resolve(host: str, port: int) -> tuple[int, tuple[str, int]]:

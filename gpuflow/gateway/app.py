@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gpuflow.gateway import problems
+from gpuflow.gateway.api import OF_RESULTS, Api
 from gpuflow.gateway.auth import Gatekeeper
 from gpuflow.gateway.files import ResultsFolder
 from gpuflow.gateway.metrics import metrics_router
@@ -46,6 +47,7 @@ def create_app(settings: Settings, *, limits: Limits | None = None) -> FastAPI:
             sweeping.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await sweeping
+            await api.aclose()
 
     app = FastAPI(
         title="gpuflow", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
@@ -53,14 +55,15 @@ def create_app(settings: Settings, *, limits: Limits | None = None) -> FastAPI:
     problems.install(app)
     app.add_middleware(_Stopping)
 
-    @app.get("/healthz")
+    @app.get("/healthz", summary="Whether it answers")
     async def healthz() -> dict[str, str]:
         """Say that the gateway answers."""
         return {"status": "ok"}
 
     gatekeeper = Gatekeeper(settings)
-    app.include_router(results_router(folder, uploads, gatekeeper))
-    app.include_router(metrics_router(settings, gatekeeper))
+    app.include_router(results_router(folder, uploads, gatekeeper), responses=OF_RESULTS)
+    app.include_router(metrics_router(settings, gatekeeper), responses=OF_RESULTS)
+    app.state.api = api = Api(app, settings, gatekeeper)
     return app
 
 

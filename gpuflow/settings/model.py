@@ -122,6 +122,7 @@ class Settings(BaseModel):
         "GPUFLOW_DOWNLOAD_MAX_BYTES", "512GiB", "a size such as 100GiB, or bytes"
     )
     gateway_max_uploads: PositiveCount = _setting("GPUFLOW_GATEWAY_MAX_UPLOADS", 256, "a count from 1 up")
+    gateway_max_streams: PositiveCount = _setting("GPUFLOW_GATEWAY_MAX_STREAMS", 2000, "a count from 1 up")
     retention_days: Annotated[float, Field(gt=0, allow_inf_nan=False)] = _setting(
         "GPUFLOW_RETENTION_DAYS", 30, "days, such as 30"
     )
