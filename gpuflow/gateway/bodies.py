@@ -72,7 +72,9 @@ async def model_of(request: Request, model: type[M], *, max_bytes: int = 1 << 20
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise Problem(422, "invalid-body", "the body has mistakes; `errors` lists them", errors=mistakes(error)) from None
+        raise Problem(
+            422, "invalid-body", "the body has mistakes; `errors` lists them", errors=mistakes(error)
+        ) from None
 
 
 def mistakes(error: ValidationError) -> list[dict[str, str]]:
@@ -109,7 +111,9 @@ def idempotency_key(request: Request) -> str | None:
     if key is None:
         return None
     if not _KEY.fullmatch(key):
-        raise Problem(400, "bad-key", "Idempotency-Key takes 1 to 255 visible characters of ASCII; a UUID is a good one")
+        raise Problem(
+            400, "bad-key", "Idempotency-Key takes 1 to 255 visible characters of ASCII; a UUID is a good one"
+        )
     return key
 
 
@@ -132,4 +136,3 @@ def other_body(key: str) -> Problem:
 
 def _plain(value: Any) -> str:
     return whole_text(json.dumps(value, sort_keys=True, default=str))
-

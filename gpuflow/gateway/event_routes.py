@@ -166,5 +166,3 @@ def _as_sse(event: LoggedEvent) -> bytes:
 
 def _end(id: str, state: str) -> bytes:
     return f"event: end\ndata: {json.dumps({'source': id, 'state': state})}\n\n".encode()
-
-

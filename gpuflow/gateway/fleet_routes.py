@@ -22,9 +22,8 @@ from gpuflow.gateway.fleet_calls import Calls
 from gpuflow.gateway.pipelines import submit_template
 from gpuflow.gateway.problems import Problem
 from gpuflow.gateway.shapes import QueueList, QueueSubmit, Submitted, WorkerList, WorkerShape
-from gpuflow.gateway.tasks import KEY_HEADER, RecordId, is_id
+from gpuflow.gateway.tasks import KEY_HEADER, RecordId, is_id, submitted, told
 from gpuflow.gateway.tasks import PREFIX as TASKS
-from gpuflow.gateway.tasks import submitted, told
 from gpuflow.spec import Template, parse
 from gpuflow.spec.presets import list_presets, load_preset
 
@@ -117,5 +116,3 @@ def _labelled(data: dict[str, Any], labels: Mapping[str, str]) -> dict[str, Any]
 def _with_labels(spec: Mapping[str, Any], labels: Mapping[str, str]) -> dict[str, Any]:
     resources = spec.get("resources") or {}
     return {**spec, "resources": {**resources, "labels": {**(resources.get("labels") or {}), **labels}}}
-
-

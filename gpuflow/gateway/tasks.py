@@ -135,7 +135,9 @@ def tasks_router(calls: Calls, gatekeeper: Gatekeeper) -> APIRouter:
     async def retry_task(id: RecordId) -> JSONResponse:
         """Queue a task again that has ended and has not succeeded."""
         if not await calls.run(lambda app: handle(app, id).retry()):
-            raise Problem(409, "nothing-to-retry", f"task {id} has not ended, or has succeeded; there is nothing to retry")
+            raise Problem(
+                409, "nothing-to-retry", f"task {id} has not ended, or has succeeded; there is nothing to retry"
+            )
         return JSONResponse({"id": id, "outcome": "queued"}, status_code=202)
 
     @router.get("/{id}/explain", response_model=ExplanationList, summary="Why it waits", responses=answers(404))
@@ -224,5 +226,3 @@ def _text_of(name: str, data: Any) -> str:
     if name in ("log", "worker"):
         return str(data.get("message") or data.get("line") or data.get("text") or "")
     return ""
-
-
