@@ -16,6 +16,7 @@ from gpuflow.gateway.event_routes import events_router
 from gpuflow.gateway.fleet_calls import Calls
 from gpuflow.gateway.fleet_routes import fleet_router
 from gpuflow.gateway.heads import Heads
+from gpuflow.gateway.openai_routes import openai_router
 from gpuflow.gateway.pipelines import pipelines_router
 from gpuflow.gateway.streams import Hub
 from gpuflow.gateway.tasks import tasks_router
@@ -36,6 +37,7 @@ class Api:
         app.include_router(pipelines_router(self.calls, gatekeeper))
         app.include_router(events_router(self.calls, self.hub, gatekeeper))
         app.include_router(fleet_router(self.calls, gatekeeper))
+        app.include_router(openai_router(settings, self.calls, self.hub, gatekeeper))
         app.add_middleware(Heads)
         documents.install(app, gatekeeper)
 
@@ -43,7 +45,7 @@ class Api:
         """Return the hub of event streams; made in the loop that serves."""
         if self._hub is None:
             self._hub = Hub(
-                lambda: self.calls.app.broker_address(),
+                lambda: self.calls.app.broker_address(),  # noqa: PLW0108  (the app is made when it is first needed)
                 Keys(self._settings.key_prefix),
                 most_readers=self._settings.gateway_max_streams,
             )

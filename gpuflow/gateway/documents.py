@@ -12,10 +12,12 @@ from typing import Any, Final
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from gpuflow import __version__
 from gpuflow.gateway.auth import Gatekeeper
+from gpuflow.gateway.openai_shapes import Chat, Completion, Embeddings
 from gpuflow.gateway.problems import MEDIA_TYPE
 from gpuflow.gateway.shapes import ProblemShape, QueueSubmit
 
@@ -41,6 +43,8 @@ _MEANINGS: Final = {
 }
 #: What any request with a token may be answered.
 COMMON: Final = (400, 401, 403, 429, 500, 503)
+#: Bodies that routes read by themselves.
+_READ: Final[tuple[type[BaseModel], ...]] = (QueueSubmit, Chat, Completion, Embeddings)
 _DESCRIPTION: Final = """
 The HTTP API of a gpuflow fleet. Send the token as `Authorization: Bearer TOKEN`. Errors are problem+json (RFC 9457);
 programs tell them apart by `type`.
@@ -64,6 +68,12 @@ def body(example: Any, *types: str, schema: dict[str, Any] | None = None) -> dic
     return {"requestBody": {"required": True, "content": content}}
 
 
+def body_of_model(model: type[BaseModel]) -> dict[str, Any]:
+    """Return the documentation of a JSON body that a route reads by itself as a model."""
+    schema = {"$ref": _REF.format(model=model.__name__)}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
 def install(app: FastAPI, gatekeeper: Gatekeeper) -> None:
     """Give the app its document. Called when every route is in place."""
 
@@ -72,7 +82,7 @@ def install(app: FastAPI, gatekeeper: Gatekeeper) -> None:
             made = get_openapi(title="gpuflow", version=__version__, description=_DESCRIPTION, routes=app.routes)
             components = made.setdefault("components", {})
             _, extra = models_json_schema(
-                [(ProblemShape, "serialization"), (QueueSubmit, "validation")], ref_template=_REF
+                [(ProblemShape, "serialization"), *((model, "validation") for model in _READ)], ref_template=_REF
             )
             components.setdefault("schemas", {}).update(extra["$defs"])
             _without_fastapis_mistakes(made)

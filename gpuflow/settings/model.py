@@ -123,6 +123,9 @@ class Settings(BaseModel):
     )
     gateway_max_uploads: PositiveCount = _setting("GPUFLOW_GATEWAY_MAX_UPLOADS", 256, "a count from 1 up")
     gateway_max_streams: PositiveCount = _setting("GPUFLOW_GATEWAY_MAX_STREAMS", 2000, "a count from 1 up")
+    served_models: Names = _setting(
+        "GPUFLOW_SERVED_MODELS", (), "models separated by commas: name=preset, name=hub/id or name=/path on the workers"
+    )
     retention_days: Annotated[float, Field(gt=0, allow_inf_nan=False)] = _setting(
         "GPUFLOW_RETENTION_DAYS", 30, "days, such as 30"
     )
