@@ -38,7 +38,7 @@ _STREAM: Final[dict[int | str, dict[str, Any]]] = {
         "content": {
             "text/event-stream": {
                 "schema": {"type": "string"},
-                "example": 'id: 1732533600000-0\nevent: progress\ndata: {"source": "6f1d", "current": 3, "total": 60}\n\n',
+                "example": 'id: 1732533600000-0\nevent: progress\ndata: {"source": "6f1d", "current": 3}\n\n',
             }
         },
     },

@@ -1,4 +1,4 @@
-"""`/api/queue/submit`, `/api/workers` and `/api/queues`: shipped configurations by name, and what the fleet consists of.
+"""`/api/queue/submit`, `/api/workers` and `/api/queues`: shipped configurations by name, and the fleet.
 
 Called by HTTP alone; see `tasks`.
 """

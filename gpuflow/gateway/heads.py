@@ -14,6 +14,7 @@ class Heads:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass one request on."""
         if scope["type"] != "http" or scope["method"] != "HEAD" or scope["path"].startswith(PREFIX):
             await self._app(scope, receive, send)
             return

@@ -147,7 +147,7 @@ class TextForm:
         """Return one whole answer."""
         return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
 
-    def delta(self, index: int, text: str | None, reason: str | None, *, first: bool) -> dict[str, Any]:  # noqa: ARG002
+    def delta(self, index: int, text: str | None, reason: str | None, *, first: bool) -> dict[str, Any]:
         """Return one piece of an answer."""
         return {"index": index, "text": text or "", "logprobs": None, "finish_reason": reason}
 

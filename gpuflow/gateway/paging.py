@@ -34,7 +34,8 @@ def page(
 ) -> tuple[list[R], str | None]:
     """Return up to `limit` records that are `wanted`, and the cursor of the next page (None: there is none).
 
-    `index` is the sorted set of ids by time; `read` gives the records of ids in order. Raises Problem 400, redis errors.
+    `index` is the sorted set of ids by time; `read` gives the records of ids in order. Raises Problem 400, and
+    redis errors.
     """
     found: list[R] = []
     after = _decoded(cursor) if cursor else None

@@ -110,7 +110,7 @@ def pipelines_router(calls: Calls, gatekeeper: Gatekeeper) -> APIRouter:
         "/{id}/resume", status_code=202, response_model=Ended, summary="Run what is not done", responses=answers(404)
     )
     async def resume(id: RecordId) -> JSONResponse:
-        """Go on with a pipeline that has ended: `resumed`, `running` (it has not ended) or `succeeded` (all is done)."""
+        """Go on with a pipeline that has ended: `resumed`, `running` (not ended yet) or `succeeded` (all done)."""
         outcome = await calls.run(lambda app: run_of(app, id).resume())
         return JSONResponse({"id": id, "outcome": outcome}, status_code=202)
 

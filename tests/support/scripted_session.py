@@ -1,7 +1,8 @@
 """A session without a model: it speaks the protocol of docs/reference/sessions.md, and does what a prompt says.
 
 `echo X` answers X; `wait FILE` answers when there is such a file, or is aborted; `die` kills the process; `freeze`
-stops it; `sleep N` answers after N seconds; `spell X` tells X letter by letter; `length` is that of its secret; `log X` writes X to stderr; `cancelled`,
+stops it; `sleep N` answers after N seconds; `spell X` tells X letter by letter; `length` is that of its
+secret; `log X` writes X to stderr; `cancelled`,
 `garbage`, `closing` and `deaf` (it does not end) are what they say. Started as a task's own child it answers at once.
 It needs the standard library alone.
 """

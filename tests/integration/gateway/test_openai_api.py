@@ -100,7 +100,7 @@ def test_texts_become_vectors(client: openai.OpenAI, form: str) -> None:
 def test_models_are_listed_and_others_are_not_found(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["one", "two"]
     assert client.models.retrieve("one").id == "one"
-    with pytest.raises(openai.NotFoundError, match="GET|served"):
+    with pytest.raises(openai.NotFoundError, match="is not served"):
         client.models.retrieve("/models/one")
     with pytest.raises(openai.NotFoundError) as told:
         client.chat.completions.create(model="/etc/passwd", messages=says("x"))
