@@ -55,6 +55,7 @@ def create_app(settings: Settings, *, limits: Limits | None = None) -> FastAPI:
     problems.install(app)
     app.add_middleware(_Stopping)
 
+    @app.get("/health", include_in_schema=False)
     @app.get("/healthz", summary="Whether it answers")
     async def healthz() -> dict[str, str]:
         """Say that the gateway answers."""
