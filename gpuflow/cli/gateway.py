@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import socket
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final

@@ -42,8 +42,8 @@ def given_pair(certificate: Path, key: Path) -> Pair:
         context.load_cert_chain(certificate, key, password="")
     except (OSError, ValueError) as error:
         raise InvalidSettings(
-            f"--ssl-certfile {certificate} and --ssl-keyfile {key} cannot be used: {error}; give a PEM certificate with "
-            "its chain, and its key without a password"
+            f"--ssl-certfile {certificate} and --ssl-keyfile {key} cannot be used: {error}; give a PEM certificate "
+            "with its chain, and its key without a password"
         ) from None
     return Pair(certificate=certificate, key=key)
 

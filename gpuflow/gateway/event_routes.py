@@ -137,7 +137,7 @@ async def _events(calls: Calls, hub: Hub, id: str, look: _Look, last_id: str | N
                     for task in seen[2]:
                         reader.cursor.add(task)
                 ended = seen is not None and seen[1]
-                events = await reader.next(0 if ended else HEARTBEAT_SECONDS)
+                events = await (reader.rest() if ended else reader.next(HEARTBEAT_SECONDS))
                 fresh = [event for event in events if order_of(event.id) > after]
                 if fresh:
                     yield b"".join(map(_as_sse, fresh))

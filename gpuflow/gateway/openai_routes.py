@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from gpuflow.gateway.auth import Gatekeeper
 from gpuflow.gateway.bodies import model_of
@@ -179,13 +180,28 @@ class Told:
         return [(index, text[len(told) :])]
 
 
+class _Stream(StreamingResponse):
+    """The pieces of a call. Its task is let go of also when the client has left before the first piece."""
+
+    def __init__(self, task: TaskCall, pieces: AsyncIterator[bytes]) -> None:
+        super().__init__(pieces, media_type="text/event-stream", headers=_TOLD)
+        self._task = task
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send them."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._task.__aexit__()
+
+
 async def _generated(
     request: Request, shared: Shared, call: Sampled, spec: dict[str, Any], form: ChatForm | TextForm
 ) -> Response:
     if call.stream:
         task = TaskCall(shared, spec)
         await task.__aenter__()  # what the fleet refuses is a status, not an event of the stream
-        return StreamingResponse(_streamed(request, task, call, form), media_type="text/event-stream", headers=_TOLD)
+        return _Stream(task, _streamed(request, task, call, form))
     async with TaskCall(shared, spec) as task:
         try:
             async for _ in task.events(request):
@@ -214,24 +230,21 @@ async def _streamed(request: Request, task: TaskCall, call: Sampled, form: ChatF
         return found
 
     try:
-        try:
-            async for event in task.events(request):
-                for piece in pieces(told.take(event)):
-                    yield piece
-            result = await task.result()
-            for index, text, reason in _answers(result, call.n or 1):
-                for piece in pieces(told.rest(index, text)):
-                    yield piece
-                yield line([form.delta(index, None, reason, first=index not in begun)])
-            if with_usage:
-                yield line([], usage=result.get("usage"))
-            yield b"data: [DONE]\n\n"
-        except Problem as problem:
-            yield _line(error_of(problem))
-        except ClientLeft:
-            return
-    finally:
-        await task.__aexit__()
+        async for event in task.events(request):
+            for piece in pieces(told.take(event)):
+                yield piece
+        result = await task.result()
+        for index, text, reason in _answers(result, call.n or 1):
+            for piece in pieces(told.rest(index, text)):
+                yield piece
+            yield line([form.delta(index, None, reason, first=index not in begun)])
+        if with_usage:
+            yield line([], usage=result.get("usage"))
+        yield b"data: [DONE]\n\n"
+    except Problem as problem:
+        yield _line(error_of(problem))
+    except ClientLeft:
+        return
 
 
 def _answers(result: Mapping[str, Any], n: int) -> list[tuple[int, str, str]]:

@@ -76,6 +76,7 @@ class TaskCall:
     async def __aexit__(self, *_: object) -> None:
         if self._record is None and self.id:
             await asyncio.shield(asyncio.ensure_future(self._cancel()))
+            self.id = ""
 
     async def events(self, request: Request) -> AsyncIterator[LoggedEvent]:
         """Yield the events of the task to its end. Raises ClientLeft, Problem."""
@@ -85,7 +86,7 @@ class TaskCall:
                 ask = True
                 while True:
                     ended = ask and await self._has_ended()
-                    events = await reader.next(0 if ended else _LOOK_SECONDS)
+                    events = await (reader.rest() if ended else reader.next(_LOOK_SECONDS))
                     for event in events:
                         yield event
                     if ended and not events:

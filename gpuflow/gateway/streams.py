@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -106,7 +106,7 @@ class Hub:
     async def read(self, source: str, after: str) -> list[LoggedEvent]:
         """Return up to a page of older entries, from the broker. Raises redis errors."""
         entries = await self.client.xrange(self._keys.events(source), min=f"({after}", count=_PAGE)
-        return [as_event(source, id, fields) for id, fields in entries]
+        return _events(source, entries)
 
     @property
     def client(self) -> Any:
@@ -160,7 +160,18 @@ class Hub:
         pairs = list(answer.items()) if isinstance(answer, dict) else (answer or [])
         for key, entries in pairs:
             batch = entries[0] if entries and isinstance(entries[0], list) else entries
-            names[key].take([as_event(names[key].source, id, fields) for id, fields in batch])
+            names[key].take(_events(names[key].source, batch))
+
+
+def _events(source: str, entries: Sequence[tuple[str, Mapping[str, str]]]) -> list[LoggedEvent]:
+    """Return entries as events. One that cannot be read must not hold up those after it, nor other streams."""
+    found = []
+    for id, fields in entries:
+        try:
+            found.append(as_event(source, id, fields))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            found.append(LoggedEvent(id=id, source=source, name="unreadable", data={}))
+    return found
 
 
 class Reader:
@@ -184,6 +195,13 @@ class Reader:
         self._hub.readers -= 1
         for feed in self._feeds.values():
             self._hub.close(feed, self._more)
+
+    async def rest(self) -> list[LoggedEvent]:
+        """Return new events of what has ended, as the broker has them: the poller may not have read the last ones yet.
+
+        Raises redis errors, BrokerUnavailable.
+        """
+        return self.cursor.wait(0) if await self._gather(at_broker=True) else []
 
     async def next(self, timeout_seconds: float) -> list[LoggedEvent]:
         """Return new events, waiting up to `timeout_seconds`; an empty list also when the gateway stops.
@@ -209,12 +227,12 @@ class Reader:
         found = [event for source in positions for event in self._read.pop(source, [])]
         return sorted(found, key=lambda event: order_of(event.id))
 
-    async def _gather(self) -> bool:
+    async def _gather(self, *, at_broker: bool = False) -> bool:
         for source, position in list(self.cursor.positions.items()):
             feed = self._feeds.get(source)
             if feed is None:
                 feed = self._feeds[source] = await self._hub.open(source, self._more)
-            found = feed.after(position if "-" in position else f"{position}-0")
+            found = None if at_broker else feed.after(position if "-" in position else f"{position}-0")
             if found is None:
                 found = await self._hub.read(source, position)
             if found:
