@@ -51,6 +51,7 @@ def gateway(
     from gpuflow.settings import Settings
 
     try:
+        import cryptography  # noqa: F401
         import uvicorn
 
         from gpuflow.gateway.app import create_app
