@@ -65,7 +65,7 @@ def submit(
     warn_at_submit(app, template, fail_fast=fail_fast)
     if len(task_specs(template.stages[0], _no_upstream, _no_load)) > 1:
         raise InvalidTemplate(SPLIT)
-    template = _with_data(template, app, uploads)
+    template = with_data(template, app, uploads)
     (spec,) = task_specs(template.stages[0], _no_upstream, _no_load)
     who = owner if owner is not None else template.owner
     task_id = _new_id(who, idempotency_key)
@@ -78,8 +78,11 @@ def submit(
     return Task(task_id, app)
 
 
-def _with_data(template: Template, app: GPUFlow, uploads: bool) -> Template:
-    """Return the template with its local files and large inline data in the fleet's store. Sends nothing twice."""
+def with_data(template: Template, app: GPUFlow, uploads: bool) -> Template:
+    """Return the template with its local files and large inline data in the fleet's store. Sends nothing twice.
+
+    With `uploads` False local files are refused. Raises InvalidTemplate, ArtifactError.
+    """
 
     def store() -> Store | None:
         return data_store(app.settings, app.broker_address())
@@ -148,7 +151,7 @@ def submit_pipeline(
     app = app or default_app
     template = parse(source)
     warn_at_submit(app, template, fail_fast=fail_fast)
-    template = _with_data(template, app, uploads)
+    template = with_data(template, app, uploads)
     who = owner if owner is not None else template.owner
     pipeline_id = _new_id(who, idempotency_key)
     fields = new_pipeline_fields(name=template.name, owner=who, template=template.to_dict())

@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import click
 
 from gpuflow.cli.options import json_option
 
 if TYPE_CHECKING:
-    from gpuflow.celery_app import GPUFlow
     from gpuflow.fleet.registry import WorkerEntry
 
 _OFFLINE: Final = "OFFLINE"
@@ -29,9 +28,10 @@ def queues(merged: bool, as_json: bool) -> None:
     from gpuflow.cli import output
     from gpuflow.cli.session import connected
     from gpuflow.client import reachable
+    from gpuflow.fleet.queue_rows import queue_rows
 
     with connected() as app, reachable():
-        rows = [] if merged else queue_rows(app)
+        rows = [] if merged else queue_rows(app.redis, app.keys, app.settings.task_topic)
         counts = app.merger.store.counts()
     if as_json:
         output.emit_json(counts if merged else rows)
@@ -63,45 +63,6 @@ def merge_line(counts: Mapping[str, int]) -> str:
         f"{counts.get('batched', 0):,} batched, {counts.get('hit', 0):,} answered by earlier results); "
         f"saved {count('saved_generations', 'generation')} and {count('saved_tokens', 'token')}"
     )
-
-
-def queue_rows(app: GPUFlow) -> list[dict[str, Any]]:
-    """Return every queue with its requirement (None: a plain Celery queue), depth, running tasks and the workers that
-    may be counted on and take work.
-    """
-    from gpuflow.broker.leases import held_leases
-    from gpuflow.broker.priorities import list_keys, queue_of
-    from gpuflow.fleet.registry import Fleet
-    from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUE
-
-    fleet = Fleet(app.redis, app.keys)
-    registered = fleet.queues()
-    prefix = app.keys.prefix
-    workers = [worker for worker in fleet.workers() if worker.is_there and worker.takes_work]
-    serving = fleet.serving_classes(list(registered), workers)
-    running: Counter[str] = Counter()
-    lost: Counter[str] = Counter()  # they wait, but for a sweep
-    for list_key, is_live in held_leases(app.redis, app.keys):
-        (running if is_live else lost)[queue_of(list_key.removeprefix(prefix))] += 1
-    rows = []
-    for name in [*registered, CONTROL_QUEUE, NOTICE_QUEUE, app.settings.task_topic]:
-        pipe = app.redis.pipeline(transaction=False)
-        for key in list_keys([name]):
-            pipe.llen(f"{prefix}{key}")
-        rows.append(
-            {
-                "name": name,
-                "requirement": registered.get(name),
-                "waiting": sum(pipe.execute()) + lost[name],
-                "running": running[name],
-                "workers": [
-                    worker.id
-                    for worker in workers
-                    if name in worker.queues or worker.class_name in serving.get(name, ())
-                ],
-            }
-        )
-    return rows
 
 
 @click.group(invoke_without_command=True, short_help="List the workers; show, enable, disable or drain one.")

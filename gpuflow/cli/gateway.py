@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import socket
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
@@ -11,6 +13,9 @@ import click
 from gpuflow.cli.errors import DONE, Terminated, bad_input, interrupted
 
 if TYPE_CHECKING:
+    import uvicorn
+
+    from gpuflow.gateway.certificates import Pair
     from gpuflow.settings import Settings
 
 _BACKLOG: Final = 2048
@@ -23,8 +28,21 @@ _BACKLOG: Final = 2048
     "--max-file-bytes", type=click.IntRange(min=1), metavar="N", help="Largest file, over the setting (512 GiB)."
 )
 @click.option("--without-token", is_flag=True, help="On loopback: answer every program and user of this machine.")
-def gateway(host: str, port: int, max_file_bytes: int | None, without_token: bool) -> int:
-    """Serve the results of tasks over HTTP, until Ctrl-C.
+@click.option(
+    "--ssl-certfile", metavar="FILE", type=click.Path(path_type=Path), help="Certificate with its chain, PEM."
+)
+@click.option("--ssl-keyfile", metavar="FILE", type=click.Path(path_type=Path), help="Its key, PEM.")
+@click.option("--ssl", "self_signed", is_flag=True, help="TLS with a self-signed certificate, for development.")
+def gateway(
+    host: str,
+    port: int,
+    max_file_bytes: int | None,
+    without_token: bool,
+    ssl_certfile: Path | None,
+    ssl_keyfile: Path | None,
+    self_signed: bool,
+) -> int:
+    """Serve tasks, pipelines, results and /v1 over HTTP, until Ctrl-C.
 
     The token is GPUFLOW_WORKER_TOKEN, of 16 characters at least. Ctrl-C and SIGTERM let what comes in go on for
     GPUFLOW_GRACE_SEC; what is cut then can be gone on with.
@@ -36,6 +54,7 @@ def gateway(host: str, port: int, max_file_bytes: int | None, without_token: boo
     from gpuflow.settings import Settings
 
     try:
+        import cryptography  # noqa: F401
         import uvicorn
 
         from gpuflow.gateway.app import create_app
@@ -49,6 +68,7 @@ def gateway(host: str, port: int, max_file_bytes: int | None, without_token: boo
         settings = settings.model_copy(update={"gateway_max_file_bytes": max_file_bytes})
     family, address = _resolve(host, port)
     _check_token(settings, host, address[0], without_token=without_token)
+    pair = _pair(settings, host, ssl_certfile, ssl_keyfile, self_signed=self_signed)
     _log_to_stderr(settings)
     table = Connections(
         most=allow_files(settings.gateway_max_connections),
@@ -66,14 +86,16 @@ def gateway(host: str, port: int, max_file_bytes: int | None, without_token: boo
             access_log=False,
             server_header=False,
             proxy_headers=False,
+            ssl_certfile=pair.certificate if pair else None,
+            ssl_keyfile=pair.key if pair else None,
             timeout_graceful_shutdown=max(1, round(settings.grace_seconds)),
         )
         for name in ("uvicorn", "uvicorn.error"):
             mask_handlers(logging.getLogger(name))
         with signals_interrupt():
             try:
-                line(f"gateway: http://{_shown(listener.getsockname())}")
-                uvicorn.Server(config).run(sockets=[listener])
+                line(f"gateway: {'https' if pair else 'http'}://{_shown(listener.getsockname())}")
+                _server(config, app.state.api.stop).run(sockets=[listener])
             except Terminated as error:
                 return interrupted(error)
             except KeyboardInterrupt:
@@ -107,6 +129,38 @@ def _log_to_stderr(settings: Settings) -> None:
     logger = logging.getLogger("gpuflow")
     logger.addHandler(handler)
     logger.setLevel(settings.log_level)
+
+
+def _pair(
+    settings: Settings, host: str, certificate: Path | None, key: Path | None, *, self_signed: bool
+) -> Pair | None:
+    """Return the certificate to serve with, or None for plain HTTP. Raises click.UsageError, GPUFlowError."""
+    from gpuflow.cli.output import note
+    from gpuflow.gateway.certificates import development_pair, given_pair
+
+    if (certificate is None) != (key is None):
+        raise bad_input("--ssl-certfile and --ssl-keyfile go together; give both")
+    if certificate is not None and key is not None:
+        if self_signed:
+            raise bad_input("--ssl makes a certificate, and --ssl-certfile names one; give one of them")
+        return given_pair(certificate, key)
+    if not self_signed:
+        return None
+    pair = development_pair(settings.state_dir / "tls", host)
+    note(f"self-signed certificate: {pair.certificate}; clients trust it by SSL_CERT_FILE, or curl --cacert")
+    return pair
+
+
+def _server(config: uvicorn.Config, stop: Callable[[], None]) -> uvicorn.Server:
+    """Return a server that calls `stop` when it begins to end, so that streams without an end do not hold it."""
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            stop()
+            await super().shutdown(sockets)
+
+    return Server(config)
 
 
 def _resolve(host: str, port: int) -> tuple[int, tuple[str, int]]:

@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gpuflow.gateway import problems
+from gpuflow.gateway.api import OF_RESULTS, Api
 from gpuflow.gateway.auth import Gatekeeper
 from gpuflow.gateway.doors import Doors
 from gpuflow.gateway.files import ResultsFolder
@@ -49,6 +50,7 @@ def create_app(settings: Settings, *, limits: Limits | None = None, open_here: b
             sweeping.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await sweeping
+            await api.aclose()
 
     app = FastAPI(
         title="gpuflow", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
@@ -58,14 +60,16 @@ def create_app(settings: Settings, *, limits: Limits | None = None, open_here: b
     peers = Peers(settings.trusted_proxies)
     app.add_middleware(Doors, peers=peers, most_per_address=settings.gateway_max_connections_per_address)
 
-    @app.get("/healthz")
+    @app.get("/health", include_in_schema=False)
+    @app.get("/healthz", summary="Whether it answers")
     async def healthz() -> dict[str, str]:
         """Say that the gateway answers."""
         return {"status": "ok"}
 
     gatekeeper = Gatekeeper(settings, open_here=open_here)
-    app.include_router(results_router(folder, uploads, gatekeeper))
-    app.include_router(metrics_router(settings, gatekeeper))
+    app.include_router(results_router(folder, uploads, gatekeeper), responses=OF_RESULTS)
+    app.include_router(metrics_router(settings, gatekeeper), responses=OF_RESULTS)
+    app.state.api = api = Api(app, settings, gatekeeper)
     return app
 
 

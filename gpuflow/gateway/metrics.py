@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import redis
 from fastapi import APIRouter, Depends
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -69,7 +69,7 @@ def metrics_router(settings: Settings, gatekeeper: Gatekeeper) -> APIRouter:
         )
         registry.register(FleetCollector(client, Keys(settings.key_prefix)))
 
-    @router.get("/metrics")
+    @router.get("/metrics", response_class=PlainTextResponse, summary="What the fleet counts")
     def metrics() -> Response:
         """Return all metrics in Prometheus' text format."""
         if not settings.redis_url:

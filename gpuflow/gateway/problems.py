@@ -6,7 +6,7 @@ A problem names the cause and the mend in `detail`, never a token, and never a p
 from __future__ import annotations
 
 import errno
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Final
 
@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from gpuflow.logs import get_logger
+from gpuflow.protocol import whole_text
 
 MEDIA_TYPE: Final = "application/problem+json"
 #: What the `type` of a problem begins with; the client tells problems apart by what follows.
@@ -28,12 +29,23 @@ _log = get_logger(__name__)
 
 
 class Problem(Exception):
-    """An answer other than success: `kind` is a short name for programs, `detail` a line for people."""
+    """An answer other than success: `kind` is a short name for programs, `detail` a line for people.
 
-    def __init__(self, status: int, kind: str, detail: str, headers: Mapping[str, str] | None = None) -> None:
+    `errors` lists every mistake of a body, each as `{path, message}`.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        kind: str,
+        detail: str,
+        headers: Mapping[str, str] | None = None,
+        errors: Sequence[Mapping[str, str]] = (),
+    ) -> None:
         super().__init__(detail)
         self.status, self.kind, self.detail = status, kind, detail
         self.headers = dict(headers or {})
+        self.errors = [dict(error) for error in errors]
 
 
 def of_the_disk(error: OSError, name: str) -> Problem:
@@ -88,6 +100,7 @@ def answer(problem: Problem) -> JSONResponse:
         "type": f"{TYPE_PREFIX}{problem.kind}",
         "title": HTTPStatus(problem.status).phrase,
         "status": problem.status,
-        "detail": problem.detail,
+        "detail": whole_text(problem.detail),
+        **({"errors": problem.errors} if problem.errors else {}),
     }
     return JSONResponse(body, status_code=problem.status, headers=problem.headers, media_type=MEDIA_TYPE)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import redis
 
@@ -44,7 +44,7 @@ class EventLog:
     def read(self, source: str, after: str = "0", count: int = 1000) -> list[LoggedEvent]:
         """Return up to `count` events after the id `after`, without waiting."""
         entries = self.client.xrange(self.keys.events(source), min=f"({after}", count=count)
-        return [self._event(source, entry_id, fields) for entry_id, fields in entries]
+        return [as_event(source, entry_id, fields) for entry_id, fields in entries]
 
     def wait(self, positions: Mapping[str, str], timeout_seconds: float) -> list[LoggedEvent]:
         """Return new events of several sources, waiting up to `timeout_seconds` for the first.
@@ -58,8 +58,8 @@ class EventLog:
         found = []
         for key, entries in pairs:
             batch = entries[0] if entries and isinstance(entries[0], list) else entries
-            found += [self._event(names[key], entry_id, fields) for entry_id, fields in batch]
-        return sorted(found, key=lambda event: _order(event.id))
+            found += [as_event(names[key], entry_id, fields) for entry_id, fields in batch]
+        return sorted(found, key=lambda event: order_of(event.id))
 
     def append(self, source: str, data: Mapping[str, Any], maxlen: int) -> None:
         """Add one event (a mapping with the key `event`)."""
@@ -70,9 +70,13 @@ class EventLog:
             approximate=True,
         )
 
-    def _event(self, source: str, entry_id: str, fields: Mapping[str, str]) -> LoggedEvent:
-        data = json.loads(fields["event"])
-        return LoggedEvent(id=entry_id, source=source, name=str(data.pop("event", "log")), data=data)
+
+class EventReader(Protocol):
+    """Where a cursor gets its events from: the event log, or what somebody has read of it already."""
+
+    def wait(self, positions: Mapping[str, str], timeout_seconds: float) -> list[LoggedEvent]:
+        """Return events of the sources after their positions."""
+        ...
 
 
 class EventCursor:
@@ -82,12 +86,17 @@ class EventCursor:
     A run's final state is left out: its caller has one of its own.
     """
 
-    def __init__(self, log: EventLog, sources: Iterable[str]) -> None:
+    def __init__(self, log: EventReader, sources: Iterable[str]) -> None:
         self._log = log
         self._sources = set(sources)
         self._positions = dict.fromkeys(self._sources, "0")
         #: Run -> its callers among the sources: the key of the call, and the event with which it waited no more, or "".
         self._callers: dict[str, dict[str, tuple[str, str]]] = {}
+
+    @property
+    def positions(self) -> Mapping[str, str]:
+        """Each stream that is read, and the id after which it is read on."""
+        return self._positions
 
     def add(self, source: str) -> None:
         """Read another stream, too."""
@@ -101,7 +110,7 @@ class EventCursor:
         found = self._read(self._positions, timeout_seconds)
         if new := {run: self._positions[run] for run in self._callers if run not in known}:
             found += self._read(new, _AT_ONCE_SECONDS)
-        return sorted(found, key=lambda event: _order(event.id))
+        return sorted(found, key=lambda event: order_of(event.id))
 
     def _read(self, positions: Mapping[str, str], timeout_seconds: float) -> list[LoggedEvent]:
         found: list[LoggedEvent] = []
@@ -134,9 +143,16 @@ class EventCursor:
         return [
             replace(event, source=caller, data=data)
             for caller, (call, until) in self._callers.get(event.source, {}).items()
-            if child in (None, call) and not (until and _order(event.id) > _order(until))
+            if child in (None, call) and not (until and order_of(event.id) > order_of(until))
         ]
 
 
-def _order(event_id: str) -> tuple[int, ...]:
+def as_event(source: str, entry_id: str, fields: Mapping[str, str]) -> LoggedEvent:
+    """Return an entry of the stream of `source` as an event."""
+    data = json.loads(fields["event"])
+    return LoggedEvent(id=entry_id, source=source, name=str(data.pop("event", "log")), data=data)
+
+
+def order_of(event_id: str) -> tuple[int, ...]:
+    """Return what sorts stream ids by time."""
     return tuple(int(part) for part in event_id.split("-"))

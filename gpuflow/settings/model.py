@@ -136,6 +136,10 @@ class Settings(BaseModel):
     trusted_proxies: Names = _setting(
         "GPUFLOW_TRUSTED_PROXIES", (), "addresses or networks separated by commas, such as 10.0.0.7, 192.168.1.0/24"
     )
+    gateway_max_streams: PositiveCount = _setting("GPUFLOW_GATEWAY_MAX_STREAMS", 2000, "a count from 1 up")
+    served_models: Names = _setting(
+        "GPUFLOW_SERVED_MODELS", (), "models separated by commas: name=preset, name=hub/id or name=/path on the workers"
+    )
     retention_days: Annotated[float, Field(gt=0, allow_inf_nan=False)] = _setting(
         "GPUFLOW_RETENTION_DAYS", 30, "days, such as 30"
     )

@@ -75,7 +75,7 @@ class Gateway:
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], patient(_START_SECONDS))
         first = self.process.stdout.readline() if ready else ""
-        assert first.startswith("gateway: http://"), f"the gateway did not start: {self.log}"
+        assert first.startswith(("gateway: http://", "gateway: https://")), f"the gateway did not start: {self.log}"
         return first.removeprefix("gateway: ").strip()
 
     @property

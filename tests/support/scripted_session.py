@@ -1,7 +1,8 @@
 """A session without a model: it speaks the protocol of docs/reference/sessions.md, and does what a prompt says.
 
 `echo X` answers X; `wait FILE` answers when there is such a file, or is aborted; `die` kills the process; `freeze`
-stops it; `sleep N` answers after N seconds; `length` is that of its secret; `log X` writes X to stderr; `cancelled`,
+stops it; `sleep N` answers after N seconds; `spell X` tells X letter by letter; `length` is that of its
+secret; `log X` writes X to stderr; `cancelled`,
 `garbage`, `closing` and `deaf` (it does not end) are what they say. Started as a task's own child it answers at once.
 It needs the standard library alone.
 """
@@ -30,7 +31,10 @@ def say(event: str, id: str | None = None, **data: Any) -> None:
 
 def prompt_of(request: dict[str, Any]) -> str:
     items = (request["spec"].get("data") or {}).get("items") or [""]
-    return str(items[0])
+    first = items[0]
+    if isinstance(first, dict):  # a chat: the last message counts
+        first = first["messages"][-1]["content"]
+    return str(first)
 
 
 def answer(id: str | None, request: dict[str, Any], model: str, opened: dict[str, Any]) -> None:
@@ -62,10 +66,22 @@ def answer(id: str | None, request: dict[str, Any], model: str, opened: dict[str
                 say("finish", id, status="cancelled")
                 return
             time.sleep(0.01)
+    if word == "spell":
+        for letter in rest:
+            say("text_delta", id, delta=letter, request=0)
     if word == "length":
         rest = str(len(os.environ.get("TOKEN_OF_TEST", "")))
+    items: list[dict[str, Any]] = [{"index": 0, "input": prompt, "output": rest or word, "finish_reason": "stop"}]
+    if request["spec"].get("taskType") == "embedding":
+        texts = request["spec"]["data"]["items"]
+        items = [{"index": at, "input": text, "embedding": [float(at), 0.5]} for at, text in enumerate(texts)]
     value = {
-        "items": [{"index": 0, "input": prompt, "output": rest or word}],
+        "items": items,
+        "usage": {
+            "prompt_tokens": len(items) if "embedding" in items[0] else 5,
+            "completion_tokens": 2,
+            "total_tokens": 7,
+        },
         "model": model,
         "pid": os.getpid(),
         "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),

@@ -1,0 +1,118 @@
+"""`/api/queue/submit`, `/api/workers` and `/api/queues`: shipped configurations by name, and the fleet.
+
+Called by HTTP alone; see `tasks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Query, Request
+from fastapi.responses import JSONResponse
+
+from gpuflow.celery_app import GPUFlow
+from gpuflow.client import submit
+from gpuflow.fleet.queue_rows import queue_rows
+from gpuflow.fleet.registry import Fleet
+from gpuflow.gateway.auth import Gatekeeper
+from gpuflow.gateway.bodies import idempotency_key, model_of, other_body, same_work
+from gpuflow.gateway.documents import answers, body
+from gpuflow.gateway.fleet_calls import Calls
+from gpuflow.gateway.pipelines import submit_template
+from gpuflow.gateway.problems import Problem
+from gpuflow.gateway.shapes import QueueList, QueueSubmit, Submitted, WorkerList, WorkerShape
+from gpuflow.gateway.tasks import KEY_HEADER, RecordId, is_id, submitted, told
+from gpuflow.gateway.tasks import PREFIX as TASKS
+from gpuflow.spec import Template, parse
+from gpuflow.spec.presets import list_presets, load_preset
+
+_EXAMPLE = {"config_name": "quickstart", "target": "worker", "worker_labels": {"gpu_type": "a100*"}}
+
+
+def fleet_router(calls: Calls, gatekeeper: Gatekeeper) -> APIRouter:
+    """Return the routes of the fleet."""
+    router = APIRouter(prefix="/api", dependencies=[Depends(gatekeeper)], tags=["fleet"])
+
+    @router.post(
+        "/queue/submit",
+        status_code=201,
+        response_model=Submitted,
+        summary="Submit a shipped configuration",
+        responses=answers(404, 409, 413, 422),
+        openapi_extra={
+            **body(_EXAMPLE, "application/json", schema={"$ref": "#/components/schemas/QueueSubmit"}),
+            "parameters": [KEY_HEADER],
+        },
+    )
+    async def queue_submit(request: Request) -> Any:
+        """Submit a shipped pipeline by its name, for workers whose labels match."""
+        key, ask = idempotency_key(request), await model_of(request, QueueSubmit)
+        return await calls.run(lambda app: _submit(app, ask, key))
+
+    @router.get("/workers", response_model=WorkerList, summary="List workers", responses=answers())
+    async def workers(
+        everyone: Annotated[bool, Query(alias="all", description="Also those that have gone")] = False,
+    ) -> JSONResponse:
+        """List the workers that are there, with what they can do and what they run."""
+
+        def listed(app: GPUFlow) -> list[dict[str, Any]]:
+            known = Fleet(app.redis, app.keys).workers()
+            return [worker.public() for worker in known if everyone or str(worker.state) != "OFFLINE"]
+
+        return JSONResponse({"workers": await calls.run(listed)})
+
+    @router.get("/workers/{id}", response_model=WorkerShape, summary="Show a worker", responses=answers(404))
+    async def worker(id: RecordId) -> JSONResponse:
+        """Show all that is known of a worker."""
+        found = await calls.run(lambda app: Fleet(app.redis, app.keys).find(id)) if is_id(id) else None
+        if found is None:
+            raise Problem(404, "unknown", f"no worker {id[:100]!r}; GET /api/workers?all=true lists them")
+        return JSONResponse(found.public())
+
+    @router.get("/queues", response_model=QueueList, summary="List queues", responses=answers())
+    async def queues() -> JSONResponse:
+        """List the queues: what each asks for, what waits, what runs, and who serves it."""
+        rows = await calls.run(lambda app: queue_rows(app.redis, app.keys, app.settings.task_topic))
+        return JSONResponse({"queues": rows})
+
+    return router
+
+
+def _submit(app: GPUFlow, ask: QueueSubmit, key: str | None) -> dict[str, Any]:
+    if ask.target == "local":
+        found = [{"path": "target", "message": "a gateway runs nothing itself; use worker or auto, or `gpuflow run`"}]
+        raise Problem(422, "invalid-body", "target local cannot be had here; `errors` says why", errors=found)
+    names = list_presets("pipelines")
+    if ask.config_name not in names:
+        raise Problem(404, "unknown", f"no configuration {ask.config_name[:100]!r}; there are: {', '.join(names)}")
+    template = parse(_labelled(load_preset("pipelines", ask.config_name), ask.worker_labels))
+    if template.is_pipeline or any(stage.is_split for stage in template.stages):
+        return submit_template(app, template, key, fail_fast=False)
+    return _submit_task(app, template, key)
+
+
+def _submit_task(app: GPUFlow, template: Template, key: str | None) -> dict[str, Any]:
+    warnings = told(app, template, fail_fast=False)
+    task = submit(template, idempotency_key=key, uploads=False, app=app)
+    record = app.ledger.find(task.id) if key else None
+    if record is not None and not same_work(app, template, [record.spec]):
+        raise other_body(str(key))
+    return submitted(TASKS, task.id, "task", warnings)
+
+
+def _labelled(data: dict[str, Any], labels: Mapping[str, str]) -> dict[str, Any]:
+    """Return a shipped template that asks for workers with these labels, in each of its stages."""
+    if not labels:
+        return data
+    spec = _with_labels(data["spec"], labels)
+    for places in (spec.get("stages"), (spec.get("graph") or {}).get("nodes")):
+        for stage in places or ():
+            if "resources" in (stage.get("spec") or {}):
+                stage["spec"] = _with_labels(stage["spec"], labels)
+    return {**data, "spec": spec}
+
+
+def _with_labels(spec: Mapping[str, Any], labels: Mapping[str, str]) -> dict[str, Any]:
+    resources = spec.get("resources") or {}
+    return {**spec, "resources": {**resources, "labels": {**(resources.get("labels") or {}), **labels}}}

@@ -1,0 +1,280 @@
+"""`/v1` as OpenAI's clients know it: chat, completions, embeddings and models, as tasks of the fleet.
+
+A call becomes one task, which may be merged with others and is cancelled when its client leaves. Models are those of
+GPUFLOW_SERVED_MODELS; others are 404. Called by HTTP alone.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, Final
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from gpuflow.gateway.auth import Gatekeeper
+from gpuflow.gateway.bodies import model_of
+from gpuflow.gateway.documents import body_of_model
+from gpuflow.gateway.fleet_calls import Calls
+from gpuflow.gateway.openai_errors import OpenAIRoute, error_of
+from gpuflow.gateway.openai_shapes import Chat, Completion, Embeddings, Sampled
+from gpuflow.gateway.openai_tasks import ClientLeft, Shared, TaskCall
+from gpuflow.gateway.problems import Problem
+from gpuflow.gateway.streams import Hub
+from gpuflow.ledger.eventlog import LoggedEvent
+from gpuflow.settings import Settings
+from gpuflow.spec.presets import list_presets
+
+_MAX_BYTES: Final = 10 << 20
+_TOLD: Final = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+_ERROR: Final = {
+    "content": {"application/json": {"schema": {"type": "object", "properties": {"error": {"type": "object"}}}}}
+}
+_RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
+    status: {"description": text, **_ERROR}
+    for status, text in {
+        400: "The call cannot be read, asks for what no engine here has, or the model refused it.",
+        401: "There is no token, or it is not that of this gateway.",
+        403: "The gateway has no token and answers its own machine alone.",
+        404: "No such model is served.",
+        413: "The call is too large.",
+        429: "Too much at once; come again.",
+        500: "The task failed.",
+        503: "The broker is away, or the gateway stops.",
+    }.items()
+}
+
+
+def openai_router(settings: Settings, calls: Calls, hub: Callable[[], Hub], gatekeeper: Gatekeeper) -> APIRouter:
+    """Return the routes of `/v1`."""
+    router = APIRouter(
+        prefix="/v1", dependencies=[Depends(gatekeeper)], tags=["openai"], route_class=OpenAIRoute,
+        responses=_RESPONSES,
+    )  # fmt: skip
+    shared = Shared(calls=calls, hub=hub)
+    models = served(settings)
+
+    @router.get("/models", summary="List models")
+    async def list_models() -> dict[str, Any]:
+        """List the models that are served (GPUFLOW_SERVED_MODELS)."""
+        return {"object": "list", "data": [_model(name) for name in models]}
+
+    @router.get("/models/{name:path}", summary="Show a model")
+    async def show_model(name: str) -> dict[str, Any]:
+        """Show one model."""
+        _source(models, name)
+        return _model(name)
+
+    @router.post("/chat/completions", summary="Answer a chat", openapi_extra=body_of_model(Chat))
+    async def chat(request: Request) -> Response:
+        """Answer a chat, whole or as a stream of `data:` lines that ends with `[DONE]`."""
+        call = await model_of(request, Chat, max_bytes=_MAX_BYTES)
+        return await _generated(request, shared, call, _task(models, call, call.spec()), ChatForm())
+
+    @router.post("/completions", summary="Continue texts", openapi_extra=body_of_model(Completion))
+    async def completions(request: Request) -> Response:
+        """Continue one text or several."""
+        call = await model_of(request, Completion, max_bytes=_MAX_BYTES)
+        return await _generated(request, shared, call, _task(models, call, call.spec()), TextForm())
+
+    @router.post("/embeddings", summary="Make vectors of texts", openapi_extra=body_of_model(Embeddings))
+    async def embeddings(request: Request) -> Response:
+        """Make a vector of each text; as numbers, or base64 of float32."""
+        call = await model_of(request, Embeddings, max_bytes=_MAX_BYTES)
+        async with TaskCall(shared, _task(models, call, call.spec())) as task:
+            try:
+                async for _ in task.events(request):
+                    pass
+            except ClientLeft:
+                return Response(status_code=499)
+            result = await task.result()
+        data = []
+        for index, item in enumerate(result["items"]):
+            vector = item["embedding"]
+            if isinstance(vector, Mapping):
+                raise Problem(400, "too-many-texts", "these are too many texts for one call; send fewer at once")
+            told = vector if call.encoding_format == "float" else _packed(vector)
+            data.append({"object": "embedding", "index": index, "embedding": told})
+        used = int((result.get("usage") or {}).get("prompt_tokens", 0))
+        usage = {"prompt_tokens": used, "total_tokens": used}
+        return JSONResponse({"object": "list", "data": data, "model": call.model, "usage": usage})
+
+    return router
+
+
+def served(settings: Settings) -> dict[str, dict[str, str]]:
+    """Return the served models: name -> where the model comes from, as `model.source` of a task has it."""
+    presets = set(list_presets("models"))
+    found = {}
+    for entry in settings.served_models:
+        name, separator, place = entry.partition("=")
+        place = place if separator else name
+        kind = "local" if place.startswith("/") else "preset" if place in presets else "huggingface"
+        found[name] = {"type": kind, "identifier": place}
+    return found
+
+
+class ChatForm:
+    """How an answer of a chat is told."""
+
+    prefix = "chatcmpl-"
+    whole, piece = "chat.completion", "chat.completion.chunk"
+
+    def choice(self, index: int, text: str, reason: str) -> dict[str, Any]:
+        """Return one whole answer."""
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return {"index": index, "message": message, "logprobs": None, "finish_reason": reason}
+
+    def delta(self, index: int, text: str | None, reason: str | None, *, first: bool) -> dict[str, Any]:
+        """Return one piece of an answer."""
+        delta: dict[str, Any] = {"role": "assistant"} if first else {}
+        if text is not None:
+            delta["content"] = text
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+
+
+class TextForm:
+    """How a continued text is told."""
+
+    prefix = "cmpl-"
+    whole = piece = "text_completion"
+
+    def choice(self, index: int, text: str, reason: str) -> dict[str, Any]:
+        """Return one whole answer."""
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+
+    def delta(self, index: int, text: str | None, reason: str | None, *, first: bool) -> dict[str, Any]:
+        """Return one piece of an answer."""
+        return {"index": index, "text": text or "", "logprobs": None, "finish_reason": reason}
+
+
+class Told:
+    """What of each choice was told already, so that no text is told twice when an attempt begins anew."""
+
+    def __init__(self, n: int) -> None:
+        self._n = n
+        self._told: dict[int, str] = {}
+        self._seen: dict[int, str] = {}
+
+    def take(self, event: LoggedEvent) -> list[tuple[int, str]]:
+        """Return the new text of a choice that an event brings."""
+        if event.name == "state":
+            self._seen.clear()
+        if event.name != "text_delta":
+            return []
+        index = int(event.data.get("request") or 0) * self._n + int(event.data.get("sample") or 0)
+        self._seen[index] = self._seen.get(index, "") + str(event.data.get("delta") or "")
+        return self.rest(index, self._seen[index])
+
+    def rest(self, index: int, text: str) -> list[tuple[int, str]]:
+        """Return what of the text of a choice was not told yet; nothing where what was told is another text."""
+        told = self._told.get(index, "")
+        if not text.startswith(told) or text == told:
+            return []
+        self._told[index] = text
+        return [(index, text[len(told) :])]
+
+
+class _Stream(StreamingResponse):
+    """The pieces of a call. Its task is let go of also when the client has left before the first piece."""
+
+    def __init__(self, task: TaskCall, pieces: AsyncIterator[bytes]) -> None:
+        super().__init__(pieces, media_type="text/event-stream", headers=_TOLD)
+        self._task = task
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send them."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._task.__aexit__()
+
+
+async def _generated(
+    request: Request, shared: Shared, call: Sampled, spec: dict[str, Any], form: ChatForm | TextForm
+) -> Response:
+    if call.stream:
+        task = TaskCall(shared, spec)
+        await task.__aenter__()  # what the fleet refuses is a status, not an event of the stream
+        return _Stream(task, _streamed(request, task, call, form))
+    async with TaskCall(shared, spec) as task:
+        try:
+            async for _ in task.events(request):
+                pass
+        except ClientLeft:
+            return Response(status_code=499)
+        result = await task.result()
+    choices = [form.choice(*one) for one in _answers(result, call.n or 1)]
+    head = {"id": f"{form.prefix}{task.id}", "object": form.whole, "created": int(time.time()), "model": call.model}
+    return JSONResponse({**head, "choices": choices, "usage": result.get("usage")})
+
+
+async def _streamed(request: Request, task: TaskCall, call: Sampled, form: ChatForm | TextForm) -> AsyncIterator[bytes]:
+    head = {"id": f"{form.prefix}{task.id}", "object": form.piece, "created": int(time.time()), "model": call.model}
+    with_usage = call.stream_options is not None and call.stream_options.include_usage
+    told, begun = Told(call.n or 1), set[int]()
+
+    def line(choices: list[dict[str, Any]], **more: Any) -> bytes:
+        return _line({**head, "choices": choices, **({"usage": None} if with_usage else {}), **more})
+
+    def pieces(new: list[tuple[int, str]]) -> list[bytes]:
+        found = []
+        for index, text in new:
+            found.append(line([form.delta(index, text, None, first=index not in begun)]))
+            begun.add(index)
+        return found
+
+    try:
+        async for event in task.events(request):
+            for piece in pieces(told.take(event)):
+                yield piece
+        result = await task.result()
+        for index, text, reason in _answers(result, call.n or 1):
+            for piece in pieces(told.rest(index, text)):
+                yield piece
+            yield line([form.delta(index, None, reason, first=index not in begun)])
+        if with_usage:
+            yield line([], usage=result.get("usage"))
+        yield b"data: [DONE]\n\n"
+    except Problem as problem:
+        yield _line(error_of(problem))
+    except ClientLeft:
+        return
+
+
+def _answers(result: Mapping[str, Any], n: int) -> list[tuple[int, str, str]]:
+    found = []
+    for place, item in enumerate(result["items"]):
+        texts = item.get("outputs") or [item["output"]]
+        reasons = item.get("finish_reasons") or [item.get("finish_reason")] * len(texts)
+        for sample, (text, reason) in enumerate(zip(texts, reasons, strict=False)):
+            found.append((place * n + sample, str(text), str(reason or "stop")))
+    return found
+
+
+def _task(models: Mapping[str, Mapping[str, str]], call: Any, spec: dict[str, Any]) -> dict[str, Any]:
+    return {**spec, "model": {"source": dict(_source(models, call.model))}, "priority": call.priority}
+
+
+def _source(models: Mapping[str, Mapping[str, str]], name: str) -> Mapping[str, str]:
+    if name not in models:
+        served_here = ", ".join(models) or "none; set GPUFLOW_SERVED_MODELS where the gateway runs"
+        raise Problem(404, "model_not_found", f"the model {name[:100]!r} is not served here; there are: {served_here}")
+    return models[name]
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "gpuflow"}
+
+
+def _packed(vector: list[float]) -> str:
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode("ascii")
+
+
+def _line(data: Any) -> bytes:
+    return f"data: {json.dumps(data)}\n\n".encode()

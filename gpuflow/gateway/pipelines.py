@@ -1,0 +1,159 @@
+"""`/api/v1/pipelines`: submit, list, look, cancel and resume pipelines. Called by HTTP alone; see `tasks`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final
+
+from fastapi import APIRouter, Depends, Query, Request
+from fastapi.responses import JSONResponse
+
+from gpuflow.celery_app import GPUFlow
+from gpuflow.client import submit_pipeline
+from gpuflow.gateway.auth import Gatekeeper
+from gpuflow.gateway.bodies import idempotency_key, other_body, read_template, same_work, template_of
+from gpuflow.gateway.documents import answers, body
+from gpuflow.gateway.fleet_calls import Calls
+from gpuflow.gateway.paging import page
+from gpuflow.gateway.problems import Problem
+from gpuflow.gateway.shapes import Ended, PipelineDetail, PipelinePage, Submitted
+from gpuflow.gateway.tasks import (
+    KEY_HEADER,
+    TEMPLATE_TYPES,
+    Cursor,
+    FailFast,
+    Limit,
+    NameOf,
+    Owner,
+    RecordId,
+    is_id,
+    no_record,
+    submitted,
+    told,
+)
+from gpuflow.handles import PipelineRun
+from gpuflow.pipelines.records import PipelineRecord, PipelineState
+from gpuflow.spec import Template
+
+PREFIX: Final = "/api/v1/pipelines"
+_EXAMPLE: Final = {
+    "apiVersion": "gpuflow/v1",
+    "metadata": {"name": "two"},
+    "spec": {
+        "stages": [
+            {"name": "one", "spec": {"taskType": "echo", "echo": {"message": "hello"}}},
+            {"name": "two", "spec": {"taskType": "echo", "echo": {"message": "${one.result.message}"}}},
+        ]
+    },
+}
+
+
+def pipelines_router(calls: Calls, gatekeeper: Gatekeeper) -> APIRouter:
+    """Return the routes of pipelines."""
+    router = APIRouter(prefix=PREFIX, dependencies=[Depends(gatekeeper)], tags=["pipelines"])
+
+    @router.post(
+        "",
+        status_code=201,
+        response_model=Submitted,
+        summary="Submit a pipeline",
+        responses=answers(409, 413, 415, 422),
+        openapi_extra={**body(_EXAMPLE, *TEMPLATE_TYPES), "parameters": [KEY_HEADER]},
+    )
+    async def submit_one(request: Request, fail_fast: FailFast = False) -> Any:
+        """Submit a template with stages, or one task as a pipeline of one stage. Mistakes and keys as for tasks."""
+        key, text = idempotency_key(request), await template_of(request)
+        return await calls.run(lambda app: submit_template(app, read_template(text), key, fail_fast))
+
+    @router.get("", response_model=PipelinePage, summary="List pipelines", responses=answers())
+    async def list_pipelines(
+        limit: Limit = 50,
+        cursor: Cursor = None,
+        state: Annotated[PipelineState | None, Query(description="Only those in this state")] = None,
+        owner: Owner = None,
+        name: NameOf = None,
+        label: Annotated[
+            str | None, Query(max_length=300, description="Only those whose metadata.labels have it: team=nlp")
+        ] = None,
+    ) -> JSONResponse:
+        """List pipelines, the newest first; pages as those of tasks."""
+
+        def wanted(record: PipelineRecord) -> bool:
+            return (
+                (state is None or record.state is state)
+                and (owner is None or record.owner == owner)
+                and (name is None or record.name == name)
+                and (label is None or _has_label(record, label))
+            )
+
+        def listed(app: GPUFlow) -> dict[str, Any]:
+            def read(ids: Sequence[str]) -> list[PipelineRecord | None]:
+                return [app.pipelines.find(id) for id in ids]
+
+            found, after = page(app.redis, app.keys.pipelines, cursor, limit, read, wanted)
+            return {"pipelines": [_shown(record) for record in found], "next": after}
+
+        return JSONResponse(await calls.run(listed))
+
+    @router.get("/{id}", response_model=PipelineDetail, summary="Show a pipeline", responses=answers(404))
+    async def show(id: RecordId) -> JSONResponse:
+        """Show a pipeline with its stages and their tasks."""
+        return JSONResponse(await calls.run(lambda app: run_of(app, id).status()))
+
+    @router.delete("/{id}", response_model=Ended, summary="Cancel a pipeline", responses=answers(404))
+    async def cancel(id: RecordId) -> JSONResponse:
+        """Cancel all of a pipeline that has not ended."""
+        ended = await calls.run(lambda app: run_of(app, id).cancel())
+        return JSONResponse({"id": id, "outcome": "cancelled" if ended else "final"})
+
+    @router.post(
+        "/{id}/resume", status_code=202, response_model=Ended, summary="Run what is not done", responses=answers(404)
+    )
+    async def resume(id: RecordId) -> JSONResponse:
+        """Go on with a pipeline that has ended: `resumed`, `running` (not ended yet) or `succeeded` (all done)."""
+        outcome = await calls.run(lambda app: run_of(app, id).resume())
+        return JSONResponse({"id": id, "outcome": outcome}, status_code=202)
+
+    return router
+
+
+def submit_template(app: GPUFlow, template: Template, key: str | None, fail_fast: bool) -> dict[str, Any]:
+    """Submit a template as a pipeline. Raises Problem 409 for a key of other work, and the errors of a submit."""
+    warnings = told(app, template, fail_fast)
+    run = submit_pipeline(template, idempotency_key=key, uploads=False, app=app)
+    record = app.pipelines.find(run.id) if key else None
+    if record is not None:
+        stages = Template.from_dict(record.template)
+        specs = [stage.spec for stage in stages.stages]
+        same = record.name == template.name and stages.stage_names == template.stage_names
+        if not same or not same_work(app, template, specs):
+            raise other_body(str(key))
+    return submitted(PREFIX, run.id, "pipeline", warnings)
+
+
+def run_of(app: GPUFlow, id: str) -> PipelineRun:
+    """Return the handle of a pipeline. Raises Problem 404 where there is none."""
+    if not is_id(id) or app.pipelines.find(id) is None:
+        raise no_record("pipeline", id)
+    return PipelineRun(id, app)
+
+
+def _has_label(record: PipelineRecord, label: str) -> bool:
+    name, separator, value = label.partition("=")
+    if not name:
+        raise Problem(400, "bad-label", "label takes NAME=VALUE, or NAME for any value")
+    metadata = record.template.get("metadata")
+    labels = metadata.get("labels") if isinstance(metadata, Mapping) else None
+    return isinstance(labels, Mapping) and name in labels and (not separator or str(labels[name]) == value)
+
+
+def _shown(record: PipelineRecord) -> dict[str, Any]:
+    return {
+        "id": record.id,
+        "name": record.name,
+        "state": str(record.state),
+        "owner": record.owner,
+        "createdAt": record.created_at,
+        "finishedAt": record.finished_at,
+        "error": record.error,
+    }

@@ -1,0 +1,179 @@
+"""The shapes of what the HTTP API answers and takes, as its OpenAPI document shows them.
+
+Fields that are empty are left out of answers. Times are Unix seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+_ID = "6f1d4c1e-6a0b-5f0e-9b57-0f9f2f1f7f10"
+
+
+class Shape(BaseModel):
+    """What is answered."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class Mistake(BaseModel):
+    """One mistake of what was sent."""
+
+    path: str = Field(description="Where: spec.training.max_steps", examples=["spec.training.max_steps"])
+    message: str = Field(description="The cause, and what to write instead")
+
+
+class ProblemShape(BaseModel):
+    """An error, as RFC 9457 has it (application/problem+json)."""
+
+    type: str = Field(description="What programs tell problems apart by", examples=["urn:gpuflow:problem:unknown"])
+    title: str = Field(description="The phrase of the status", examples=["Not Found"])
+    status: int = Field(description="The HTTP status", examples=[404])
+    detail: str = Field(description="Cause and remedy, for people", examples=["no task 'x'"])
+    errors: list[Mistake] | None = Field(None, description="Every mistake of the body or the parameters")
+
+
+class TaskShape(Shape):
+    """One task."""
+
+    id: str = Field(examples=[_ID])
+    state: str = Field(description="docs/reference/states.md", examples=["RUNNING"])
+    queue: str | None = Field(None, examples=["gpu-40g-n1"])
+    name: str | None = None
+    owner: str | None = None
+    task_type: str | None = Field(None, alias="taskType", examples=["inference"])
+    attempt: int | None = Field(None, description="The current attempt; 0 before the first")
+    worker: str | None = None
+    pipeline: str | None = Field(None, description="Id of the pipeline that it belongs to")
+    stage: str | None = None
+    created_at: float | None = Field(None, alias="createdAt")
+    started_at: float | None = Field(None, alias="startedAt")
+    finished_at: float | None = Field(None, alias="finishedAt")
+    progress: dict[str, Any] | None = None
+    error: dict[str, Any] | None = None
+
+
+class TaskDetail(TaskShape):
+    """One task with its result and its attempts."""
+
+    result: Any = Field(None, description="Where it has succeeded; large fields are references {'$artifact': ...}")
+    attempts: list[dict[str, Any]] | None = Field(None, description="How each ended attempt went")
+
+
+class TaskPage(BaseModel):
+    """Tasks, the newest first."""
+
+    tasks: list[TaskShape]
+    next: str | None = Field(None, description="The `cursor` of the next page; null on the last")
+
+
+class Submitted(BaseModel):
+    """What was submitted."""
+
+    id: str = Field(examples=[_ID])
+    kind: Literal["task", "pipeline"]
+    url: str = Field(description="Where its state is", examples=[f"/api/v1/tasks/{_ID}"])
+    events: str = Field(description="Where its events are", examples=[f"/api/v1/tasks/{_ID}/events"])
+    warnings: list[str] = Field(description="What was not used, and what no live worker can run now")
+
+
+class Ended(BaseModel):
+    """What became of a cancel, a retry or a resume."""
+
+    id: str = Field(examples=[_ID])
+    outcome: str = Field(
+        description="cancelled, requested (its worker stops it now), final (it had ended before); queued; resumed, "
+        "running, succeeded",
+        examples=["cancelled"],
+    )
+
+
+class StageShape(Shape):
+    """One stage of a pipeline."""
+
+    name: str
+    state: str
+    depends_on: list[str] = Field(alias="dependsOn")
+    error: dict[str, Any] | None = None
+    tasks: list[TaskShape]
+
+
+class PipelineShape(Shape):
+    """One pipeline."""
+
+    id: str
+    name: str
+    state: str = Field(examples=["RUNNING"])
+    owner: str
+    created_at: float = Field(alias="createdAt")
+    finished_at: float | None = Field(None, alias="finishedAt")
+    error: dict[str, Any] | None = None
+
+
+class PipelineDetail(PipelineShape):
+    """One pipeline with its stages."""
+
+    stages: list[StageShape]
+
+
+class PipelinePage(BaseModel):
+    """Pipelines, the newest first."""
+
+    pipelines: list[PipelineShape]
+    next: str | None = Field(None, description="The `cursor` of the next page; null on the last")
+
+
+class QueueSubmit(BaseModel):
+    """A shipped configuration by name, for the fleet."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    config_name: str = Field(min_length=1, max_length=200, examples=["quickstart"])
+    target: Literal["worker", "auto", "local"] = Field(
+        "worker", description="worker and auto: the fleet. local is refused: a gateway runs nothing itself"
+    )
+    worker_labels: dict[str, str] = Field(
+        default_factory=dict, max_length=100, description="Globs against the labels of workers",
+        examples=[{"gpu_type": "a100*"}],
+    )  # fmt: skip
+
+
+class WorkerShape(Shape):
+    """One worker."""
+
+    id: str
+    state: str = Field(examples=["IDLE"])
+    enabled: bool
+    hostname: str
+    tasks: list[str]
+    queues: list[str]
+
+
+class WorkerList(BaseModel):
+    """The workers of the fleet, by id."""
+
+    workers: list[WorkerShape]
+
+
+class QueueShape(Shape):
+    """One queue."""
+
+    name: str
+    requirement: dict[str, Any] | None = Field(None, description="What its tasks ask for; null: plain Celery tasks")
+    waiting: int
+    running: int
+    workers: list[str] = Field(description="Ids of the workers that serve it")
+
+
+class QueueList(BaseModel):
+    """The queues of the fleet."""
+
+    queues: list[QueueShape]
+
+
+class ExplanationList(BaseModel):
+    """Why a task waits, or where it runs (docs/reference/explain.md)."""
+
+    explanations: list[dict[str, Any]]
