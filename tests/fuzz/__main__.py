@@ -79,7 +79,7 @@ def main() -> int:
         return _only(names[0], seed, given.only)
     figures = {name: Figures(reader=name) for name in names}
     jobs, began, shown = list(_jobs(names, seed, given.inputs)), time.monotonic(), 0.0
-    pool = ProcessPoolExecutor(given.processes, multiprocessing.get_context("spawn"), max_tasks_per_child=50)
+    pool = ProcessPoolExecutor(given.processes, multiprocessing.get_context("spawn"))
     with pool:
         for done in as_completed([pool.submit(run_part, job) for job in jobs]):
             if done.cancelled():

@@ -30,10 +30,15 @@ from tests.fuzz.reader import Reader
 
 #: It tells each malformed form, without a word of it.
 logging.getLogger("python_multipart").setLevel(logging.ERROR)
-_FORM = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a.bin"\r\nContent-Type: x/y\r\n\r\n12345\r\n--b--\r\n'
+_FORM = (
+    b'--b\r\nContent-Disposition: form-data; name="file"; filename="a.bin"\r\n'
+    b"Content-Type: x/y\r\n\r\n12345\r\n--b--\r\n"
+)
 _TWO = b'--b\r\nContent-Disposition: form-data; name="x"\r\n\r\ntext\r\n' + _FORM
-_PIECES = (b"--b", b"--b--", b"\r\n", b"\r\n\r\n", b"\r\n--b\r\n", b'filename="', b"filename*=UTF-8''%e2%82", b"; ", b"%22",
-           b"Content-Disposition: form-data", b"Content-Disposition: " + b"a" * 200, b": ", b"\r", b"boundary=")  # fmt: skip
+_PIECES = (
+    b"--b", b"--b--", b"\r\n", b"\r\n\r\n", b"\r\n--b\r\n", b'filename="', b"filename*=UTF-8''%e2%82", b"; ", b"%22",
+    b"Content-Disposition: form-data", b"Content-Disposition: " + b"a" * 200, b": ", b"\r", b"boundary=",
+)  # fmt: skip
 
 
 def _cut(data: bytes) -> list[bytes]:
@@ -90,7 +95,8 @@ class GatewayRequests(Reader):
     _SEEDS: tuple[Any, ...] = (
         {"method": "POST", "path": "/api/v1/results/t/files/a", "query": "", "headers": {}, "body": "12345"},
         {"method": "POST", "path": "/api/v1/results/t/files/a", "query": "",
-         "headers": {"Repr-Digest": repr_digest("0" * 64), "Upload-Length": "9", "Upload-Offset": "0"}, "body": "12345"},
+         "headers": {"Repr-Digest": repr_digest("0" * 64), "Upload-Length": "9", "Upload-Offset": "0"},
+         "body": "12345"},
         {"method": "HEAD", "path": "/api/v1/results/t/files/a", "query": "",
          "headers": {"Repr-Digest": repr_digest("1" * 64)}, "body": ""},
         {"method": "GET", "path": "/api/v1/results/t/files/kept.bin", "query": "",
@@ -110,13 +116,15 @@ class GatewayRequests(Reader):
         (results / "t" / "kept.bin").write_bytes(b"0123456789")
         self.app = create_app(Settings(results_dir=results, worker_token=self._TOKEN))
         self.loop = asyncio.new_event_loop()
-        self.sync = mock.patch("os.fsync", lambda descriptor: None)
+        self.sync = mock.patch("os.fsync", return_value=None)
         self.sync.start()
         self.count = 0
 
     def made_of(self) -> Mutator:
-        keys = ("method", "path", "query", "headers", "body", "Range", "If-None-Match", "Content-Length", "Upload-Offset",
-                "Upload-Length", "Repr-Digest", "If-Range", "Content-Type", "Origin", "Host", "Authorization")  # fmt: skip
+        keys = (
+            "method", "path", "query", "headers", "body", "Range", "If-None-Match", "Content-Length", "Upload-Offset",
+            "Upload-Length", "Repr-Digest", "If-Range", "Content-Type", "Origin", "Host", "Authorization",
+        )  # fmt: skip
         words = (
             *_PIECES,
             b"/../",
@@ -248,7 +256,7 @@ class HttpAnswers(Reader):
             results_dir=folder / "results", cache_dir=folder / "cache",
         )  # fmt: skip
         self.patches = [mock.patch.object(module, "connect", self._connect) for module in (http_store, http_download)]
-        self.patches.append(mock.patch("os.fsync", lambda descriptor: None))
+        self.patches.append(mock.patch("os.fsync", return_value=None))
         for patch in self.patches:
             patch.start()
 
@@ -278,10 +286,12 @@ class HttpAnswers(Reader):
             b"l" + answer("409 Conflict", problem, Content_Type="application/problem+json"),
             b"g" + answer("500 Oh", problem, Content_Type="application/problem+json", Content_Encoding="gzip"),
         )
-        words = (b"HTTP/1.1 ", b"HTTP/1.0 200\r\n", b"\r\n\r\n", b"Content-Length: 99999999999\r\n", b"Location: http://[",
-                 b"Location: //h:99999999/", b"Transfer-Encoding: chunked\r\n", b"5\r\n", b"ffffffffffffffff\r\n",
-                 b"Repr-Digest: sha-256=:", b"Content-Range: bytes ", b"Upload-Offset: ", b"301", b"304", b"100 Continue",
-                 one, b'"bytes": ', b'"name": ', b'"next": ', b"\r\n ")  # fmt: skip
+        words = (
+            b"HTTP/1.1 ", b"HTTP/1.0 200\r\n", b"\r\n\r\n", b"Content-Length: 99999999999\r\n", b"Location: http://[",
+            b"Location: //h:99999999/", b"Transfer-Encoding: chunked\r\n", b"5\r\n", b"ffffffffffffffff\r\n",
+            b"Repr-Digest: sha-256=:", b"Content-Range: bytes ", b"Upload-Offset: ", b"301", b"304", b"100 Continue",
+            one, b'"bytes": ', b'"name": ', b'"next": ', b"\r\n ",
+        )  # fmt: skip
         return Mutator(corpus, words=words, keys=("files", "next", "name", "bytes", "sha256", "type", "detail"))
 
     def make(self, rng: random.Random) -> bytes:

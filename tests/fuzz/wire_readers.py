@@ -1,4 +1,4 @@
-"""Readers of what comes over a pipe or from Redis: a child's lines, its result, messages, values that Celery carries."""
+"""Readers of what comes over a pipe or from Redis: a child's lines, its result, messages, Celery's values."""
 
 from __future__ import annotations
 
