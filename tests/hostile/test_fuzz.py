@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from kombu.utils.json import dumps, loads
 
 from executors.retrieval.prompting import cited_numbers
+from gpuflow.artifacts.http_store import fetch_http
 from gpuflow.artifacts.links import point
 from gpuflow.artifacts.store import fetch, open_store, shown_url
+from gpuflow.artifacts.throttle import Throttle
 from gpuflow.broker.calls import arguments, read_message, request_of
 from gpuflow.broker.wire import portable
 from gpuflow.errors import ArtifactError, InvalidTemplate
@@ -30,6 +32,7 @@ from gpuflow.settings import Settings
 from gpuflow.spec import canonical, parse, pick, resolve, resolve_env
 from gpuflow.spec.references import escape
 from gpuflow.spec.units import duration_seconds
+from gpuflow.terminal import log_value
 from tests.fuzz.campaign import Figures, run
 from tests.fuzz.mutation import as_json
 from tests.fuzz.reader import Reader
@@ -213,6 +216,25 @@ def test_an_address_that_is_none_is_refused_without_its_secrets(url: str, tmp_pa
         open_store(url, settings=ours)
     with pytest.raises(ArtifactError, match="is not a URL"):
         fetch(url, tmp_path / "f", settings=ours)
+
+
+def test_a_token_that_is_no_header_is_not_printed() -> None:
+    store = open_store("http://127.0.0.1:9/api/v1/results", settings=Settings(), token="hunter2-s\xe9cret")
+
+    with pytest.raises(ArtifactError, match="no header may have") as caught:
+        store.list("task-1")
+
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a%0aERROR%20forged", "a%1b%5b2J", "a%e2%80%ae"])
+def test_the_name_of_a_file_forges_no_line_of_an_error(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError) as caught:
+        fetch_http(
+            f"http://127.0.0.1:9/{name}", tmp_path / "f", settings=Settings(), throttle=Throttle(None), max_attempts=1
+        )
+
+    assert log_value(caught.value) == str(caught.value)
 
 
 @pytest.mark.parametrize("amount", [10**400, -(10**400), "9" * 400, float("nan"), float("inf")])
