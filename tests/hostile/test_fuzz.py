@@ -25,6 +25,7 @@ from gpuflow.broker.calls import arguments, read_message, request_of
 from gpuflow.broker.wire import portable
 from gpuflow.errors import ArtifactError, InvalidTemplate
 from gpuflow.ledger.eventlog import LoggedEvent
+from gpuflow.merge.completion import _stored
 from gpuflow.merge.keys import merge_key
 from gpuflow.progress_model import ProgressModel, progress_text
 from gpuflow.protocol import is_safe_id, parse_line
@@ -307,3 +308,8 @@ def test_a_link_that_cannot_take_its_name_leaves_nothing(tmp_path: Path) -> None
         point(tmp_path / "x", Path("attempt-1/x"))
 
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_a_stored_message_that_cannot_be_read_holds_up_nobody() -> None:
+    assert _stored("[]", "task-1") == _stored("{", "task-1") == _stored(None, "task-1") == {}
+    assert _stored(json.dumps(MESSAGE), "task-1")["headers"]["id"] == "task-1"
