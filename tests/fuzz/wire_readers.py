@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 import json
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -122,7 +124,8 @@ class ChildLines(Reader):
         return b"\n".join(lines)
 
     def read(self, data: bytes) -> None:
-        data = b"\n".join(data.split(b"\n", _MOST_LINES)[:_MOST_LINES])
+        ends = [found.start() for found in itertools.islice(re.finditer(rb"[\r\n]", data), _MOST_LINES)]
+        data = data[: ends[-1]] if len(ends) == _MOST_LINES else data
         ledger: Any = _Ledger()
         request = Request(task_id="task", task_type="echo", spec={}, output_dir=str(self.folder))
         child: Any = _Lived(data)

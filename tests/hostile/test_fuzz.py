@@ -29,10 +29,13 @@ from gpuflow.merge.completion import _stored
 from gpuflow.merge.keys import merge_key
 from gpuflow.progress_model import ProgressModel, progress_text
 from gpuflow.protocol import is_safe_id, parse_line
+from gpuflow.routing.queue_parsing import requirement_of
+from gpuflow.routing.session_names import session_name
 from gpuflow.settings import Settings
 from gpuflow.spec import canonical, parse, pick, resolve, resolve_env
 from gpuflow.spec.references import escape
 from gpuflow.spec.units import duration_seconds
+from gpuflow.spec.yaml_reader import scalar_value
 from gpuflow.terminal import log_value
 from tests.fuzz.campaign import Figures, run
 from tests.fuzz.mutation import as_json
@@ -313,3 +316,40 @@ def test_a_link_that_cannot_take_its_name_leaves_nothing(tmp_path: Path) -> None
 def test_a_stored_message_that_cannot_be_read_holds_up_nobody() -> None:
     assert _stored("[]", "task-1") == _stored("{", "task-1") == _stored(None, "task-1") == {}
     assert _stored(json.dumps(MESSAGE), "task-1")["headers"]["id"] == "task-1"
+
+
+def test_a_key_with_half_of_a_character(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(
+        '{"apiVersion": "gpuflow/v1", "metadata": {"labels": {"a\\ud800": "x"}}, "spec": {"taskType": "echo"}}'
+    )
+
+    with pytest.raises(InvalidTemplate, match="half of a character"):
+        parse(path)
+    with pytest.raises(InvalidTemplate, match="half of a character"):
+        parse({"taskType": "echo", "echo": {"a\ud800": 1}})
+
+
+@pytest.mark.parametrize("text", ["+.e1", ".e5", "-._e1"])
+def test_a_number_whose_only_digits_are_its_exponent_is_text(text: str) -> None:
+    assert scalar_value(text) == text
+
+
+def test_parameters_of_a_pipeline_that_no_stage_uses(tmp_path: Path) -> None:
+    stages = [{"name": name, "spec": {"taskType": "echo"}} for name in ("a", "b")]
+
+    template = parse({"apiVersion": "gpuflow/v1", "spec": {"parameters": {"x": 1}, "stages": stages}})
+
+    assert any("owner.name" in str(warning) for warning in template.warnings)
+
+
+@pytest.mark.parametrize("name", ["gpu-" + "9" * 5000 + "g", "gpu-x" + "1" * 5000])
+def test_the_name_of_a_queue_that_is_none(name: str) -> None:
+    assert requirement_of(name) is None
+
+
+@pytest.mark.parametrize("checkpoint", ["${env:CHECKPOINT}", None, {"load": {"path": "/x"}}])
+def test_the_session_of_a_call_whose_checkpoint_is_still_to_be_replaced(checkpoint: Any) -> None:
+    plain = session_name(CALL)
+
+    assert (session_name({**CALL, "checkpoint": checkpoint}) == plain) == (checkpoint is None)
