@@ -82,15 +82,14 @@ def main() -> int:
     pool = ProcessPoolExecutor(given.processes, multiprocessing.get_context("spawn"))
     with pool:
         for done in as_completed([pool.submit(run_part, job) for job in jobs]):
-            if done.cancelled():
-                continue
             part = done.result()
             figures[part.reader].add(part)
             for finding in part.findings:
                 print(f"{finding.kind} of {finding.reader!r}, input {finding.number}: {finding.detail[-_SHOWN:]}")
             now = time.monotonic()
             if given.seconds and now - began > given.seconds:
-                pool.shutdown(wait=False, cancel_futures=True)
+                pool.shutdown(cancel_futures=True)
+                break
             if now - shown > 10:
                 shown = now
                 count = sum(one.inputs for one in figures.values())
