@@ -11,20 +11,17 @@ way of their own to run several children.
 from __future__ import annotations
 
 import os
-import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from executors import cancellation
 from executors.base import MERGED, Executor, ExecutorError, plain, write_responses
 from executors.failures import classify
-from gpuflow.protocol import Emitter, Request
+from gpuflow.protocol import Emitter, Request, is_safe_id
 from gpuflow.spec.references import UnresolvedReference, resolve_env
-
-_SAFE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 Result = dict[str, Any]
 Run = Callable[[Request, Emitter], Result]
@@ -120,7 +117,7 @@ def children_of(request: Request) -> list[MergedChild]:
 
 def _child(entry: Any, request: Request, common: Mapping[str, Any]) -> MergedChild:
     child_id = entry.get("id") if isinstance(entry, Mapping) else None
-    if not isinstance(child_id, str) or not _SAFE_ID.fullmatch(child_id):
+    if not is_safe_id(child_id):
         raise ExecutorError("BadInput", f"an entry of {MERGED} has no usable id: letters, digits, '.', '_' and '-'")
     own, failure = entry.get("spec"), entry.get("error")
     places = {

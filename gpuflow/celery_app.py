@@ -7,15 +7,12 @@ too. Configuration is read when it is first needed, so that importing this modul
 
 from __future__ import annotations
 
-import base64
-import json
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any, Final
 
 import redis
 from celery import Celery, signals
-from celery.app.task import Context
 from celery.bin.base import CeleryOption
 from celery.utils import uuid
 from celery.utils.imports import symbol_by_name
@@ -23,7 +20,7 @@ from click import Choice
 from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
-from gpuflow.broker.calls import RECORDED_HEADER
+from gpuflow.broker.calls import RECORDED_HEADER, read_message, request_of
 from gpuflow.broker.connection import socket_url
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.priorities import DEFAULT_PRIORITY, PRIORITY_STEPS, SEPARATOR
@@ -180,13 +177,15 @@ class GPUFlow(Celery):  # type: ignore[misc]
         return not self.redis.exists(self.keys.celery_result(task_id))
 
     def _request_of(self, task_id: str) -> Any:
-        """Return the Celery request of a task's stored message, so that its chord can be counted."""
+        """Return the Celery request of a task's stored message, so that its chord can be counted.
+
+        None where there is no message, or none that can be read.
+        """
         raw = self.redis.hget(self.keys.task(task_id), "message")
-        if not raw:
+        try:
+            return request_of(read_message(str(raw))[0]) if raw else None
+        except ValueError:
             return None
-        message = json.loads(str(raw))
-        body = json.loads(base64.b64decode(message["body"]))
-        return Context(message["headers"], args=body[0], kwargs=body[1], **(body[2] or {}))
 
     def broker_address(self) -> str:
         """Return REDIS_URL, or the address of this user's running embedded server. Raises BrokerUnavailable."""

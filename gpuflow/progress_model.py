@@ -5,7 +5,6 @@ Used by the views in `gpuflow.progress`. It draws nothing and asks nobody.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol
@@ -19,6 +18,9 @@ METRICS: Final[Mapping[str, str]] = {
     "reward": "reward",
     "tokens_per_second": "tokens/s",
 }
+#: A number that is not below this is none that anybody counts; the arithmetic of views stays finite.
+_MOST: Final = 1e300
+_COUNT_DIGITS: Final = 10
 _FINAL: Final = frozenset({"SUCCEEDED", "FAILED", "CANCELLED", "DEAD", "SKIPPED"})
 
 ChangeKind = Literal["state", "progress", "message"]
@@ -162,7 +164,7 @@ class ProgressModel:
                 for stage in self.stages.values():
                     if not stage.final:
                         stage.recorded, stage.finished_at = "CANCELLED", event.at
-            resumed = int(event.data.get("epoch") or 1) > 1
+            resumed = _count(event.data.get("epoch")) > 1
             if self.state in _FINAL or resumed:
                 return Change(stage="", kind="state", text="pipeline resumed" if resumed else self._end_text(event))
         return None
@@ -211,7 +213,7 @@ class ProgressModel:
             task.current, task.total, task.metrics = 0, None, {}
             if alone:
                 stage.started_at = event.at
-            attempt = int(event.data.get("attempt") or 1)
+            attempt = _count(event.data.get("attempt"))
             again = f" again (attempt {attempt})" if attempt > 1 else ""
             worker = event.data.get("worker")
             return Change(stage=stage.name, kind="state", text=f"started{again}" + (f" on {worker}" if worker else ""))
@@ -237,9 +239,16 @@ def _take_progress(task: TaskProgress, data: Mapping[str, Any]) -> None:
 
 
 def _number(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value)
+    return float(value) if abs(value) < _MOST else None
+
+
+def _count(value: object) -> int:
+    """Return a count of an event that a child may have written; 1 for what is none."""
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < _COUNT_DIGITS:
+        value = int(value)
+    return value if isinstance(value, int) and value > 0 else 1
 
 
 def _error_text(error: object) -> str:

@@ -59,6 +59,8 @@ _USER_TYPE: Final = re.compile(r"[a-z][a-z0-9_-]{0,62}(\.[a-z0-9_-]{1,63})+")
 #: How JSON names a half of a surrogate pair.
 _SURROGATE: Final = re.compile(r"\\u[dD][89a-fA-F]")
 _CHECKPOINT: Final = re.compile(r"checkpoint-([0-9]+)")
+#: An id that can name a folder.
+_SAFE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +142,11 @@ def is_user_type(task_type: object) -> bool:
     return isinstance(task_type, str) and len(task_type) <= 200 and _USER_TYPE.fullmatch(task_type) is not None
 
 
+def is_safe_id(value: object) -> bool:
+    """Say whether the id of a task can name its folder; a task with another one has no results on a disk."""
+    return isinstance(value, str) and _SAFE_ID.fullmatch(value) is not None
+
+
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints of a folder (`checkpoint-STEP/` with its marker), the lowest step first.
 
@@ -173,7 +180,7 @@ def parse_line(line: bytes | str, at: float | None = None) -> Event:
     text = text.rstrip("\r\n")
     when = time.time() if at is None else at
     try:
-        raw = read_json(text)
+        raw = read_json(text) if text.lstrip()[:1] == "{" else None
     except (ValueError, RecursionError):
         return Event(name="log", data={"message": text}, at=when)
     if not isinstance(raw, dict):

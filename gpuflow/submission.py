@@ -18,9 +18,8 @@ from gpuflow.broker.wire import portable
 from gpuflow.errors import InvalidTemplate
 from gpuflow.fleet.seen_fleet import SeenFleet
 from gpuflow.ledger.records import new_record_fields
-from gpuflow.merge.folders import SAFE_ID
 from gpuflow.merge.keys import MergeKey, merge_key, plain_key
-from gpuflow.protocol import whole_text
+from gpuflow.protocol import is_safe_id, whole_text
 from gpuflow.routing.affinity import hints
 from gpuflow.routing.families import task_of
 from gpuflow.routing.fit import match
@@ -131,7 +130,7 @@ def _note_call(app: GPUFlow, spec: Mapping[str, Any], owner: str, queue: str, he
         version=__version__,
         enabled=settings.enable_task_merge,
     )
-    if key is None or not SAFE_ID.fullmatch(header["id"]):
+    if key is None or not is_safe_id(header["id"]):
         return
     run_fields = {name: value for name, value in fields.items() if name not in ("pipeline", "stage", "spec")}
     stored = whole_text(json.dumps(key.spec, ensure_ascii=False))

@@ -26,6 +26,7 @@ _TAG: Final = re.compile(r"<(?=\s{0,20}/?\s{0,20}passages?\b)", re.IGNORECASE)
 _CONTROL: Final = re.compile(
     r"<(?=\|[^|<>\n]{1,60}\|>|/?s>|/?(?:start|end)_of_turn>|/?think>)|\[(?=/?(?:INST|SYSTEM_PROMPT|TOOL_CALLS)\])"
 )
+_NUMBER: Final = re.compile(r"\d{1,5}")
 _CITED: Final = re.compile(r"\[(\d{1,5}(?:\s*[,;]\s*\d{1,5}){0,50})\]")
 
 
@@ -80,7 +81,7 @@ def inert(text: str, tokens: Collection[str] = ()) -> str:
 
 def cited_numbers(answer: str, count: int) -> set[int]:
     """Return which of the passages 1 to `count` an answer names, as in [1] or [1, 3]."""
-    found = (int(number) for marks in _CITED.findall(answer) for number in re.split(r"\s*[,;]\s*", marks))
+    found = (int(number) for marks in _CITED.findall(answer) for number in _NUMBER.findall(marks))
     return {number for number in found if 1 <= number <= count}
 
 

@@ -22,6 +22,7 @@ from gpuflow.errors import ArtifactError
 from gpuflow.policy import connecting
 from gpuflow.policy.hosts import Hosts
 from gpuflow.settings import Settings
+from gpuflow.terminal import log_value
 
 T = TypeVar("T")
 
@@ -40,6 +41,7 @@ _PROBLEM: Final = "urn:gpuflow:problem:"
 _TRANSIENT_STATUS: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 _TRANSIENT_KINDS: Final = frozenset({"in-progress", "wrong-offset"})
 _MOST_SHOWN: Final = 300
+_ILLEGAL_HEADER: Final = "a header or the token holds a character that no header may have; correct it"
 
 
 class HttpFailure(Exception):
@@ -172,6 +174,7 @@ def persistently(action: Callable[[], T], position: Callable[[], int], max_attem
 @contextlib.contextmanager
 def http_errors(action: str, url: str, token: str | None) -> Iterator[None]:
     """Turn the trouble of the block into an ArtifactError; `action` begins its sentence ("a.bin cannot be stored")."""
+    action = log_value(action)  # with a name that somebody else has given
     try:
         yield
     except HttpFailure as error:
@@ -180,6 +183,8 @@ def http_errors(action: str, url: str, token: str | None) -> Iterator[None]:
         text = f"{action}: {_trouble(error, shown_url(url))}"
     except httpx.InvalidURL as error:
         text = f"{action}: {shown_url(url)} is not a URL ({error}); correct it"
+    except UnicodeEncodeError:
+        text = f"{action}: {_ILLEGAL_HEADER}"
     else:
         return
     # What a server says is not ours: it may repeat what it was sent.
@@ -199,7 +204,7 @@ def _trouble(error: httpx.HTTPError, url: str) -> str:
     if _is_certificate(error):
         return f"the certificate of {url} is not trusted; name its authority in SSL_CERT_FILE"
     if isinstance(error, httpx.LocalProtocolError) and "Illegal header" in str(error):
-        return "a header or the token holds a character that no header may have; correct it"
+        return _ILLEGAL_HEADER
     if isinstance(error, httpx.LocalProtocolError):
         return "the file changed while it was sent; store it when nobody writes to it"
     if isinstance(error, httpx.TimeoutException):

@@ -25,6 +25,7 @@ from gpuflow.artifacts.store import RESERVED_PREFIX
 from gpuflow.artifacts.throttle import BLOCK_BYTES
 from gpuflow.errors import ArtifactError
 from gpuflow.filelocks import try_lock
+from gpuflow.terminal import log_value
 
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 #: Bytes after which the disk is set to work: measured, twice to four times the rate of one fsync at the end.
@@ -238,7 +239,9 @@ def disk_errors(action: str) -> Iterator[None]:
             mend = "give this user the right to it"
         else:
             mend = "check that the folder is there and its disk is sound"
-        raise DiskTrouble(f"{action}: {error.strerror or type(error).__name__}; {mend}", error.errno) from error
+        raise DiskTrouble(
+            f"{log_value(action)}: {error.strerror or type(error).__name__}; {mend}", error.errno
+        ) from error
 
 
 def _start_flush(descriptor: int, start: int, end: int) -> None:

@@ -7,6 +7,7 @@ Called by the worker, the client and the gateway. The stores themselves live in 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,13 +130,20 @@ def _fault(name: str) -> str | None:
 
 def shown_url(url: str) -> str:
     """Return a URL for a message: without user, password, query and fragment, which may hold secrets."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # no URL at all, such as http://[x
+        scheme, mark, rest = re.split(r"[?#]", url, maxsplit=1)[0].rpartition("://")
+        return f"{scheme}{mark}{rest.rpartition('@')[2]}"
     return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
 
 
 def file_url_path(url: str) -> Path:
     """Return the path of a file: URL on this machine. Raises ArtifactError for another host or a relative path."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise ArtifactError(f"{shown_url(url)!r} is not a URL: {error}; use file:///an/absolute/path") from None
     if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
         raise ArtifactError(f"{shown_url(url)!r} names no path of this machine; use file:///an/absolute/path")
     path = unquote(parts.path)
@@ -221,7 +229,11 @@ def fetch(
 
 def _scheme(url: str, settings: Settings) -> str:
     """Return the scheme of a URL. Raises ArtifactError where it leads over the network and there is none to be used."""
-    scheme = urlsplit(url).scheme
+    try:
+        parts = urlsplit(url)
+        scheme, _ = parts.scheme, parts.port
+    except ValueError as error:
+        raise ArtifactError(f"{shown_url(url)!r} is not a URL: {error}; correct it") from None
     if settings.offline and scheme != "file":
         raise ArtifactError(
             f"{shown_url(url)!r} is not opened: gpuflow is offline here (GPUFLOW_OFFLINE); use a folder, file:///..."

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any, Final
 
+from celery.app.task import Context
 from kombu.utils.json import dumps
 
 #: Header of a run's message: it executes the calls that wait for it in Redis.
@@ -25,6 +26,8 @@ FETCH_HEADER: Final = "gpuflow_fetch"
 CALLER_PRIORITY: Final = 3
 #: What a message consists of; what else stands at the top of it are the hints of a demand queue.
 _PARTS: Final = frozenset({"body", "content-encoding", "content-type", "headers", "properties"})
+#: What the body of a message embeds beside its arguments: the tasks that follow on it.
+_EMBEDDED: Final = ("callbacks", "errbacks", "chain", "chord")
 #: Headers that tie a message to other tasks of its sender, or limit it.
 _OF_THE_CALLER: Final[Mapping[str, Any]] = {
     "eta": None,
@@ -82,16 +85,43 @@ def is_readable(message: Mapping[str, Any]) -> bool:
 
 def read_message(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a stored message, and the hints that stand before it. Raises ValueError for one that is none."""
-    whole = json.loads(text)
+    try:
+        whole = json.loads(text)
+    except RecursionError:
+        raise ValueError("the message nests too deep") from None
+    if not isinstance(whole, dict):
+        raise ValueError("the message is not a JSON object")
     message = {name: part for name, part in whole.items() if name in _PARTS}
+    properties = message.get("properties")
+    if not isinstance(message.get("headers"), dict) or not isinstance(properties, dict):
+        raise ValueError("the message lacks headers or properties")
+    if not isinstance(properties.get("delivery_info") or {}, dict):
+        raise ValueError("the delivery_info of the message is not a mapping")
     hints = {name: part for name, part in whole.items() if name not in _PARTS and name != "at"}
     return message, hints
 
 
 def arguments(message: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
-    """Return args, kwargs and what is embedded of a message's body."""
-    args, kwargs, embed = json.loads(base64.b64decode(message["body"]))
-    return args, kwargs, embed or {}
+    """Return args, kwargs and what is embedded of a message's body. Raises ValueError for a body that is none."""
+    body = message.get("body")
+    if not isinstance(body, str):
+        raise ValueError("the message has no body")
+    try:
+        found = json.loads(base64.b64decode(body))
+    except RecursionError:
+        raise ValueError("the body of the message nests too deep") from None
+    if not isinstance(found, list) or len(found) != 3 or not isinstance(found[0], list | tuple):
+        raise ValueError("the body of the message is not arguments, keywords and what is embedded")
+    args, kwargs, embed = found[0], found[1], found[2] or {}
+    if not isinstance(kwargs, dict) or not isinstance(embed, dict):
+        raise ValueError("the body of the message holds keywords or callbacks that are not a mapping")
+    return list(args), kwargs, {name: embed[name] for name in _EMBEDDED if name in embed}
+
+
+def request_of(message: Mapping[str, Any]) -> Context:
+    """Return the request that Celery would make of a message. Raises ValueError for a body that is none."""
+    args, kwargs, embed = arguments(message)
+    return Context(message["headers"], args=args, kwargs=kwargs, **embed)
 
 
 def hints_text(hints: Mapping[str, Any]) -> str:
@@ -113,5 +143,6 @@ __all__ = [
     "hints_text",
     "is_readable",
     "read_message",
+    "request_of",
     "run_message",
 ]

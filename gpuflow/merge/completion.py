@@ -15,13 +15,12 @@ import json
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Final
 
 from celery.app.task import Context
 from kombu.utils.json import dumps
 
-from gpuflow.broker.calls import arguments, control_message, hints_text, read_message, run_message
+from gpuflow.broker.calls import arguments, control_message, hints_text, read_message, request_of, run_message
 from gpuflow.broker.wire import portable
 from gpuflow.ledger.ledger import MAX_LOSSES
 from gpuflow.ledger.records import TaskRecord
@@ -55,21 +54,16 @@ class _Caller:
     id: str
     message: Mapping[str, Any]
 
-    @cached_property
-    def _call(self) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
-        return arguments(self.message)
-
     @property
     def request(self) -> Context:
         """The request that Celery would make of its message."""
-        args, kwargs, embed = self._call
-        return Context(self.message["headers"], args=args, kwargs=kwargs, **embed)
+        return request_of(self.message)
 
     @property
     def is_plain(self) -> bool:
         """Whether nothing follows on its success but a stored result, as far as its message can be read."""
         try:
-            _, kwargs, embed = self._call
+            _, kwargs, embed = arguments(self.message)
             spec = kwargs.get("spec") or {}
             return not any(embed.values()) and not spec.get("notify")
         except (ValueError, TypeError, KeyError, AttributeError):
@@ -159,7 +153,7 @@ class Merger:
         for caller_id in ids:
             pipe.hget(self.store.keys.task(caller_id), "message")
         return [
-            _Caller(id=caller_id, message=read_message(text)[0] if text else {})
+            _Caller(id=caller_id, message=_stored(text, caller_id))
             for caller_id, text in zip(ids, pipe.execute(), strict=True)
         ]
 
@@ -266,6 +260,17 @@ class Merger:
             self.store.add_counts(
                 {"saved_generations": saved, "saved_tokens": saved * (tokens if isinstance(tokens, int) else 0)}
             )
+
+
+def _stored(text: str | None, caller_id: str) -> dict[str, Any]:
+    """Return a caller's stored message; {} where there is none that can be read: it holds up no other caller."""
+    if not text:
+        return {}
+    try:
+        return read_message(text)[0]
+    except ValueError as error:
+        log.warning("message_not_readable", task=caller_id, cause=str(error))
+        return {}
 
 
 def _result_bytes(end: CallEnd) -> int:

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import shutil
 import uuid
 from pathlib import Path
 from typing import Final
 
+from gpuflow.artifacts.links import point
 from gpuflow.logs import get_logger
+from gpuflow.protocol import is_safe_id
 
 log = get_logger("gpuflow.merge")
 
 #: Folder of an attempt that has one folder for each of several calls.
 CHILDREN_FOLDER: Final = "children"
-#: An id that can name a folder (`worker.results`); a call with another one is not merged.
-SAFE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 #: Folders of an attempt that are no results.
 _WORKING_FOLDERS: Final = frozenset({"checkpoints", "work"})
 
@@ -34,7 +33,7 @@ def link_results(
     `single`: the run had no other call. None where they are not on this machine, or cannot be linked. May be done
     again.
     """
-    if not SAFE_ID.fullmatch(caller_id):
+    if not is_safe_id(caller_id):
         return None
     source = call_folder(results_dir, run_id, attempt, digest, single=single)
     root = results_dir / caller_id
@@ -46,7 +45,7 @@ def link_results(
         _link_tree(source, fresh)
         fresh.rename(target)
         for entry in sorted(target.iterdir()):
-            _point(root / entry.name, Path(target.name) / entry.name)
+            point(root / entry.name, Path(target.name) / entry.name)
         return target
     except (OSError, ValueError) as error:
         # Some mean that another thread was first: two may complete one run at once.
@@ -79,10 +78,3 @@ def _link_tree(source: Path, target: Path) -> None:
             _link_tree(entry, target / entry.name)
         else:
             os.link(entry, target / entry.name)
-
-
-def _point(link: Path, target: Path) -> None:
-    fresh = link.with_name(f".{link.name}.new-{uuid.uuid4().hex}")
-    fresh.unlink(missing_ok=True)
-    fresh.symlink_to(target)
-    fresh.replace(link)

@@ -107,15 +107,19 @@ def _may_merge(spec: Mapping[str, Any], wish: str) -> bool:
 
 def _is_deterministic(spec: Mapping[str, Any]) -> bool:
     """Whether two executions give the same answer: greedy, seeded, or no sampling at all."""
-    inference = spec.get("inference") or {}
     if spec["taskType"] == "embedding":
         return True
+    inference = spec.get("inference")
+    if not isinstance(inference, Mapping):  # text that the child replaces
+        return False
     return inference.get("temperature") == 0 or inference.get("seed") is not None
 
 
 def _reads_fixed(spec: Mapping[str, Any]) -> bool:
     """Whether what the call reads beside its model cannot change under its name."""
     search = spec.get("search") or {}
+    if not isinstance(search, Mapping):
+        return False
     if spec.get("qdrant") or search.get("index"):
         return False
     return _is_fixed(spec.get("data")) and _is_fixed(search.get("documents"))
@@ -136,12 +140,14 @@ def _is_fixed(data: Any) -> bool:
 
 def _normalised(call: Mapping[str, Any]) -> Any:
     plain = {name: value for name, value in call.items() if value not in (None, {}, [])}
-    if "inference" in plain or plain.get("taskType") in ("inference", "rag"):
-        plain["inference"] = _sampling(plain.get("inference") or {})
+    inference = plain.get("inference") or {}
+    if isinstance(inference, Mapping) and ("inference" in plain or plain.get("taskType") in ("inference", "rag")):
+        plain["inference"] = _sampling(inference)
     model = plain.get("model")
     if isinstance(model, Mapping):
         plain["model"] = _model(model)
-    if not (plain.get("parallel") or {}).get("enabled", True):
+    parallel = plain.get("parallel")
+    if isinstance(parallel, Mapping) and not parallel.get("enabled", True):
         plain.pop("parallel")
     return {name: value if name in _TEXTUAL else _numbers(value) for name, value in plain.items()}
 
@@ -180,13 +186,23 @@ def _digest(value: Mapping[str, Any]) -> str:
 
 
 def _tokens(call: Mapping[str, Any]) -> int:
-    data: Mapping[str, Any] = call.get("data") or {}
+    data = _mapping(call.get("data"))
     rows: list[Any] = next(
         (data[one] for one in ("items", "prompts", "messages") if isinstance(data.get(one), list)), []
     )
-    inference = {**SAMPLING_DEFAULTS, **(call.get("inference") or {})}
-    answers = max(1, len(rows)) * int(inference["max_tokens"]) * int(inference["n"])
+    inference = _mapping(call.get("inference"))
+    answers = max(1, len(rows)) * _amount(inference, "max_tokens") * _amount(inference, "n")
     return len(json.dumps(rows)) // _CHARACTERS_PER_TOKEN + (answers if call["taskType"] == "inference" else 0)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _amount(inference: Mapping[str, Any], name: str) -> int:
+    """Return a number of the sampling; the default for what is none, such as text that the child replaces."""
+    given = inference.get(name)
+    return int(given if isinstance(given, int | float) else SAMPLING_DEFAULTS[name])
 
 
 __all__ = ["MERGEABLE", "SAMPLING_DEFAULTS", "MergeKey", "merge_key", "plain_key"]

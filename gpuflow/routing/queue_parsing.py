@@ -25,6 +25,8 @@ _PART: Final = re.compile(
 
 def requirement_of(name: str) -> Requirement | None:
     """Return the requirement whose queue has this name; None for a name that is none, or that was cut and hashed."""
+    if len(name) > MAX_NAME_LENGTH:
+        return None
     host, _, labels = name.partition(".")
     kind, *parts = host.split("-")
     if kind not in ("cpu", "gpu") or (len(name) >= MAX_NAME_LENGTH and _HASH.search(name)):

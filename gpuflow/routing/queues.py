@@ -90,5 +90,7 @@ def _gigabytes(value: float) -> str:
 
 
 def _safe(text: str) -> str:
-    quoted = _UNSAFE.sub(lambda found: "".join(f"%{byte:02X}" for byte in found[0].encode()), text)
+    quoted = _UNSAFE.sub(
+        lambda found: "".join(f"%{byte:02X}" for byte in found[0].encode("utf-8", "surrogatepass")), text
+    )
     return quoted.translate(_GLOB_SPELLING)

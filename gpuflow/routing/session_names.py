@@ -39,7 +39,7 @@ def session_name(spec: Mapping[str, Any], asks: Sequence[str] = ()) -> str:
         spec.get("environment"),
         loaded,
         bool(model.get("adapters")),
-        (spec.get("checkpoint") or {}).get("load"),
+        _field(spec.get("checkpoint"), "load"),
         spec.get("env"),
         spec.get("secrets"),
         sorted(asks),
@@ -53,9 +53,14 @@ def _container_name(spec: Mapping[str, Any], asks: Sequence[str]) -> str:
     if not isinstance(section, Mapping) or section.get("request") is None:
         return ""
     started = {name: value for name, value in section.items() if name not in _OF_CONTAINER_REQUEST}
-    hardware = (spec.get("resources") or {}).get("hardware")
+    hardware = _field(spec.get("resources"), "hardware")
     parts = ["container", spec.get("environment"), started, spec.get("model"), spec.get("env"), spec.get("secrets")]
     return _digest([*parts, hardware, sorted(asks)])
+
+
+def _field(section: Any, name: str) -> Any:
+    """Return a field of a section; of one that is text still to be replaced, the text."""
+    return section.get(name) if isinstance(section, Mapping) else section
 
 
 def _digest(parts: Sequence[Any]) -> str:

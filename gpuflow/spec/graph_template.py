@@ -23,6 +23,8 @@ def render(template: Mapping[str, Any]) -> list[str]:
         listed = ", ".join(f"{label!r} has {length}" for label, length in lengths.items())
         raise ValueError(f"columns that are lists must be equally long, but {listed}")
     options = template.get("options") or {}
+    if not isinstance(options, Mapping):
+        raise ValueError("options must be a mapping with intro and closing")
     intro, closing = _lines(options.get("intro")), _lines(options.get("closing"))
     rows = next(iter(lengths.values()), 1)
     return [

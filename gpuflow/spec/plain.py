@@ -48,6 +48,11 @@ class _Copier:
             if not isinstance(key, str):
                 self._findings.add(path, f"has the key {show(key)}, which is not text; quote it")
                 continue
+            try:
+                key.encode()
+            except UnicodeEncodeError:
+                self._findings.add(path, "has a key with half of a character (an unpaired surrogate); write it whole")
+                continue
             done[str(key)] = self.copy(item, (*path, key))
         return done
 

@@ -22,6 +22,7 @@ _STEP: Final = re.compile(r"\.([A-Za-z_][A-Za-z0-9_-]*|\d{1,9})|\[(\d{1,9})\]")
 _STAGE: Final = re.compile(rf"({_NAME})((?:\.(?:[A-Za-z_][A-Za-z0-9_-]*|\d{{1,9}})|\[\d{{1,9}}\])+)")
 _ENV: Final = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]*)")
 _OPEN: Final = re.compile(r"(?<!\$)(\$+)\{([^{}\n]{0,300}\})?")
+_ANY_OPEN: Final = re.compile(r"(?<!\$)\$+\{")
 _ENV_OPEN: Final = re.compile(r"(?<!\$)(\$+)\{env:(?:([A-Za-z_][A-Za-z0-9_]*)\})?")
 
 
@@ -188,7 +189,7 @@ def shield(value: Any) -> Any:
 def escape(value: Any) -> Any:
     """Return data as template text that `resolve` (and then `resolve_env`) turns back into exactly that data."""
     if isinstance(value, str):
-        return re.sub(r"\$+\{", lambda found: f"${found[0]}", value)
+        return _ANY_OPEN.sub(lambda found: f"${found[0]}", value)
     if isinstance(value, Mapping):
         return {key: escape(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -97,7 +97,7 @@ def _mapped(
 def _canonical_path(path: Path, task_type: Any) -> str:
     """Return the path with a library's own name where an alias stands, as the canonical spec has it."""
     sections = {"lora": LORA, "inference": INFERENCE}
-    if task_type in TRAINING_SCHEMAS:
+    if isinstance(task_type, str) and task_type in TRAINING_SCHEMAS:
         sections["training"] = training_section(task_type)
     steps = list(path)
     if len(steps) > 1 and steps[0] in sections:

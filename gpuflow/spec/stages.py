@@ -212,7 +212,8 @@ def collect_references(value: Any, findings: Findings, *, foreign: bool) -> tupl
 def _warn_of_unused(base: dict[str, Any], base_at: Path, drafts: Mapping[str, Draft], findings: Findings) -> None:
     for section in USED_BY:
         if section in base and drafts and not any(section in draft.spec for draft in drafts.values()):
-            findings.warn((*base_at, section), f"is not used: no stage is of {one_of(sorted(USED_BY[section]))}")
+            used_by = one_of(sorted(USED_BY[section])) if USED_BY[section] else "a user's own type (owner.name)"
+            findings.warn((*base_at, section), f"is not used: no stage is of {used_by}")
 
 
 def _explicit(draft: Draft, drafts: Mapping[str, Draft], findings: Findings) -> list[str]:

@@ -51,6 +51,11 @@ class Frame:
     merges: list[tuple[Node, int]] = field(default_factory=list)
 
 
+def _has_half(text: str) -> bool:
+    """Whether a text holds half of a surrogate pair, which UTF-8 cannot."""
+    return not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text)
+
+
 class Tree:
     """Receives opens, scalars, aliases and closes; gives the root, and the line of every path."""
 
@@ -92,6 +97,9 @@ class Tree:
     def key(self, name: str, line: int) -> None:
         """Take the key of the next value; a repeated one is a mistake that names both lines."""
         top = self._stack[-1]
+        if _has_half(name):
+            self.mistake(top.path, line, "has a key with half of a character (an unpaired surrogate); write it whole")
+            name = ""
         first = top.key_lines.get(name)
         if first is not None and name != self._merge_key:
             self.mistake((*top.path, name), line, f"is given twice, in lines {first} and {line}; keep one of them")
@@ -108,7 +116,7 @@ class Tree:
         elif isinstance(value, int) and abs(value) >= MAX_INTEGER:
             self.mistake(path, line, f"is {show(value)}, too large a number; the limit is 64 bits")
             value = 0
-        elif isinstance(value, str) and not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
+        elif isinstance(value, str) and _has_half(value):
             self.mistake(path, line, "has half of a character (an unpaired surrogate); write the character itself")
             value = ""
         node = Node(data=value)

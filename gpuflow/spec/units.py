@@ -7,6 +7,8 @@ import re
 from typing import Any, Final
 
 _SECONDS: Final = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+#: Longer than any duration, in seconds.
+_MOST_SECONDS: Final = 1e15
 _PART: Final = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)\s*(ms|s|m|h|d|w)", re.I)
 _DURATION: Final = re.compile(rf"\s*(?:{_PART.pattern}\s*)+", re.I)
 _MEMORY: Final = re.compile(r"\s*(\d{1,12}(?:\.\d{1,6})?)\s*([kmgtp])(i?)b?\s*", re.I)
@@ -21,7 +23,7 @@ def duration_seconds(value: Any) -> float:
     """
     number = as_number(value)
     if number is not None:
-        if number < 0 or not math.isfinite(number):
+        if not 0 <= number <= _MOST_SECONDS:
             raise ValueError("is not a duration; give seconds, or text such as 90s, 2h or 1h30m")
         return float(number)
     if not isinstance(value, str) or not _DURATION.fullmatch(value):

@@ -87,7 +87,10 @@ def scalar_value(text: str) -> Any:
         except ValueError:
             return text
     if _FLOAT.fullmatch(text) and any(c.isdigit() for c in text):
-        return float(text.replace("_", ""))
+        try:
+            return float(text.replace("_", ""))
+        except ValueError:  # its only digits are those of the exponent
+            return text
     if _INFINITE.fullmatch(text):
         return float(text.replace(".", "", 1))
     return text

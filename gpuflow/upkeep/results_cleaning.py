@@ -22,12 +22,12 @@ from gpuflow.broker.keys import Keys
 from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
 from gpuflow.pipelines.records import PipelineState
+from gpuflow.protocol import is_safe_id
 from gpuflow.upkeep.retention import Listing, RecordView, Removal, TaskFolder, Upload, decide
 from gpuflow.upkeep.turns import turn
 
 log = get_logger("gpuflow.retention")
 
-_TASK_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _ATTEMPT: Final = re.compile(r"attempt-([0-9]{1,9})")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 #: The turns of those who clean.
@@ -146,7 +146,7 @@ def _view(fields: Sequence[str | None], seconds: int, *, needed: bool) -> Record
 
 def _task_folders(root: Path, *, deep: bool) -> Iterator[TaskFolder]:
     for item in _scan(root):
-        if _TASK_ID.fullmatch(item.name) and item.is_dir(follow_symlinks=False):
+        if is_safe_id(item.name) and item.is_dir(follow_symlinks=False):
             folder = _task_folder(Path(item.path), deep=deep)
             if folder is not None:
                 yield folder

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
 from pathlib import Path
 from typing import Final
 
+from gpuflow.artifacts.links import point
 from gpuflow.errors import ArtifactError
-from gpuflow.protocol import complete_checkpoints
+from gpuflow.protocol import complete_checkpoints, is_safe_id
 
 _ATTEMPT: Final = re.compile(r"attempt-(\d+)")
-_SAFE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 class ResultsFolder:
     """`<results_dir>/<task_id>/`. Raises ArtifactError for an id that is no plain name."""
 
     def __init__(self, results_dir: Path, task_id: str) -> None:
-        if not _SAFE_ID.fullmatch(task_id):
+        if not is_safe_id(task_id):
             raise ArtifactError(f"the task id {task_id!r} cannot name a folder; use letters, digits, '.', '_', '-'")
         self.root = results_dir / task_id
 
@@ -80,12 +79,7 @@ class ResultsFolder:
         """Point the top-level names at the committed attempt; each link appears by rename."""
         target = self.attempt_dir(number)
         for entry in sorted(target.iterdir()):
-            link = self.root / entry.name
-            fresh = self.root / f".{entry.name}.new"
-            with contextlib.suppress(FileNotFoundError):
-                fresh.unlink()
-            fresh.symlink_to(Path(target.name) / entry.name)
-            fresh.replace(link)
+            point(self.root / entry.name, Path(target.name) / entry.name)
 
 
 def attempt_and_step(checkpoint: Path) -> tuple[int, int]:

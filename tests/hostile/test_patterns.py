@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import pkgutil
@@ -18,9 +19,13 @@ from gpuflow import secrets
 from gpuflow.artifacts.tar_headers import check_pax
 from gpuflow.errors import ArtifactError
 
+#: Where the package that is tested lies, and beside it what children and workers run.
+ROOT = Path(gpuflow.__path__[0]).parent
+READ_ONLY = sorted(path for folder in ("executors", "tasks") for path in (ROOT / folder).rglob("*.py"))
 SMALL, LARGE = 2 << 10, 16 << 10
 #: A linear one takes 8 times as long, a quadratic one 64 times.
 MOST_TIMES = 28
+ONE_SHOT = tuple(f"re.{name}" for name in ("match", "fullmatch", "search", "sub", "split", "findall"))
 #: A time below this is one of the clock, in seconds.
 LEAST_SECONDS = 0.0005
 #: Pieces of which a text of an attacker is made, one after the other.
@@ -87,17 +92,39 @@ def patterns() -> dict[str, re.Pattern[Any]]:
         try:
             module = importlib.import_module(info.name)
         except (ImportError, ArtifactError):  # an extra that is not here
+            found |= written(source_of(info.name), info.name)
             continue
         for name, value in vars(module).items():
             if isinstance(value, re.Pattern):
                 found[f"{info.name}.{name}"] = value
+    for path in READ_ONLY:
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        found |= written(path.read_text("utf-8"), name)
     return found
+
+
+def written(source: str, module: str) -> dict[str, re.Pattern[Any]]:
+    """Return the expressions that stand in the text of a module, which is not imported."""
+    found: dict[str, re.Pattern[Any]] = {}
+    for statement in ast.parse(source).body:
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and isinstance(statement.value, ast.Call):
+            call = statement.value
+            if ast.unparse(call.func) == "re.compile":
+                target = statement.target if isinstance(statement, ast.AnnAssign) else statement.targets[0]
+                flags = [eval(ast.unparse(flag), {"re": re}) for flag in call.args[1:]]
+                found[f"{module}.{ast.unparse(target)}"] = re.compile(ast.literal_eval(call.args[0]), *flags)
+    return found
+
+
+def source_of(module: str) -> str:
+    place = ROOT.joinpath(*module.split("."))
+    return (place / "__init__.py" if place.is_dir() else place.with_suffix(".py")).read_text("utf-8")
 
 
 def is_searched(name: str) -> bool:
     """Say whether its module looks for an expression anywhere in a text, and not only at its beginning."""
     module, _, short = name.rpartition(".")
-    source = Path(str(importlib.import_module(module).__file__)).read_text("utf-8")
+    source = source_of(module)
     return any(f"{short}.{method}(" in source for method in ("search", "sub", "finditer", "findall", "split"))
 
 
@@ -123,6 +150,54 @@ def is_linear(action: Callable[[str], object], pieces: tuple[str, ...]) -> bool:
         if seconds(lambda: action(large), tries) < MOST_TIMES * taken:
             return True
     return False
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "executors.programs.lines._BAR",
+        "executors.sessions.core_log._ERROR",
+        "executors.retrieval.chunking._WORD",
+        "gpuflow.gateway.downloads._RANGE",
+        "gpuflow.artifacts.repr_digest._SHA256",
+    ],
+)
+def test_the_expressions_of_all_packages_are_found(name: str) -> None:
+    assert name in patterns()
+
+
+def test_none_is_missed() -> None:
+    """Each `re.compile` of children and tasks stands at the top of its module, as plain text."""
+    texts = {path: path.read_text("utf-8") for path in READ_ONLY}
+    missed = [str(path) for path, text in texts.items() if text.count("re.compile(") != len(written(text, "x"))]
+
+    assert missed == []
+
+
+@functools.cache
+def one_shots() -> list[tuple[str, str, Any]]:
+    """Return the expressions that are used where they are written: place, method, expression."""
+    found = []
+    for path in (*sorted((ROOT / "gpuflow").rglob("*.py")), *READ_ONLY):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if (
+                isinstance(node, ast.Call)
+                and ast.unparse(node.func) in ONE_SHOT
+                and isinstance(node.args[0], ast.Constant)
+            ):
+                place = f"{path.relative_to(ROOT)}:{node.lineno}"
+                found.append((place, ast.unparse(node.func).removeprefix("re."), node.args[0].value))
+    return found
+
+
+@pytest.mark.parametrize(("place", "method", "text"), one_shots(), ids=lambda value: str(value)[:60])
+def test_an_expression_that_is_used_where_it_is_written_is_linear(place: str, method: str, text: Any) -> None:
+    def use(given: str) -> None:
+        subject: Any = given.encode("utf-8", "surrogatepass") if isinstance(text, bytes) else given
+        arguments = (text[:0], subject) if method == "sub" else (subject,)
+        getattr(re, method)(text, *arguments)
+
+    assert [pieces for pieces in PIECES if not is_linear(use, pieces)] == []
 
 
 @pytest.mark.parametrize("name", sorted(patterns()))

@@ -25,7 +25,7 @@ from gpuflow.spec.models_data import Data
 from gpuflow.spec.models_task import TaskSpec
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCS = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")] + sorted(
+DOCS = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted(
     (ROOT / "docs").rglob("*.md")
 )
 CODE = [path for folder in ("gpuflow", "tasks", "executors") for path in sorted((ROOT / folder).rglob("*.py"))]
