@@ -82,6 +82,7 @@ class ContainerEngine(Engine):
     def __init__(self, *, alone: bool = False) -> None:
         self._alone = alone
         self._turn = asyncio.Lock()
+        self._leaving = threading.Lock()
         self._lock = threading.Lock()
         self._asked: _Asked | None = None
         #: The request that its stderr is of: the same, and a little longer.
@@ -176,7 +177,12 @@ class ContainerEngine(Engine):
             while self._program.ended(_POLL_SECONDS) is None:
                 if time.monotonic() >= term_at:
                     stop(self._program, _TERM_SECONDS)
-        self._stack.close()
+        self._leave_nothing()
+
+    def _leave_nothing(self) -> None:
+        """Remove the container and what it was given; whoever comes second waits for the first."""
+        with self._leaving:
+            self._stack.close()
 
     # -- one request ------------------------------------------------------------------------------------------------
 
@@ -310,7 +316,7 @@ class ContainerEngine(Engine):
         with self._lock:
             asked, self._asked = self._asked, None
         self._gone = self._gone or self._how_it_ended(asked)
-        self._stack.close()
+        self._leave_nothing()
         self._is_over.set()
         if asked is not None and not asked.done.done():
             asked.done.set_exception(self._error_of(asked.heard) if self._alone else EngineDied(self._gone))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import pwd
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -58,6 +57,8 @@ def child_user(settings: Settings) -> ChildUser | None:
 
 @lru_cache(maxsize=8)
 def _found(name: str) -> ChildUser:
+    import pwd  # of Unix alone, and clients import this file
+
     try:
         entry = pwd.getpwnam(name)
     except KeyError:

@@ -260,7 +260,7 @@ class HttpAnswers(Reader):
         for patch in self.patches:
             patch.start()
 
-    def _connect(self, token: str | None) -> httpx.Client:
+    def _connect(self, token: str | None, hosts: Any = None) -> httpx.Client:
         return httpx.Client(transport=_Transport(self.answers), headers={"Authorization": f"Bearer {token}"})
 
     @staticmethod

@@ -44,7 +44,7 @@ from tests.fuzz.readers import READERS
 from tests.fuzz.wire_readers import Messages
 
 SEED = "in CI"
-INPUTS = 1000
+INPUTS = 500
 #: Inputs that are made in two sizes; a reader that is linear takes 8 times as long for the larger one.
 GROWN, SMALL, LARGE = 20, 4 << 10, 32 << 10
 MOST_TIMES, LEAST_SECONDS = 28, 0.001

@@ -150,7 +150,7 @@ def _end(process: psutil.Process) -> None:
         _, left = psutil.wait_procs([process], timeout=_STOP_SECONDS)
         for one in left:
             one.kill()
-        _, left = psutil.wait_procs(family, timeout=_STOP_SECONDS)
+        _, left = psutil.wait_procs([*left, *family], timeout=_STOP_SECONDS)
         for one in left:
             with contextlib.suppress(psutil.Error):
                 one.kill()
