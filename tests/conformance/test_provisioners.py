@@ -41,19 +41,24 @@ class Idle(LocalProcesses):
         return [sys.executable, "-c", "import time; time.sleep(600)"]
 
 
-@pytest.fixture(params=["local", "command"])
-def provisioner(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Provisioner]:
-    made: Provisioner
-    if request.param == "local":
-        made = Idle(Settings(state_dir=tmp_path), "redis://127.0.0.1:1/0")
-    else:
-        (tmp_path / "ended").mkdir()
-        program = tmp_path / "provider.py"
-        program.write_text(textwrap.dedent(PROVIDER))
-        made = CommandProvisioner([sys.executable, str(program), str(tmp_path)], tag="gpuflow")
+@pytest.fixture
+def idle(tmp_path: Path) -> Iterator[Idle]:
+    made = Idle(Settings(state_dir=tmp_path), "redis://127.0.0.1:1/0")
     yield made
-    for machine_id in made.machines():
-        made.terminate(machine_id)
+    for child in made._children:
+        child.kill()
+        child.wait()
+
+
+@pytest.fixture(params=["local", "command"])
+def provisioner(request: pytest.FixtureRequest, tmp_path: Path) -> Provisioner:
+    if request.param == "local":
+        made: Provisioner = request.getfixturevalue("idle")
+        return made
+    (tmp_path / "ended").mkdir()
+    program = tmp_path / "provider.py"
+    program.write_text(textwrap.dedent(PROVIDER))
+    return CommandProvisioner([sys.executable, str(program), str(tmp_path)], tag="gpuflow")
 
 
 def test_a_machine_comes_and_goes(provisioner: Provisioner) -> None:
@@ -101,25 +106,23 @@ def test_another_object_sees_the_same_machines(provisioner: Provisioner, tmp_pat
 # -- of each by itself -----------------------------------------------------------------------------------------------
 
 
-def test_a_process_that_died_is_no_machine(tmp_path: Path) -> None:
-    made = Idle(Settings(state_dir=tmp_path), "redis://127.0.0.1:1/0")
-    made.launch(Wanted(id="gpu-1", family="gpu"))
+def test_a_process_that_died_is_no_machine(idle: Idle, tmp_path: Path) -> None:
+    idle.launch(Wanted(id="gpu-1", family="gpu"))
     psutil.Process(json.loads((tmp_path / "machines" / "gpu-1.json").read_text())["pid"]).kill()
-    eventually(lambda: made.machines() == {}, within=5)
+    eventually(lambda: idle.machines() == {})
 
 
-def test_a_process_that_has_taken_the_number_is_left_alone(tmp_path: Path) -> None:
-    made = Idle(Settings(state_dir=tmp_path), "redis://127.0.0.1:1/0")
-    made.launch(Wanted(id="gpu-1", family="gpu"))
+def test_a_process_that_has_taken_the_number_is_left_alone(idle: Idle, tmp_path: Path) -> None:
+    idle.launch(Wanted(id="gpu-1", family="gpu"))
     path = tmp_path / "machines" / "gpu-1.json"
     record = json.loads(path.read_text())
     path.write_text(json.dumps({**record, "created": record["created"] - 100}))
-    assert made.machines() == {}
-    made.terminate("gpu-1")
+    assert idle.machines() == {}
+    idle.terminate("gpu-1")
     process = psutil.Process(record["pid"])
     assert process.is_running()
     process.kill()
-    eventually(lambda: made.machines() == {} and not process.is_running(), within=5)
+    eventually(lambda: idle.machines() == {} and not process.is_running())
 
 
 @pytest.mark.parametrize("machine_id", ["", "../evil", "a/b", "a b"])
