@@ -262,6 +262,8 @@ def test_images_and_paths_are_the_operators_to_allow(fleet: TestFleet, engine: F
     error = failed(fleet, spec(ENGINE, "lines", mounts=[f"{allowed}:/data"]))
     assert (error["type"], "GPUFLOW_CONTAINER_MOUNTS" in error["message"]) == ("ContainerRefused", True)
     local = {"source": {"type": "local", "identifier": "/etc"}}
+    assert failed(fleet, spec(ENGINE, "lines", model=local))["type"] == "NotAllowed"
+    local["source"]["identifier"] = str(tmp_path)  # which tasks may read, and no container may mount
     assert failed(fleet, spec(ENGINE, "lines", model=local))["type"] == "ContainerRefused"
     # And one whose operator allows some
     assert failed(fleet, spec("open", None, image="acme.evil.io/tool", **say))["type"] == "ContainerRefused"

@@ -50,7 +50,9 @@ def test_the_operators_pair_is_served_and_a_wrong_one_refused(tmp_path: Path) ->
     ):
         ended = subprocess.run(
             [sys.executable, "-c", "from gpuflow.cli import main; main()", "gateway", "--port", "0", *wrong],
-            env=with_our_packages({"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}),
+            env=with_our_packages(
+                {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "GPUFLOW_WORKER_TOKEN": "0123456789abcdef"}
+            ),
             cwd=tmp_path,
             capture_output=True,
             text=True,

@@ -395,13 +395,19 @@ def test_the_workers_token_goes_to_its_own_gateway_alone(listener: Any, tmp_path
     settings = Settings(worker_token=TOKEN, gateway_url=ours)  # type: ignore[arg-type]
     given = Settings(worker_token=TOKEN, gateway_url=via_us)  # type: ignore[arg-type]
 
-    for url, chosen in ((f"{ours}/x", settings), (f"{theirs}/x?key=hidden", settings), (f"{via_us}/x", given)):
+    name = "api/v1/results/task/files/x"
+    for url, chosen in (
+        (f"{ours}/{name}", settings),
+        (f"{ours}/x", settings),
+        (f"{theirs}/{name}?key=hidden", settings),
+        (f"{via_us}/{name}", given),
+    ):
         with pytest.raises(ArtifactError, match="you sent") as caught:
             fetch_http(url, tmp_path / "x", settings=chosen, throttle=Throttle(None), max_attempts=1)
         assert TOKEN not in str(caught.value)
         assert "hidden" not in str(caught.value)
 
-    assert [seen.get("authorization") for seen in seen_by_us] == [f"Bearer {TOKEN}"]
+    assert [seen.get("authorization") for seen in seen_by_us] == [f"Bearer {TOKEN}", None]
     assert [seen.get("authorization") for seen in seen_by_them] == [None, None]
 
 
