@@ -138,6 +138,12 @@ def files_as(user: ChildUser | None) -> Iterator[None]:
         libc.setfsgid(os.getegid())
 
 
+def owner_of(settings: Settings, folder: Path) -> ChildUser | None:
+    """Return the user of children if it was given this folder: that of a container's attempt stays the worker's."""
+    user = child_user(settings)
+    return user if user is not None and folder.stat().st_uid == user.uid else None
+
+
 def hand_over(settings: Settings, folder: Path) -> None:
     """Give the folder of a new attempt to the user of children. Raises OSError."""
     user = child_user(settings)

@@ -18,6 +18,7 @@ from gpuflow.artifacts.manifest import write_json
 from gpuflow.artifacts.placeholders import placeholder_secrets
 from gpuflow.errors import GPUFlowError, NotAllowed
 from gpuflow.policy.secrets import PREFIX, refusal, variable_of
+from gpuflow.private_files import open_new
 from gpuflow.secrets import Redactor, secrets_in_environment, secrets_in_spec, url_secrets
 from gpuflow.settings import Settings
 from gpuflow.spec.references import UnresolvedReference, resolve_env
@@ -188,10 +189,11 @@ def scrub(paths: Iterable[Path], redactor: Redactor) -> None:
             continue
         if _LEFT_ALONE & set(path.parts):
             continue
-        state = path.stat()
-        if state.st_size > MAX_SCRUBBED_BYTES:
-            continue
-        text = path.read_bytes().decode("utf-8", "surrogateescape")
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            state = os.fstat(file.fileno())
+            if not stat.S_ISREG(state.st_mode) or state.st_size > MAX_SCRUBBED_BYTES:
+                continue
+            text = file.read(MAX_SCRUBBED_BYTES).decode("utf-8", "surrogateescape")
         hidden = redactor.values(text)
         if hidden == text:
             continue
@@ -208,5 +210,6 @@ def _rewrite(path: Path, text: str, hidden: str, redactor: Redactor) -> None:
         else:
             return
     fresh = path.with_name(f".{path.name}.new")
-    fresh.write_bytes(hidden.encode("utf-8", "surrogateescape"))
+    with open_new(fresh) as file:  # a link of that name, which the task has left, leads nowhere
+        file.write(hidden.encode("utf-8", "surrogateescape"))
     fresh.replace(path)

@@ -31,7 +31,7 @@ from gpuflow.routing.affinity import model_key
 from gpuflow.spec.units import duration_seconds
 from gpuflow.worker.attempt import ASK_SECONDS, Attempt, Outcome, handed_back
 from gpuflow.worker.checkpoint_uploads import CheckpointUploads, begin_uploads, forget_checkpoints, goes_on
-from gpuflow.worker.child_user import child_user, files_as
+from gpuflow.worker.child_user import files_as, owner_of
 from gpuflow.worker.confinement import explained
 from gpuflow.worker.ends import cause_of, exception_of
 from gpuflow.worker.handed_back import HandedBack
@@ -248,7 +248,8 @@ class Delivery:
             if self.uploads is not None:
                 self.uploads.finish(upload=outcome is not None and goes_on(outcome))
             runtime.end(self.id)
-        return scrubbed(self._by_engine(outcome, start), prepared.output_dir, prepared.redactor)
+        with files_as(owner_of(runtime.app.settings, prepared.output_dir)):
+            return scrubbed(self._by_engine(outcome, start), prepared.output_dir, prepared.redactor)
 
     def _is_owned(self, other: str) -> bool:
         """Whether another task is of the same owner as this one; one without a record is nobody's."""
@@ -341,7 +342,7 @@ class Delivery:
         def url_of(name: str) -> str:
             return store.url(stored_name(self.id, number, name)) if store is not None else (folder / name).as_uri()
 
-        with files_as(child_user(self.runtime.app.settings)):
+        with files_as(owner_of(self.runtime.app.settings, folder)):
             if self.is_run:
                 sealed = seal_calls(folder, outcome.result, outcome.artifacts, self.calls, url_of)
             else:

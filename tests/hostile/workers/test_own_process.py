@@ -116,17 +116,22 @@ for name in (".manifest.json.new", ".responses.json.new", ".final_model.tar.gz.n
     os.symlink(victim, os.path.join(out, name))
 os.makedirs(os.path.join(out, "final_model"))
 open(os.path.join(out, "final_model", "weights"), "w").write("w")
+# A text with a secret in it, which is written anew without it.
+open(os.path.join(out, "said.txt"), "w").write("evil " + os.environ["PLANTED_TOKEN"])
+os.symlink(victim, os.path.join(out, ".said.txt.new"))
 """
 
 
 def test_links_in_an_attempt_lead_the_worker_nowhere(fleet: TestFleet, tmp_path: Path) -> None:
-    fleet.start_worker()
+    fleet.start_worker(env={"GPUFLOW_SECRET_PLANTED_TOKEN": "planted-0123456789"})
     victim = tmp_path / "victim"
     victim.write_text("mine")
 
-    submit(command(sys.executable, "-c", PLANT, str(victim)), app=fleet.app).get(timeout=patient(60))
+    task = submit(command(sys.executable, "-c", PLANT, str(victim), secrets=["PLANTED_TOKEN"]), app=fleet.app)
+    task.get(timeout=patient(60))
 
     assert victim.read_text() == "mine"
+    assert (fleet.results / task.id / "attempt-1" / "said.txt").read_text() == "evil ***"
 
 
 def test_a_link_is_no_result(fleet: TestFleet, tmp_path: Path) -> None:
