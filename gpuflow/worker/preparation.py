@@ -135,7 +135,7 @@ def _prepared(
     callers: list[dict[str, Any]] = []
     if MERGED in spec:
         callers = list(specs_of(spec))
-        with files_as(user), _reader(output_dir, settings, wanted) as reader, reading_by(reader):
+        with files_as(user), _reader(settings, wanted) as reader, reading_by(reader):
             gathered = gather(spec, secrets, settings, worker_id, policy)
         secrets, children = gathered.secrets, {MERGED: gathered.children}
         spec = {**{name: value for name, value in spec.items() if name != MERGED}, "env": gathered.env}
@@ -145,7 +145,7 @@ def _prepared(
     resume_from = str(chosen) if chosen else None
     if user is not None and folder.fetched_dir.is_dir():
         user.own(folder.fetched_dir)
-    with files_as(user), _reader(output_dir, settings, wanted) as reader, reading_by(reader):
+    with files_as(user), _reader(settings, wanted) as reader, reading_by(reader):
         inputs = localize(spec, settings=settings, environment=values)
     # Once more: a reference has become what it loads.
     policy.ask(inputs.spec)
@@ -198,8 +198,10 @@ def _prepared(
     )
 
 
-def _reader(cwd: Path, settings: Settings, wanted: Callable[[], bool]) -> ChildReader:
-    return ChildReader(settings=settings, cwd=cwd, wanted=wanted, cpu_seconds=settings.prepare_seconds)
+def _reader(settings: Settings, wanted: Callable[[], bool]) -> ChildReader:
+    """Return what reads inputs into the cache, where it stands: the attempt's folder may be another user's."""
+    settings.cache_dir.mkdir(parents=True, exist_ok=True)
+    return ChildReader(settings=settings, cwd=settings.cache_dir, wanted=wanted, cpu_seconds=settings.prepare_seconds)
 
 
 def _resume_from(

@@ -142,6 +142,22 @@ def test_inputs_of_another_user(fleet: TestFleet, as_ben: WorkerProcess, ben: Us
     assert [path.stat().st_uid for path in unpacked] == [ben.uid]
 
 
+def test_inputs_are_unpacked_for_another_user_in_a_sandbox(fleet: TestFleet, ben: User, open_folder: Path) -> None:
+    need_bubblewrap()
+    env = {"GPUFLOW_CHILD_USER": ben.name, "GPUFLOW_ISOLATE": "bubblewrap", "PYTHONDONTWRITEBYTECODE": "1"}
+    worker = WorkerProcess(
+        fleet.settings.redis_url or "", open_folder / "w", "w1", "--without-mingle", env=env, launcher=launcher()
+    )
+    fleet.workers.append(worker)
+    worker.ready()
+    first = submit(command("sh", "-c", "mkdir final_model; echo w > final_model/weights"), app=fleet.app)
+    archive = first.get(timeout=patient(60))["final_model_archive"]
+
+    loads = {**fleet.echo(output=1), "checkpoint": {"load": {"path": archive}}, "retry": {"max_attempts": 1}}
+
+    assert submit(loads, app=fleet.app).get(timeout=patient(60))["output"] == 1
+
+
 def test_links_lead_a_worker_of_root_nowhere(fleet: TestFleet, as_ben: WorkerProcess, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("root's")
