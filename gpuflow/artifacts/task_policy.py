@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final
@@ -24,6 +24,8 @@ from gpuflow.spec.presets import configs_root
 
 #: First part of the names of what clients have sent: content by its digest, which nobody guesses.
 UPLOADS: Final = "uploads"
+#: Tasks whose owner is asked for, of those that one spec names.
+MOST_NAMED: Final = 4096
 #: Longest text that is looked at as a place of results, in characters.
 _LONGEST: Final = 8192
 
@@ -63,10 +65,20 @@ def task_roots(settings: Settings, results_of: Iterable[str] = ()) -> Roots:
     return Roots(read=settings.read_roots, write=settings.write_roots, own=(*shared, *own))
 
 
-def results_of(spec: Any, settings: Settings, mine: str, is_owned: Callable[[str], bool]) -> frozenset[str]:
-    """Return the tasks whose results a task gets: its own, and those of its owner that its spec names a file of."""
-    named = {name for text in _texts(spec) if (name := named_task(text, settings))}
-    return frozenset({mine, *(name for name in named if name != UPLOADS and (name == mine or is_owned(name)))})
+def results_of(
+    spec: Any, settings: Settings, mine: str, owned: Callable[[Sequence[str]], Iterable[str]]
+) -> frozenset[str]:
+    """Return the tasks whose results a task gets: its own, and those of its owner that its spec names a file of.
+
+    `owned` gives, of other tasks, those of the same owner. Raises NotAllowed for a spec that names too many.
+    """
+    named = {name for text in _texts(spec) if (name := named_task(text, settings))} - {UPLOADS, mine}
+    if len(named) > MOST_NAMED:
+        raise NotAllowed(
+            f"the task names the results of {len(named)} tasks, and at most {MOST_NAMED} are looked up; gather them in "
+            "stages between"
+        )
+    return frozenset({mine, *(named.intersection(owned(sorted(named))) if named else ())})
 
 
 def named_task(text: str, settings: Settings) -> str | None:
@@ -87,14 +99,16 @@ def named_task(text: str, settings: Settings) -> str | None:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _texts(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _texts(item)
+    """Yield the texts in plain data, without recursion: a spec may be nested deeply."""
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, Mapping):
+            waiting.extend(item.values())
+        elif isinstance(item, list):
+            waiting.extend(item)
 
 
 def _path(url: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -65,8 +65,8 @@ def _always() -> bool:
     return True
 
 
-def _nobodys(_: str) -> bool:
-    return False
+def _none(_: Sequence[str]) -> Iterable[str]:
+    return ()
 
 
 def prepare(
@@ -81,11 +81,11 @@ def prepare(
     settings: Settings,
     worker_id: str,
     wanted: Callable[[], bool] = _always,
-    is_owned: Callable[[str], bool] = _nobodys,
+    owned: Callable[[Sequence[str]], Iterable[str]] = _none,
 ) -> Prepared:
     """Create the attempt's folder and bring to this machine what its child reads.
 
-    `wanted` says whether somebody still waits for it, `is_owned` whether another task is of the same owner, so that its
+    `wanted` says whether somebody still waits for it, `owned` which of other tasks are of the same owner, so that their
     results may be read. Raises OSError and GPUFlowError: NotAllowed, RefusedVariable, MissingSecret, ArtifactError,
     CheckpointUnreachable.
     """
@@ -93,7 +93,7 @@ def prepare(
     policy.ask(spec)
     output_dir = folder.create_attempt(attempt)
     refuse_variables(spec.get("env") or {})
-    readers = results_of(spec, settings, task_id, is_owned)
+    readers = results_of(spec, settings, task_id, owned)
     roots = task_roots(settings, readers)
     with limited_to(Access(roots=roots, results_of=readers)):
         return _prepared(

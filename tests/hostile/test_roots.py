@@ -16,7 +16,7 @@ from executors.modeling.location import resolve
 from executors.retrieval.documents import open_documents
 from gpuflow.artifacts.destination import destination_store
 from gpuflow.artifacts.inputs import localize
-from gpuflow.artifacts.task_policy import Access, limited_to, results_of, task_roots
+from gpuflow.artifacts.task_policy import MOST_NAMED, Access, limited_to, results_of, task_roots
 from gpuflow.errors import GPUFlowError, InvalidSettings, NotAllowed
 from gpuflow.policy.child import child_policy
 from gpuflow.policy.hosts import Hosts
@@ -226,7 +226,7 @@ def test_results_of_others(places: Path) -> None:
         "data": {"path": str(places / "results" / "upstream" / "a")},
         "x": [str(places / "results" / "others" / "a")],
     }
-    owned = results_of(spec, settings, "mine", lambda name: name == "upstream")
+    owned = results_of(spec, settings, "mine", lambda names: {"upstream", "strange"} & {*names, "strange"})
     roots = task_roots(settings, owned)
 
     assert owned == {"mine", "upstream"}
@@ -242,6 +242,16 @@ def test_results_of_others(places: Path) -> None:
     (places / "results" / "mine").symlink_to(places / "closed")
     with pytest.raises(NotAllowed), opened(places / "results" / "mine" / "rows.jsonl", roots):
         pass
+
+
+def test_a_spec_that_names_countless_tasks_costs_no_look_up(places: Path) -> None:
+    settings = Settings(results_dir=places / "results", cache_dir=places / "cache")
+    spec = {"x": [f"{places}/results/t{number}/a" for number in range(MOST_NAMED + 1)]}
+    asked: list[Any] = []
+
+    with pytest.raises(NotAllowed, match="at most"):
+        results_of(spec, settings, "mine", lambda names: asked.append(names) or ())
+    assert not asked
 
 
 @pytest.mark.parametrize("name", ["GPUFLOW_READ_ROOTS", "GPUFLOW_WRITE_ROOTS"])
