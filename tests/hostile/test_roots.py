@@ -94,6 +94,14 @@ def test_every_way_out_of_every_field(places: Path, roots: Roots, way: str) -> N
         {"search": {"index": {"path": path}}},
         {"search": {"documents": {"type": "documents", "path": path}}},
         {"command": {"path": path}},
+        {"data": {"type": "dataset", "url": path}},
+        {"data": {"type": "dataset", "url": "${env:P}"}},
+        {"model": {"vllm": {"tokenizer": path}}},
+        {"model": {"vllm": {"tokenizer": "${env:P}"}}},
+        {"model": {"vllm": {"speculative_config": {"model": path}}}},
+        {"model": {"transformers": {"gguf_file": path}}},
+        {"training": {"chat_template_path": path}},
+        {"training": {"deep": [[{"a": [path]}]]}},
         {"echo": {"until_exists": path}},
         {"echo": {"fail": {"unless_exists": path}}},
     ]
@@ -198,6 +206,53 @@ def test_the_name_of_an_artifact_holds_no_variable(places: Path, roots: Roots) -
     settings = Settings(results_dir=places / "results", cache_dir=places / "cache")
     with limited_to(Access(roots=roots, results_of=frozenset())), pytest.raises(GPUFlowError, match=r"echo\.artifact"):
         localize({"echo": {"artifact": "${env:TOKEN}"}}, settings=settings, environment={"TOKEN": "secret"})
+
+
+def localized(spec: dict[str, Any], places: Path, roots: Roots) -> None:
+    settings = Settings(read_roots=roots.read, results_dir=places / "results", cache_dir=places / "cache")
+    with limited_to(Access(roots=roots, results_of=frozenset())):
+        localize(spec, settings=settings, environment={})
+
+
+@pytest.mark.parametrize("section", [("model", "vllm"), ("model", "transformers"), ("training",), ("lora",)])
+def test_options_of_libraries(places: Path, roots: Roots, section: tuple[str, ...]) -> None:
+    def spec(options: dict[str, Any]) -> dict[str, Any]:
+        for name in reversed(section):
+            options = {name: options}
+        return options
+
+    for name in ("download_dir", "logging_dir", "offload_folder", "x_save_path", "output_dir"):
+        with pytest.raises(NotAllowed, match="GPUFLOW_WRITE_ROOTS"):
+            localized(spec({name: str(places / "open")}), places, roots)
+        localized(spec({name: str(places / "open" / "new")}), places, Roots(write=roots.read))
+    for text in ("../../victim/attempt-1", "a/../../x", "./../x"):
+        with pytest.raises(NotAllowed, match="GPUFLOW_READ_ROOTS"):
+            localized(spec({"x": [{"y": text}]}), places, roots)
+    for given in (
+        "org/model",
+        "/\n{{ messages }}",
+        ".*\\.q_proj",
+        "...",
+        "./own",
+        "https://host/a/../b",
+        "",
+        "auto",
+        1,
+    ):
+        localized(spec({"x": given, "tokenizer": str(places / "open")}), places, roots)
+
+
+@pytest.mark.usefixtures("child")
+def test_a_data_set_that_is_a_folder_here(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from executors.data.hub import _place
+
+    monkeypatch.chdir(places)
+    (places / "closed" / "set").mkdir()
+    for url in (str(places / "closed"), "closed", "./closed", "open/../closed", "closed/set", "~", "../x", "a/b/c"):
+        with pytest.raises(NotAllowed, match="GPUFLOW_READ_ROOTS"):
+            _place(url)
+    assert _place(str(places / "open")) == str(places / "open")
+    assert [_place(url) for url in ("org/set", "squad")] == ["org/set", "squad"]
 
 
 @pytest.mark.parametrize("way", ["plain", "folder", "parent", "user"])
