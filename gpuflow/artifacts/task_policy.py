@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
@@ -24,6 +26,7 @@ from gpuflow.spec.presets import configs_root
 
 #: First part of the names of what clients have sent: content by its digest, which nobody guesses.
 UPLOADS: Final = "uploads"
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 #: Tasks whose owner is asked for, of those that one spec names.
 MOST_NAMED: Final = 4096
 #: Longest text that is looked at as a place of results, in characters.
@@ -55,14 +58,16 @@ def address_alone(url: str | None) -> str | None:
 
 
 def task_roots(settings: Settings, results_of: Iterable[str] = ()) -> Roots:
-    """Return what a task may read and write here; `results_of` are the tasks whose results it gets."""
+    """Return what a task may read and write here; `results_of` are the tasks and uploads whose files it gets.
+
+    What of the cache a task reads is what was brought there for it (`Access.brought`).
+    """
     folders = [str(settings.results_dir)]
     if (settings.store_url or "").startswith("file:"):
         folders.append(_path(str(settings.store_url)))
     # The folder of a task may have become a link: it counts as the place that it should be, not as where it leads.
-    own = [f"{os.path.realpath(folder)}/{name}" for folder in folders for name in (UPLOADS, *results_of)]
-    shared = (os.path.realpath(settings.cache_dir), os.path.realpath(configs_root()))
-    return Roots(read=settings.read_roots, write=settings.write_roots, own=(*shared, *own))
+    own = [f"{os.path.realpath(folder)}/{name}" for folder in folders for name in results_of]
+    return Roots(read=settings.read_roots, write=settings.write_roots, own=(os.path.realpath(configs_root()), *own))
 
 
 def results_of(
@@ -70,19 +75,25 @@ def results_of(
 ) -> frozenset[str]:
     """Return the tasks whose results a task gets: its own, and those of its owner that its spec names a file of.
 
-    `owned` gives, of other tasks, those of the same owner. Raises NotAllowed for a spec that names too many.
+    And the uploads that it names, `uploads/<digest>`: no task gets the folder of all. `owned` gives, of other tasks,
+    those of the same owner. Raises NotAllowed for a spec that names too many.
     """
-    named = {name for text in _texts(spec) if (name := named_task(text, settings))} - {UPLOADS, mine}
+    found = {name for text in _texts(spec) if (name := named_task(text, settings))} - {UPLOADS, mine}
+    uploads = {name for name in found if "/" in name}
+    named = found - uploads
     if len(named) > MOST_NAMED:
         raise NotAllowed(
             f"the task names the results of {len(named)} tasks, and at most {MOST_NAMED} are looked up; gather them in "
             "stages between"
         )
-    return frozenset({mine, *(named.intersection(owned(sorted(named))) if named else ())})
+    return frozenset({mine, *uploads, *(named.intersection(owned(sorted(named))) if named else ())})
 
 
 def named_task(text: str, settings: Settings) -> str | None:
-    """Return the first part of the name that a path or URL has in the results of this fleet; None for any other."""
+    """Return the first part of the name that a path or URL has in the results of this fleet; None for any other.
+
+    Of a path in the uploads, the first two: each is one content.
+    """
     if len(text) > _LONGEST:
         return None
     if text.startswith("http"):
@@ -93,7 +104,10 @@ def named_task(text: str, settings: Settings) -> str | None:
         folders.append(_path(str(settings.store_url)))
     for folder in folders:
         if path.startswith(f"{folder}/"):
-            name = path[len(folder) + 1 :].partition("/")[0]
+            name, _, rest = path[len(folder) + 1 :].partition("/")
+            upload = rest.partition("/")[0]
+            if name == UPLOADS:
+                return f"{name}/{upload}" if _DIGEST.fullmatch(upload) else None
             return name if name not in ("", ".", "..") else None
     return None
 
@@ -117,10 +131,18 @@ def _path(url: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """What one task gets: its roots, and the tasks whose results it may fetch with the worker's token."""
+    """What one task gets: its roots, and the tasks whose results it may fetch with the worker's token.
+
+    `brought` are the real paths in the cache of what was fetched and unpacked for it.
+    """
 
     roots: Roots
     results_of: frozenset[str]
+    brought: set[str] = field(default_factory=set)
+
+    def roots_of_child(self) -> Roots:
+        """Return what the child reads and writes: of the cache, what was brought for it."""
+        return replace(self.roots, own=(*self.roots.own, *sorted(self.brought)))
 
 
 _access: Final[ContextVar[Access | None]] = ContextVar("gpuflow_access", default=None)
@@ -140,6 +162,14 @@ def current_roots() -> Roots | None:
     """Return the roots of the task that this thread reads for; None: it reads for its own user."""
     access = _access.get()
     return access.roots if access else None
+
+
+def note_brought(path: Path) -> Path:
+    """Let the task that this thread reads for have a file or folder of the cache; return the path."""
+    access = _access.get()
+    if access is not None:
+        access.brought.add(os.path.realpath(path))
+    return path
 
 
 def may_use_token(url: str, settings: Settings) -> bool:

@@ -28,7 +28,6 @@ from gpuflow.errors import ArtifactError
 from gpuflow.logs import get_logger
 from gpuflow.merge.specs import MERGED
 from gpuflow.policy.child import child_policy
-from gpuflow.policy.roots import Roots
 from gpuflow.protocol import Request
 from gpuflow.secrets import Redactor
 from gpuflow.settings import Settings
@@ -94,8 +93,8 @@ def prepare(
     output_dir = folder.create_attempt(attempt)
     refuse_variables(spec.get("env") or {})
     readers = results_of(spec, settings, task_id, owned)
-    roots = task_roots(settings, readers)
-    with limited_to(Access(roots=roots, results_of=readers)):
+    access = Access(roots=task_roots(settings, readers), results_of=readers)
+    with limited_to(access):
         return _prepared(
             spec,
             start=start,
@@ -108,7 +107,7 @@ def prepare(
             worker_id=worker_id,
             wanted=wanted,
             policy=policy,
-            roots=roots,
+            access=access,
             output_dir=output_dir,
         )
 
@@ -126,7 +125,7 @@ def _prepared(
     worker_id: str,
     wanted: Callable[[], bool],
     policy: Policy,
-    roots: Roots,
+    access: Access,
     output_dir: Path,
 ) -> Prepared:
     user = child_user(settings)
@@ -164,7 +163,7 @@ def _prepared(
         checkpoint_path=inputs.checkpoint_path,
         cache_dir=str(settings.cache_dir),
         resume_from=resume_from,
-        policy=child_policy(roots, task_hosts(settings)),
+        policy=child_policy(access.roots_of_child(), task_hosts(settings)),
     )
     environment = child_environment(
         os.environ,

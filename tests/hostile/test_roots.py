@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tarfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -274,19 +275,29 @@ def test_what_may_be_read_may_not_be_written(places: Path, roots: Roots) -> None
 
 def test_results_of_others(places: Path) -> None:
     settings = Settings(results_dir=places / "results", cache_dir=places / "cache")
-    for name in ("mine", "upstream", "others", "uploads"):
+    one, other = f"uploads/{'1' * 64}", f"uploads/{'2' * 64}"
+    for name in ("mine", "upstream", "others", one, other):
         (places / "results" / name).mkdir(parents=True)
         (places / "results" / name / "a").write_text("x")
     spec = {
         "data": {"path": str(places / "results" / "upstream" / "a")},
-        "x": [str(places / "results" / "others" / "a")],
+        "x": [
+            str(places / "results" / "others" / "a"),
+            str(places / "results" / "uploads"),
+            f"{places}/results/{one}/a",
+        ],
+        "y": [f"{places}/results/uploads/../others/a", f"{places}/results/uploads/", f"{places}/results/uploads/."],
     }
     owned = results_of(spec, settings, "mine", lambda names: {"upstream", "strange"} & {*names, "strange"})
     roots = task_roots(settings, owned)
 
-    assert owned == {"mine", "upstream"}
-    for name in ("mine", "upstream", "uploads"):
+    assert owned == {"mine", "upstream", one}
+    for name in ("mine", "upstream", one):
         with opened(places / "results" / name / "a", roots):
+            pass
+    (places / "cache").mkdir()
+    for closed in (places / "cache", places / "results" / "uploads", places / "results" / other / "a"):
+        with pytest.raises(NotAllowed), opened(closed, roots):
             pass
     for path in (places / "results", places / "results" / "others" / "a", places / "results" / "mine/../others/a"):
         with pytest.raises(NotAllowed), opened(path, roots):
@@ -297,6 +308,31 @@ def test_results_of_others(places: Path) -> None:
     (places / "results" / "mine").symlink_to(places / "closed")
     with pytest.raises(NotAllowed), opened(places / "results" / "mine" / "rows.jsonl", roots):
         pass
+
+
+def test_of_the_cache_a_task_reads_what_was_brought_for_it(places: Path) -> None:
+    settings = Settings(results_dir=places / "results", cache_dir=places / "cache")
+    archive = places / "results" / "uploads" / ("1" * 64) / "docs.tar.gz"
+    archive.parent.mkdir(parents=True)
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(places / "open" / "rows.jsonl", "rows.jsonl")
+    theirs = places / "cache" / "checkpoints" / ("2" * 64)
+    theirs.mkdir(parents=True)
+    spec = {"data": {"type": "documents", "url": archive.as_uri()}}
+    readers = results_of(spec, settings, "mine", lambda _: ())
+    access = Access(roots=task_roots(settings, readers), results_of=readers)
+    with limited_to(access):
+        local = localize(spec, settings=settings, environment={}).spec["data"]["path"]
+        for closed in (places / "cache", theirs, Path(local), places / "results" / "uploads"):
+            with pytest.raises(NotAllowed, match="GPUFLOW_READ_ROOTS"):
+                localize({"data": {"type": "documents", "path": str(closed)}}, settings=settings, environment={})
+
+    roots = access.roots_of_child()
+    with opened(f"{local}/rows.jsonl", roots) as found:
+        assert found.is_file
+    for closed in (places / "cache", theirs):
+        with pytest.raises(NotAllowed), opened(closed, roots):
+            pass
 
 
 def test_a_spec_that_names_countless_tasks_costs_no_look_up(places: Path) -> None:
