@@ -19,6 +19,8 @@ from gpuflow.artifacts.here import is_here
 from gpuflow.artifacts.http_names import results_name
 from gpuflow.artifacts.store import shown_url
 from gpuflow.errors import NotAllowed
+from gpuflow.policy import buckets
+from gpuflow.policy.buckets import is_bucket_url
 from gpuflow.policy.hosts import LOCAL_NETWORKS, Hosts, Place
 from gpuflow.policy.roots import Roots
 from gpuflow.settings import Settings
@@ -98,18 +100,60 @@ def named_task(text: str, settings: Settings) -> str | None:
         return None
     if text.startswith("http"):
         return (results_name(text, settings) or "").partition("/")[0] or None
+    if is_bucket_url(text):
+        return _named(*(_in_store(text.partition("#")[0], settings) or ()))
     path = _path(text) if text.startswith("file:") else text
     folders = [str(settings.results_dir)]
     if (settings.store_url or "").startswith("file:"):
         folders.append(_path(str(settings.store_url)))
     for folder in folders:
         if path.startswith(f"{folder}/"):
-            name, _, rest = path[len(folder) + 1 :].partition("/")
-            upload = rest.partition("/")[0]
-            if name == UPLOADS:
-                return f"{name}/{upload}" if _DIGEST.fullmatch(upload) else None
-            return name if name not in ("", ".", "..") else None
+            return _named(*path[len(folder) + 1 :].split("/"))
     return None
+
+
+def _named(name: str = "", upload: str = "", *_: str) -> str | None:
+    if name == UPLOADS:
+        return f"{name}/{upload}" if _DIGEST.fullmatch(upload) else None
+    return name if name not in ("", ".", "..") else None
+
+
+def _in_store(url: str, settings: Settings) -> tuple[str, ...] | None:
+    """Return the parts of the name that an s3: URL has in the fleet's store, () for the store; None for elsewhere."""
+    if not is_bucket_url(settings.store_url or ""):
+        return None
+    try:
+        return buckets.below(buckets.parts_of(url), buckets.parts_of(str(settings.store_url)))
+    except ValueError:
+        return None
+
+
+def judge_bucket(url: str, settings: Settings, *, write: bool = False) -> None:
+    """Raise NotAllowed for an s3: URL that a task may not name: the worker's keys reach others' results as well.
+
+    Below the fleet's store it gets what was uploaded, by its own name, and the results that it gets by `results_of`;
+    it writes to the store itself. Other places are the operator's to list.
+    """
+    access = _access.get()
+    if not is_bucket_url(url) or (access is None and not write):
+        return
+    try:
+        parts = buckets.parts_of(url)
+    except ValueError as error:
+        raise NotAllowed(f"{shown_url(url)!r} is not used: {error}", buckets.SETTING) from None
+    name = _in_store(url, settings)
+    if name is None:
+        found = buckets.refusal(parts, settings.allow_buckets)
+        if found is not None:
+            raise NotAllowed(found.message, found.setting)
+    elif write:
+        if name:
+            raise NotAllowed(f"{shown_url(url)} lies in the fleet's store; leave output.destination out to write there")
+    elif access is not None and (_named(*name) not in access.results_of or len(name) < 2):
+        raise NotAllowed(
+            f"{shown_url(url)} is in the fleet's store, of which a task gets what was uploaded, and results of "
+            "tasks of its owner; name one of those"
+        )
 
 
 def _texts(value: Any) -> Iterator[str]:
