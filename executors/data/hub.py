@@ -7,8 +7,10 @@ is not tried again and says what to do.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Final
 
+from executors import limits
 from executors.base import ExecutorError, bad_input
 from executors.offline import not_here, offline
 
@@ -22,7 +24,7 @@ _GIVE_ACCESS: Final = (
 
 
 def hub_rows(data: Mapping[str, Any], split: str) -> list[Any]:
-    """Return the rows of one split of a hub data set.
+    """Return the rows of one split of a hub data set, or of a folder of this machine that the task may read.
 
     Raises ExecutorError: BadInput for a split or configuration that it has not, NotAuthorized, NotFound, Offline, and
     Network, which alone is worth another attempt.
@@ -32,7 +34,7 @@ def hub_rows(data: Mapping[str, Any], split: str) -> list[Any]:
     datasets.disable_progress_bars()
     options = {key: data[key] for key in ("name", "revision") if data.get(key)}
     try:
-        return list(datasets.load_dataset(str(data["url"]), split=split, **options))
+        return list(datasets.load_dataset(_place(str(data["url"])), split=split, **options))
     except ValueError as error:
         raise bad_input(f"data set {data['url']}: {error}") from error
     except (OSError, RuntimeError) as error:
@@ -40,6 +42,13 @@ def hub_rows(data: Mapping[str, Any], split: str) -> list[Any]:
         if known is None:
             raise
         raise known from error
+
+
+def _place(url: str) -> str:
+    """Return the id of a data set as it is, and the real path of what the library would open. Raises NotAllowed."""
+    if url[:1] in ("/", "~", ".") or url.count("/") > 1 or Path(url).exists():
+        return str(limits.folder(url, "data.url"))
+    return url
 
 
 def _known(error: BaseException, name: str) -> ExecutorError | None:

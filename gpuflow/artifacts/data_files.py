@@ -18,7 +18,7 @@ from gpuflow.artifacts.marking import mark_used
 from gpuflow.artifacts.partial import disk_errors, file_digest
 from gpuflow.artifacts.reading import fetch
 from gpuflow.artifacts.store import file_url_path, shown_url
-from gpuflow.artifacts.task_policy import current_roots
+from gpuflow.artifacts.task_policy import current_roots, note_brought
 from gpuflow.errors import ArtifactError
 from gpuflow.policy.roots import opened
 from gpuflow.settings import Settings
@@ -81,7 +81,7 @@ def local_file(url: str, sha256: str | None, settings: Settings) -> Path:
         fetch(url, target, settings=settings, sha256=sha256, token=store_token(url, settings))
     except ArtifactError as error:
         raise FetchFailed(str(error)) from error
-    return target
+    return note_brought(target)
 
 
 def readable_file(url: str) -> Path | None:

@@ -17,7 +17,7 @@ from gpuflow.artifacts.here import is_here
 from gpuflow.artifacts.placeholders import filled, hiding, names_secret
 from gpuflow.artifacts.several import several
 from gpuflow.artifacts.store import Progress, Store, open_store, shown_url
-from gpuflow.artifacts.task_policy import judge_own_service, may_use_token, task_hosts, task_roots
+from gpuflow.artifacts.task_policy import judge_bucket, judge_own_service, may_use_token, task_hosts, task_roots
 from gpuflow.errors import ArtifactError
 from gpuflow.policy.roots import writable
 from gpuflow.settings import Settings
@@ -75,6 +75,7 @@ def _store(given: Mapping[str, Any], settings: Settings) -> Store | None:
     url = str(given.get("url") or given.get("path") or "")
     if not url.startswith("s3://"):
         raise ArtifactError("output.destination of type s3 needs `url`: s3://bucket/prefix")
+    judge_bucket(url, settings, write=True)
     return open_store(url, settings=settings)
 
 

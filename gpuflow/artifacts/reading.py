@@ -14,6 +14,7 @@ from typing import Final, Protocol
 from urllib.parse import urlsplit
 
 from gpuflow.artifacts import archive, store
+from gpuflow.artifacts.task_policy import judge_bucket
 from gpuflow.policy.hosts import Hosts
 from gpuflow.settings import Settings
 
@@ -66,6 +67,7 @@ def fetch(
 
     A reader reaches what the settings let tasks reach, this process what `hosts` lets it (None: everything).
     """
+    judge_bucket(url, settings)
     reader = _reader.get()
     if reader is not None and urlsplit(url).scheme in _REMOTE:
         return reader.fetch(url, target, settings=settings, sha256=sha256, token=token, max_bytes=max_bytes)

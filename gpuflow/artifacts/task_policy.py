@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
@@ -17,6 +19,8 @@ from gpuflow.artifacts.here import is_here
 from gpuflow.artifacts.http_names import results_name
 from gpuflow.artifacts.store import shown_url
 from gpuflow.errors import NotAllowed
+from gpuflow.policy import buckets
+from gpuflow.policy.buckets import is_bucket_url
 from gpuflow.policy.hosts import LOCAL_NETWORKS, Hosts, Place
 from gpuflow.policy.roots import Roots
 from gpuflow.settings import Settings
@@ -24,6 +28,9 @@ from gpuflow.spec.presets import configs_root
 
 #: First part of the names of what clients have sent: content by its digest, which nobody guesses.
 UPLOADS: Final = "uploads"
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+#: Tasks whose owner is asked for, of those that one spec names.
+MOST_NAMED: Final = 4096
 #: Longest text that is looked at as a place of results, in characters.
 _LONGEST: Final = 8192
 
@@ -53,48 +60,113 @@ def address_alone(url: str | None) -> str | None:
 
 
 def task_roots(settings: Settings, results_of: Iterable[str] = ()) -> Roots:
-    """Return what a task may read and write here; `results_of` are the tasks whose results it gets."""
+    """Return what a task may read and write here; `results_of` are the tasks and uploads whose files it gets.
+
+    What of the cache a task reads is what was brought there for it (`Access.brought`).
+    """
     folders = [str(settings.results_dir)]
     if (settings.store_url or "").startswith("file:"):
         folders.append(_path(str(settings.store_url)))
     # The folder of a task may have become a link: it counts as the place that it should be, not as where it leads.
-    own = [f"{os.path.realpath(folder)}/{name}" for folder in folders for name in (UPLOADS, *results_of)]
-    shared = (os.path.realpath(settings.cache_dir), os.path.realpath(configs_root()))
-    return Roots(read=settings.read_roots, write=settings.write_roots, own=(*shared, *own))
+    own = [f"{os.path.realpath(folder)}/{name}" for folder in folders for name in results_of]
+    return Roots(read=settings.read_roots, write=settings.write_roots, own=(os.path.realpath(configs_root()), *own))
 
 
-def results_of(spec: Any, settings: Settings, mine: str, is_owned: Callable[[str], bool]) -> frozenset[str]:
-    """Return the tasks whose results a task gets: its own, and those of its owner that its spec names a file of."""
-    named = {name for text in _texts(spec) if (name := named_task(text, settings))}
-    return frozenset({mine, *(name for name in named if name != UPLOADS and (name == mine or is_owned(name)))})
+def results_of(
+    spec: Any, settings: Settings, mine: str, owned: Callable[[Sequence[str]], Iterable[str]]
+) -> frozenset[str]:
+    """Return the tasks whose results a task gets: its own, and those of its owner that its spec names a file of.
+
+    And the uploads that it names, `uploads/<digest>`: no task gets the folder of all. `owned` gives, of other tasks,
+    those of the same owner. Raises NotAllowed for a spec that names too many.
+    """
+    found = {name for text in _texts(spec) if (name := named_task(text, settings))} - {UPLOADS, mine}
+    uploads = {name for name in found if "/" in name}
+    named = found - uploads
+    if len(named) > MOST_NAMED:
+        raise NotAllowed(
+            f"the task names the results of {len(named)} tasks, and at most {MOST_NAMED} are looked up; gather them in "
+            "stages between"
+        )
+    return frozenset({mine, *uploads, *(named.intersection(owned(sorted(named))) if named else ())})
 
 
 def named_task(text: str, settings: Settings) -> str | None:
-    """Return the first part of the name that a path or URL has in the results of this fleet; None for any other."""
+    """Return the first part of the name that a path or URL has in the results of this fleet; None for any other.
+
+    Of a path in the uploads, the first two: each is one content.
+    """
     if len(text) > _LONGEST:
         return None
     if text.startswith("http"):
         return (results_name(text, settings) or "").partition("/")[0] or None
+    if is_bucket_url(text):
+        return _named(*(_in_store(text.partition("#")[0], settings) or ()))
     path = _path(text) if text.startswith("file:") else text
     folders = [str(settings.results_dir)]
     if (settings.store_url or "").startswith("file:"):
         folders.append(_path(str(settings.store_url)))
     for folder in folders:
         if path.startswith(f"{folder}/"):
-            name = path[len(folder) + 1 :].partition("/")[0]
-            return name if name not in ("", ".", "..") else None
+            return _named(*path[len(folder) + 1 :].split("/"))
     return None
 
 
+def _named(name: str = "", upload: str = "", *_: str) -> str | None:
+    if name == UPLOADS:
+        return f"{name}/{upload}" if _DIGEST.fullmatch(upload) else None
+    return name if name not in ("", ".", "..") else None
+
+
+def _in_store(url: str, settings: Settings) -> tuple[str, ...] | None:
+    """Return the parts of the name that an s3: URL has in the fleet's store, () for the store; None for elsewhere."""
+    if not is_bucket_url(settings.store_url or ""):
+        return None
+    try:
+        return buckets.below(buckets.parts_of(url), buckets.parts_of(str(settings.store_url)))
+    except ValueError:
+        return None
+
+
+def judge_bucket(url: str, settings: Settings, *, write: bool = False) -> None:
+    """Raise NotAllowed for an s3: URL that a task may not name: the worker's keys reach others' results as well.
+
+    Below the fleet's store it gets what was uploaded, by its own name, and the results that it gets by `results_of`;
+    it writes to the store itself. Other places are the operator's to list.
+    """
+    access = _access.get()
+    if not is_bucket_url(url) or (access is None and not write):
+        return
+    try:
+        parts = buckets.parts_of(url)
+    except ValueError as error:
+        raise NotAllowed(f"{shown_url(url)!r} is not used: {error}", buckets.SETTING) from None
+    name = _in_store(url, settings)
+    if name is None:
+        found = buckets.refusal(parts, settings.allow_buckets)
+        if found is not None:
+            raise NotAllowed(found.message, found.setting)
+    elif write:
+        if name:
+            raise NotAllowed(f"{shown_url(url)} lies in the fleet's store; leave output.destination out to write there")
+    elif access is not None and (_named(*name) not in access.results_of or len(name) < 2):
+        raise NotAllowed(
+            f"{shown_url(url)} is in the fleet's store, of which a task gets what was uploaded, and results of "
+            "tasks of its owner; name one of those"
+        )
+
+
 def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _texts(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _texts(item)
+    """Yield the texts in plain data, without recursion: a spec may be nested deeply."""
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, Mapping):
+            waiting.extend(item.values())
+        elif isinstance(item, list):
+            waiting.extend(item)
 
 
 def _path(url: str) -> str:
@@ -103,10 +175,18 @@ def _path(url: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """What one task gets: its roots, and the tasks whose results it may fetch with the worker's token."""
+    """What one task gets: its roots, and the tasks whose results it may fetch with the worker's token.
+
+    `brought` are the real paths in the cache of what was fetched and unpacked for it.
+    """
 
     roots: Roots
     results_of: frozenset[str]
+    brought: set[str] = field(default_factory=set)
+
+    def roots_of_child(self) -> Roots:
+        """Return what the child reads and writes: of the cache, what was brought for it."""
+        return replace(self.roots, own=(*self.roots.own, *sorted(self.brought)))
 
 
 _access: Final[ContextVar[Access | None]] = ContextVar("gpuflow_access", default=None)
@@ -126,6 +206,14 @@ def current_roots() -> Roots | None:
     """Return the roots of the task that this thread reads for; None: it reads for its own user."""
     access = _access.get()
     return access.roots if access else None
+
+
+def note_brought(path: Path) -> Path:
+    """Let the task that this thread reads for have a file or folder of the cache; return the path."""
+    access = _access.get()
+    if access is not None:
+        access.brought.add(os.path.realpath(path))
+    return path
 
 
 def may_use_token(url: str, settings: Settings) -> bool:

@@ -130,6 +130,7 @@ def process_environment(
     for variable, names in (
         ("GPUFLOW_ALLOW_CODE", opened.allow_code),
         ("GPUFLOW_ALLOW_SECRETS", opened.allow_secrets),
+        ("GPUFLOW_ALLOW_BUCKETS", opened.allow_buckets),
         ("GPUFLOW_PASS_ENV", opened.pass_env),
     ):
         if names:

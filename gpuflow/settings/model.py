@@ -182,6 +182,11 @@ class Settings(BaseModel):
     allow_hosts: Names = _setting(
         "GPUFLOW_ALLOW_HOSTS", (), "names, globs and networks by commas, such as db.internal,*.lab,10.1.0.0/16"
     )
+    allow_buckets: Names = _setting(
+        "GPUFLOW_ALLOW_BUCKETS",
+        (),
+        "buckets and bucket/prefix by commas, globs are allowed, such as models,data/2026-*",
+    )
     lock_dir: Path | None = _setting(
         "GPUFLOW_LOCK_DIR", None, "a folder on a local disk that every worker of the machine shares"
     )
@@ -279,6 +284,14 @@ class Settings(BaseModel):
     def _hosts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for entry in value:
             sources.check_host(entry)
+        return value
+
+    @field_validator("allow_buckets")
+    @classmethod
+    def _buckets(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        bad = [entry for entry in value if "://" in entry or entry.startswith("/")]
+        if bad:
+            raise ValueError(f"{bad[0]!r} is no bucket, or bucket/prefix; no URL is given here")
         return value
 
     @field_validator("isolate_folders")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpuflow.errors import GPUFlowError
+from gpuflow.policy.child import read_policy
 from gpuflow.protocol import Request
 from gpuflow.settings import Settings, env_names
 from gpuflow.worker import bubblewrap
@@ -154,16 +155,21 @@ def _more(settings: Settings) -> list[tuple[Path, bool]]:
 
 
 def _inputs(request: Request, settings: Settings) -> list[tuple[Path, bool]]:
-    """Return what the request names of other tasks' results: that was checked when it was prepared."""
+    """Return what the request names of other tasks' results, and may read by its policy.
+
+    Of its texts only those in known fields were judged when it was prepared; any other, of a variable say, is not.
+    """
     root = settings.results_dir.resolve()
+    roots = None if request.policy is None else read_policy(request.policy)[0]
     named = set(_texts([request.spec, request.checkpoint_path, request.resume_from]))
     found = set()
     for text in named:
         if not text.startswith("/") or "\0" in text or len(text) > _LONGEST_PATH:
             continue
         try:
-            inside = Path(text).resolve().relative_to(root).parts
-            if len(inside) > 1:
+            real = Path(text).resolve()
+            inside = real.relative_to(root).parts
+            if len(inside) > 1 and (roots is None or roots.refusal(str(real), shown=text) is None):
                 found.add(root.joinpath(*inside[:2]))  # the folder of an attempt
         except (OSError, RuntimeError, ValueError):
             continue

@@ -50,6 +50,8 @@ def as_operator(settings: Settings) -> Settings:
     if not settings.is_set("allow_secrets"):
         opened["allow_secrets"] = ("*",)
         opened["pass_env"] = (*settings.pass_env, *WITH_CREDENTIALS)
+    if not settings.is_set("allow_buckets"):
+        opened["allow_buckets"] = ("*",)
     return settings.model_copy(update=opened)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -28,7 +28,6 @@ from gpuflow.errors import ArtifactError
 from gpuflow.logs import get_logger
 from gpuflow.merge.specs import MERGED
 from gpuflow.policy.child import child_policy
-from gpuflow.policy.roots import Roots
 from gpuflow.protocol import Request
 from gpuflow.secrets import Redactor
 from gpuflow.settings import Settings
@@ -65,8 +64,8 @@ def _always() -> bool:
     return True
 
 
-def _nobodys(_: str) -> bool:
-    return False
+def _none(_: Sequence[str]) -> Iterable[str]:
+    return ()
 
 
 def prepare(
@@ -81,11 +80,11 @@ def prepare(
     settings: Settings,
     worker_id: str,
     wanted: Callable[[], bool] = _always,
-    is_owned: Callable[[str], bool] = _nobodys,
+    owned: Callable[[Sequence[str]], Iterable[str]] = _none,
 ) -> Prepared:
     """Create the attempt's folder and bring to this machine what its child reads.
 
-    `wanted` says whether somebody still waits for it, `is_owned` whether another task is of the same owner, so that its
+    `wanted` says whether somebody still waits for it, `owned` which of other tasks are of the same owner, so that their
     results may be read. Raises OSError and GPUFlowError: NotAllowed, RefusedVariable, MissingSecret, ArtifactError,
     CheckpointUnreachable.
     """
@@ -93,9 +92,9 @@ def prepare(
     policy.ask(spec)
     output_dir = folder.create_attempt(attempt)
     refuse_variables(spec.get("env") or {})
-    readers = results_of(spec, settings, task_id, is_owned)
-    roots = task_roots(settings, readers)
-    with limited_to(Access(roots=roots, results_of=readers)):
+    readers = results_of(spec, settings, task_id, owned)
+    access = Access(roots=task_roots(settings, readers), results_of=readers)
+    with limited_to(access):
         return _prepared(
             spec,
             start=start,
@@ -108,7 +107,7 @@ def prepare(
             worker_id=worker_id,
             wanted=wanted,
             policy=policy,
-            roots=roots,
+            access=access,
             output_dir=output_dir,
         )
 
@@ -126,7 +125,7 @@ def _prepared(
     worker_id: str,
     wanted: Callable[[], bool],
     policy: Policy,
-    roots: Roots,
+    access: Access,
     output_dir: Path,
 ) -> Prepared:
     user = child_user(settings)
@@ -164,7 +163,7 @@ def _prepared(
         checkpoint_path=inputs.checkpoint_path,
         cache_dir=str(settings.cache_dir),
         resume_from=resume_from,
-        policy=child_policy(roots, task_hosts(settings)),
+        policy=child_policy(access.roots_of_child(), task_hosts(settings)),
     )
     environment = child_environment(
         os.environ,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, Literal, NoReturn, TypeVar
 
@@ -21,7 +21,7 @@ from gpuflow.artifacts.store import Store
 from gpuflow.broker.calls import RUN_HEADER
 from gpuflow.errors import GPUFlowError
 from gpuflow.ledger.ledger import Holder, StartVerdict
-from gpuflow.ledger.records import RECORD_SCHEMA, SCHEMA_HEADER, new_record_fields
+from gpuflow.ledger.records import RECORD_SCHEMA, SCHEMA_HEADER, TaskRecord, new_record_fields
 from gpuflow.ledger.retries import AVOID_SECONDS, Again, decide
 from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
@@ -49,6 +49,9 @@ log = get_logger("gpuflow.supervisor")
 
 #: A delivery that another worker is to take comes back to its queue after this many seconds.
 PASS_ON_SECONDS: Final = 1.0
+
+#: Records that are read in one round trip; each holds a spec.
+_RECORDS_AT_ONCE: Final = 64
 
 T = TypeVar("T")
 
@@ -200,7 +203,7 @@ class Delivery:
                     settings=settings,
                     worker_id=runtime.worker_id,
                     wanted=lambda: preparing.is_waited_for,
-                    is_owned=self._is_owned,
+                    owned=lambda others: self._owned(others, lambda: preparing.is_waited_for),
                 ),
                 f"what task {self.id} reads",
             )
@@ -251,10 +254,24 @@ class Delivery:
         with files_as(owner_of(runtime.app.settings, prepared.output_dir)):
             return scrubbed(self._by_engine(outcome, start), prepared.output_dir, prepared.redactor)
 
-    def _is_owned(self, other: str) -> bool:
-        """Whether another task is of the same owner as this one; one without a record is nobody's."""
-        records = [self.ledger.find(task_id) for task_id in (self.id, other)]
-        return None not in records and len({record.owner for record in records if record}) == 1
+    def _owned(self, others: Sequence[str], wanted: Callable[[], bool]) -> set[str]:
+        """Return those of other tasks that are of the same owner as this one; one without a record is nobody's.
+
+        A broker that is away is waited for as long as the preparation is wanted: nothing has failed.
+        """
+
+        def find(ids: Sequence[str]) -> list[TaskRecord | None]:
+            return self.ledger.find_many(ids) if wanted() else []
+
+        mine = next(iter(self._until_told(lambda: find([self.id]))), None)
+        if mine is None:
+            return set()
+        found: set[str] = set()
+        for start in range(0, len(others), _RECORDS_AT_ONCE):
+            some = others[start : start + _RECORDS_AT_ONCE]
+            records = self._until_told(lambda some=some: find(some))  # type: ignore[misc]
+            found.update(record.id for record in records if record is not None and record.owner == mine.owner)
+        return found
 
     def _while_preparing(self, preparing: Preparing) -> None:
         """Say that this supervisor lives; ask whether a user wants the task cancelled: no word of it may have come."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tarfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from executors.modeling.location import resolve
 from executors.retrieval.documents import open_documents
 from gpuflow.artifacts.destination import destination_store
 from gpuflow.artifacts.inputs import localize
-from gpuflow.artifacts.task_policy import Access, limited_to, results_of, task_roots
+from gpuflow.artifacts.task_policy import MOST_NAMED, Access, limited_to, results_of, task_roots
 from gpuflow.errors import GPUFlowError, InvalidSettings, NotAllowed
 from gpuflow.policy.child import child_policy
 from gpuflow.policy.hosts import Hosts
@@ -94,6 +95,14 @@ def test_every_way_out_of_every_field(places: Path, roots: Roots, way: str) -> N
         {"search": {"index": {"path": path}}},
         {"search": {"documents": {"type": "documents", "path": path}}},
         {"command": {"path": path}},
+        {"data": {"type": "dataset", "url": path}},
+        {"data": {"type": "dataset", "url": "${env:P}"}},
+        {"model": {"vllm": {"tokenizer": path}}},
+        {"model": {"vllm": {"tokenizer": "${env:P}"}}},
+        {"model": {"vllm": {"speculative_config": {"model": path}}}},
+        {"model": {"transformers": {"gguf_file": path}}},
+        {"training": {"chat_template_path": path}},
+        {"training": {"deep": [[{"a": [path]}]]}},
         {"echo": {"until_exists": path}},
         {"echo": {"fail": {"unless_exists": path}}},
     ]
@@ -200,6 +209,53 @@ def test_the_name_of_an_artifact_holds_no_variable(places: Path, roots: Roots) -
         localize({"echo": {"artifact": "${env:TOKEN}"}}, settings=settings, environment={"TOKEN": "secret"})
 
 
+def localized(spec: dict[str, Any], places: Path, roots: Roots) -> None:
+    settings = Settings(read_roots=roots.read, results_dir=places / "results", cache_dir=places / "cache")
+    with limited_to(Access(roots=roots, results_of=frozenset())):
+        localize(spec, settings=settings, environment={})
+
+
+@pytest.mark.parametrize("section", [("model", "vllm"), ("model", "transformers"), ("training",), ("lora",)])
+def test_options_of_libraries(places: Path, roots: Roots, section: tuple[str, ...]) -> None:
+    def spec(options: dict[str, Any]) -> dict[str, Any]:
+        for name in reversed(section):
+            options = {name: options}
+        return options
+
+    for name in ("download_dir", "logging_dir", "offload_folder", "x_save_path", "output_dir"):
+        with pytest.raises(NotAllowed, match="GPUFLOW_WRITE_ROOTS"):
+            localized(spec({name: str(places / "open")}), places, roots)
+        localized(spec({name: str(places / "open" / "new")}), places, Roots(write=roots.read))
+    for text in ("../../victim/attempt-1", "a/../../x", "./../x"):
+        with pytest.raises(NotAllowed, match="GPUFLOW_READ_ROOTS"):
+            localized(spec({"x": [{"y": text}]}), places, roots)
+    for given in (
+        "org/model",
+        "/\n{{ messages }}",
+        ".*\\.q_proj",
+        "...",
+        "./own",
+        "https://host/a/../b",
+        "",
+        "auto",
+        1,
+    ):
+        localized(spec({"x": given, "tokenizer": str(places / "open")}), places, roots)
+
+
+@pytest.mark.usefixtures("child")
+def test_a_data_set_that_is_a_folder_here(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from executors.data.hub import _place
+
+    monkeypatch.chdir(places)
+    (places / "closed" / "set").mkdir()
+    for url in (str(places / "closed"), "closed", "./closed", "open/../closed", "closed/set", "~", "../x", "a/b/c"):
+        with pytest.raises(NotAllowed, match="GPUFLOW_READ_ROOTS"):
+            _place(url)
+    assert _place(str(places / "open")) == str(places / "open")
+    assert [_place(url) for url in ("org/set", "squad")] == ["org/set", "squad"]
+
+
 @pytest.mark.parametrize("way", ["plain", "folder", "parent", "user"])
 def test_a_destination(places: Path, way: str) -> None:
     path = ways_out(places)[way]
@@ -219,19 +275,29 @@ def test_what_may_be_read_may_not_be_written(places: Path, roots: Roots) -> None
 
 def test_results_of_others(places: Path) -> None:
     settings = Settings(results_dir=places / "results", cache_dir=places / "cache")
-    for name in ("mine", "upstream", "others", "uploads"):
+    one, other = f"uploads/{'1' * 64}", f"uploads/{'2' * 64}"
+    for name in ("mine", "upstream", "others", one, other):
         (places / "results" / name).mkdir(parents=True)
         (places / "results" / name / "a").write_text("x")
     spec = {
         "data": {"path": str(places / "results" / "upstream" / "a")},
-        "x": [str(places / "results" / "others" / "a")],
+        "x": [
+            str(places / "results" / "others" / "a"),
+            str(places / "results" / "uploads"),
+            f"{places}/results/{one}/a",
+        ],
+        "y": [f"{places}/results/uploads/../others/a", f"{places}/results/uploads/", f"{places}/results/uploads/."],
     }
-    owned = results_of(spec, settings, "mine", lambda name: name == "upstream")
+    owned = results_of(spec, settings, "mine", lambda names: {"upstream", "strange"} & {*names, "strange"})
     roots = task_roots(settings, owned)
 
-    assert owned == {"mine", "upstream"}
-    for name in ("mine", "upstream", "uploads"):
+    assert owned == {"mine", "upstream", one}
+    for name in ("mine", "upstream", one):
         with opened(places / "results" / name / "a", roots):
+            pass
+    (places / "cache").mkdir()
+    for closed in (places / "cache", places / "results" / "uploads", places / "results" / other / "a"):
+        with pytest.raises(NotAllowed), opened(closed, roots):
             pass
     for path in (places / "results", places / "results" / "others" / "a", places / "results" / "mine/../others/a"):
         with pytest.raises(NotAllowed), opened(path, roots):
@@ -242,6 +308,41 @@ def test_results_of_others(places: Path) -> None:
     (places / "results" / "mine").symlink_to(places / "closed")
     with pytest.raises(NotAllowed), opened(places / "results" / "mine" / "rows.jsonl", roots):
         pass
+
+
+def test_of_the_cache_a_task_reads_what_was_brought_for_it(places: Path) -> None:
+    settings = Settings(results_dir=places / "results", cache_dir=places / "cache")
+    archive = places / "results" / "uploads" / ("1" * 64) / "docs.tar.gz"
+    archive.parent.mkdir(parents=True)
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(places / "open" / "rows.jsonl", "rows.jsonl")
+    theirs = places / "cache" / "checkpoints" / ("2" * 64)
+    theirs.mkdir(parents=True)
+    spec = {"data": {"type": "documents", "url": archive.as_uri()}}
+    readers = results_of(spec, settings, "mine", lambda _: ())
+    access = Access(roots=task_roots(settings, readers), results_of=readers)
+    with limited_to(access):
+        local = localize(spec, settings=settings, environment={}).spec["data"]["path"]
+        for closed in (places / "cache", theirs, Path(local), places / "results" / "uploads"):
+            with pytest.raises(NotAllowed, match="GPUFLOW_READ_ROOTS"):
+                localize({"data": {"type": "documents", "path": str(closed)}}, settings=settings, environment={})
+
+    roots = access.roots_of_child()
+    with opened(f"{local}/rows.jsonl", roots) as found:
+        assert found.is_file
+    for closed in (places / "cache", theirs):
+        with pytest.raises(NotAllowed), opened(closed, roots):
+            pass
+
+
+def test_a_spec_that_names_countless_tasks_costs_no_look_up(places: Path) -> None:
+    settings = Settings(results_dir=places / "results", cache_dir=places / "cache")
+    spec = {"x": [f"{places}/results/t{number}/a" for number in range(MOST_NAMED + 1)]}
+    asked: list[Any] = []
+
+    with pytest.raises(NotAllowed, match="at most"):
+        results_of(spec, settings, "mine", lambda names: asked.append(names) or ())
+    assert not asked
 
 
 @pytest.mark.parametrize("name", ["GPUFLOW_READ_ROOTS", "GPUFLOW_WRITE_ROOTS"])

@@ -121,6 +121,7 @@ class WorkerProcess:
             "GPUFLOW_READ_ROOTS": f"{folder},{tempfile.gettempdir()},/dev/shm,/models,/nowhere,/there",
             "GPUFLOW_WRITE_ROOTS": f"{folder},{tempfile.gettempdir()},/dev/shm",
             "GPUFLOW_ALLOW_HOSTS": "127.0.0.0/8,::1",
+            "GPUFLOW_ALLOW_BUCKETS": "*",
             "PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")]),
             **(env or {}),
         }

@@ -67,3 +67,16 @@ def test_results_of_other_owners(fleet: TestFleet) -> None:
     failing(fleet, "GPUFLOW_READ_ROOTS", owner="bob", data={"type": "jsonl", "path": str(fleet.results)})
     own = submit(fleet.echo(output=2, until_exists=path), owner="ann", app=fleet.app)
     assert own.get(timeout=patient(30))["output"] == 2
+
+
+def test_uploads_are_read_by_their_name_alone(fleet: TestFleet, tmp_path: Path) -> None:
+    fleet.start_worker("w1", env=CLOSED)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"a": 1}\n')
+    sent = submit({"taskType": "echo", "echo": {}, "data": {"type": "jsonl", "upload": str(rows)}}, app=fleet.app)
+    sent.get(timeout=patient(30))
+    uploads = fleet.results / "uploads"
+    assert len(list(uploads.iterdir())) == 1
+
+    for folder in (uploads, fleet.results.parent / "cache"):
+        failing(fleet, "GPUFLOW_READ_ROOTS", data={"type": "jsonl", "path": str(folder)})

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gpuflow.artifacts.task_policy import task_roots
 from gpuflow.errors import GPUFlowError
+from gpuflow.policy.child import child_policy
+from gpuflow.policy.hosts import Hosts
 from gpuflow.protocol import Request
 from gpuflow.settings import Settings
 from gpuflow.worker import confinement
@@ -56,6 +60,20 @@ def test_a_sandbox_shows_what_the_task_names_of_other_results_and_no_more(tmp_pa
     }
     assert (found["/d"], found["/s"]) == ("--ro-bind-try", "--bind-try")
     assert not {"/", "/etc", "/root", "/home", "/run", "/etc/shadow"} & found.keys()
+
+
+def test_a_sandbox_shows_no_results_that_the_policy_does_not_grant(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    asked = request(
+        tmp_path,
+        env={"P": f"{results}/victim/attempt-1", "Q": f"{results}/t2/../victim/attempt-2"},
+        checkpoint={"load": {"path": f"{results}/t2/attempt-1/final"}},
+    )
+    policy = child_policy(task_roots(settings(tmp_path), ["t1", "t2"]), Hosts())
+    found = shown(of(tmp_path, replace(asked, policy=policy), GPUFLOW_ISOLATE="bubblewrap").sandbox)
+
+    below = {path for path in found if path.startswith(str(results))}
+    assert below == {f"{results}/t1", f"{results}/t1/attempt-1", f"{results}/t2/attempt-1"}
 
 
 def test_too_many_inputs_for_a_sandbox(tmp_path: Path) -> None:
