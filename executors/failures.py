@@ -46,8 +46,9 @@ _NETWORK: Final = frozenset(
 )  # fmt: skip
 _MENDS: Final = {
     "NotAuthorized": (
-        "; name the token in the task (`secrets: [HF_TOKEN]`) and give it to the worker (HF_TOKEN in its environment, "
-        "or a file HF_TOKEN in its GPUFLOW_SECRETS_DIR); for a gated model, accept its terms with that account first"
+        "; name the token in the task (`secrets: [HF_TOKEN]`) and give it to the worker (GPUFLOW_SECRET_HF_TOKEN "
+        "in its environment, or a file HF_TOKEN in its GPUFLOW_SECRETS_DIR); for a gated model, accept its "
+        "terms with that account first"
     ),
     "NotFound": "; check the name; a private one also needs a token (`secrets: [HF_TOKEN]`) on the worker",
 }

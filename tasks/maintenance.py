@@ -40,9 +40,20 @@ def notify(self: Any, task_id: str, number: int) -> None:
     try:
         entry = _with_secrets(entries[number], record, str(self.request.hostname))
         deliver(entry, body(record), hosts=task_hosts(app.settings))
+    except NotAllowed as error:
+        _tell(task_id, number, error)
+        raise
     except NotDelivered as error:
         wait = NOTIFY_SECONDS * 2**self.request.retries
         raise self.retry(exc=error, countdown=wait, max_retries=NOTIFY_TRIES - 1) from error
+
+
+def _tell(task_id: str, number: int, error: NotAllowed) -> None:
+    """Say in the events of a task that its URL is not called; the URL may hold a secret and is not named."""
+    why = f"; {error.setting} of the worker would allow it" if error.setting else ", and no setting would allow it"
+    message = f"notify[{number}] is not called: the worker does not allow it{why}"
+    event = {"event": "log", "level": "warning", "message": message}
+    app.event_log.append(task_id, event, maxlen=app.settings.events_maxlen)
 
 
 def _with_secrets(entry: Mapping[str, Any], record: TaskRecord, worker: str) -> Mapping[str, Any]:

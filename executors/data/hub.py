@@ -18,8 +18,8 @@ _GATED: Final = frozenset({"GatedRepoError", "DisabledRepoError", "LocalTokenNot
 _MISSING: Final = frozenset({"RepositoryNotFoundError", "RevisionNotFoundError", "DatasetNotFoundError"})
 _UNREACHED: Final = frozenset({"OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectError", "TimeoutException"})
 _GIVE_ACCESS: Final = (
-    "name the token in the task (`secrets: [HF_TOKEN]`) and give it to the worker (HF_TOKEN in its environment, or a "
-    "file HF_TOKEN in its GPUFLOW_SECRETS_DIR)"
+    "name the token in the task (`secrets: [HF_TOKEN]`) and give it to the worker (GPUFLOW_SECRET_HF_TOKEN in its "
+    "environment, or a file HF_TOKEN in its GPUFLOW_SECRETS_DIR)"
 )
 
 

@@ -14,8 +14,11 @@ if TYPE_CHECKING:
 
 
 def policy_checks(settings: Settings) -> list[Check]:
-    """Say what is open: code that tasks may bring, secrets that they may name. What the operator chose is no fault."""
-    return [_code(settings), _secrets(settings)]
+    """Say what is open: code that tasks may bring, secrets that they may name, places that they may use.
+
+    What the operator chose is no fault.
+    """
+    return [_code(settings), _secrets(settings), _folders(settings), _hosts(settings)]
 
 
 def _code(settings: Settings) -> Check:
@@ -37,3 +40,19 @@ def _secrets(settings: Settings) -> Check:
     parts += [f"the files of {settings.secrets_dir} (GPUFLOW_SECRETS_DIR)"] if settings.secrets_dir else []
     passed = f"; every child gets {', '.join(settings.pass_env)} (GPUFLOW_PASS_ENV)" if settings.pass_env else ""
     return Check(name="secrets of tasks", status="ok", detail=f"tasks may name {', '.join(parts) or 'none'}{passed}")
+
+
+def _folders(settings: Settings) -> Check:
+    from gpuflow.cli.checks import Check
+
+    read, write = (", ".join(roots) or "none" for roots in (settings.read_roots, settings.write_roots))
+    detail = f"beside results and cache tasks may read {read} (GPUFLOW_READ_ROOTS), write {write} (GPUFLOW_WRITE_ROOTS)"
+    return Check(name="folders of tasks", status="ok", detail=detail)
+
+
+def _hosts(settings: Settings) -> Check:
+    from gpuflow.cli.checks import Check
+
+    hosts = ", ".join(settings.allow_hosts) or "none"
+    detail = f"of this machine and private networks tasks may reach {hosts} (GPUFLOW_ALLOW_HOSTS)"
+    return Check(name="hosts of tasks", status="ok", detail=detail)

@@ -20,6 +20,7 @@ from gpuflow.errors import (
     BrokerUnavailable,
     InvalidTemplate,
     NoCapableWorker,
+    NotAllowed,
     UnknownTask,
 )
 from gpuflow.gateway.problems import Problem
@@ -64,7 +65,7 @@ class Calls:
         try:
             with reachable():
                 return call(self.app)
-        except (InvalidTemplate, NoCapableWorker, UnknownTask, BrokerUnavailable, ArtifactError) as error:
+        except (InvalidTemplate, NoCapableWorker, NotAllowed, UnknownTask, BrokerUnavailable, ArtifactError) as error:
             raise problem_of(error) from None
         except (RedisError, OperationalError) as error:
             log.error("gateway.broker", error=f"{type(error).__name__}: {error}")
@@ -79,6 +80,10 @@ def problem_of(error: Exception) -> Problem:
         return Problem(404, "unknown", whole_text(str(error)))
     if isinstance(error, NoCapableWorker):
         return Problem(409, "no-capable-worker", whole_text(str(error)))
+    if isinstance(error, NotAllowed):  # what it names is an address that this machine knows: for its log alone
+        log.error("gateway.not_allowed", error=str(error))
+        setting = f" ({error.setting} of the gateway)" if error.setting else ""
+        return Problem(502, "not-allowed", f"a result names what the gateway does not follow{setting}; see its log")
     if isinstance(error, ArtifactError):
         log.error("gateway.store", error=str(error))
         return Problem(503, "store-away", "the fleet's store does not take or give this; see the gateway's log", _LATER)

@@ -12,6 +12,7 @@ from fastapi import Request
 from redis.exceptions import RedisError
 
 from gpuflow.artifacts.references import References
+from gpuflow.artifacts.task_policy import client_hosts
 from gpuflow.celery_app import GPUFlow
 from gpuflow.client import submit
 from gpuflow.errors import BrokerUnavailable, UnknownTask
@@ -104,7 +105,11 @@ class TaskCall:
         record = self._record
         if record is None or record.state is not TaskState.SUCCEEDED:
             raise of_a_task(record) if record else broker_away()
-        return dict(await self._shared.calls.run(lambda app: References(app.settings).fields(record.result)))
+
+        def loaded(app: GPUFlow) -> dict[str, Any]:
+            return dict(References(app.settings, hosts=client_hosts(app.settings)).fields(record.result))
+
+        return await self._shared.calls.run(loaded)
 
     async def _has_ended(self) -> bool:
         record = await self._shared.calls.run(lambda app: app.ledger.get(self.id))

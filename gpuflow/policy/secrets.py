@@ -8,9 +8,9 @@ names it.
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
-from urllib.parse import SplitResult, urlsplit, urlunsplit
 
 from gpuflow.policy.refusal import Refusal
 from gpuflow.secrets import is_secret_variable
@@ -19,6 +19,10 @@ from gpuflow.secrets import is_secret_variable
 SETTING: Final = "GPUFLOW_ALLOW_SECRETS"
 #: A variable of the worker that begins so is a secret for tasks, under the rest of its name.
 PREFIX: Final = "GPUFLOW_SECRET_"
+#: `user:password@` of a URL.
+_USER_OF_URL: Final = re.compile(r"(?<=://)[^\s/?#]*@")
+#: That of a proxy, whose address may stand without a scheme and has no path.
+_USER_OF_PROXY: Final = re.compile(r"(?:(?<=://)|(?<![^\s,]))(?:(?!://)\S)*@")
 
 
 def is_allowed(name: str, patterns: Sequence[str]) -> bool:
@@ -54,22 +58,14 @@ def refusal(
 
 def without_credentials(variables: Mapping[str, str]) -> dict[str, str]:
     """Return variables for a child that named no secret: no tokens and passwords, and URLs without their user parts."""
-    return {name: _without_user(value) for name, value in variables.items() if not is_secret_variable(name)}
+    return {name: _without_user(name, value) for name, value in variables.items() if not is_secret_variable(name)}
 
 
-def _without_user(value: str) -> str:
-    """Return a value whose URLs, several by spaces, have no user parts."""
-    if "@" not in value or "://" not in value:
+def _without_user(name: str, value: str) -> str:
+    """Return the value of a variable whose URLs, however many and however separated, have no user parts.
+
+    A password may hold a comma: where it is unclear what is a list, an entry is lost rather than half a password shown.
+    """
+    if "@" not in value:
         return value
-    return " ".join(_url_without_user(word) for word in value.split(" "))
-
-
-def _url_without_user(word: str) -> str:
-    try:
-        parts = urlsplit(word)
-    except ValueError:
-        return ""
-    if "@" not in parts.netloc:
-        return word
-    host = parts.netloc.rpartition("@")[2]
-    return urlunsplit(SplitResult(parts.scheme, host, parts.path, parts.query, parts.fragment))
+    return (_USER_OF_PROXY if name.lower().endswith("_proxy") else _USER_OF_URL).sub("", value)

@@ -72,13 +72,15 @@ def own_folders(
     cwd: Path,
     gpus: bool,
     network: bool,
+    roots: Sequence[tuple[Path, bool]] = (),
 ) -> tuple[str, ...]:
     """Return what stands before a task's command line. `read` and `folders` (path, writable) are what it sees.
 
-    A later folder lies over an earlier one; of those in `hidden` nothing is seen through the folders of `read`.
+    A later folder lies over an earlier one; of those in `hidden` nothing is seen through the folders of `read` and
+    `roots` (path, writable), which lie below all others.
     `locks` can be written whatever holds it.
     """
-    shown = [*read, *(path for path, _ in folders)]
+    shown = [*read, *(path for path, _ in (*roots, *folders))]
     covered = [
         one for one in hidden if one.is_dir() and any(one != path and one.is_relative_to(path) for path in shown)
     ]
@@ -86,6 +88,7 @@ def own_folders(
         *_start(network=network),
         *_system(),
         *_devices(gpus=gpus),
+        *_mounts(roots),
         *_mounts((path, False) for path in read),
         *(word for path in covered for word in ("--tmpfs", str(path))),
         *_mounts(folders),

@@ -119,6 +119,7 @@ def _of_task(
         cwd=cwd,
         gpus=gpus,
         network=settings.isolate_network,
+        roots=_roots(settings),
     )
     return Confinement(limits=limits, user=user, sandbox=sandbox)
 
@@ -148,6 +149,12 @@ def _executors(settings: Settings) -> Iterator[Path]:
         place = entry.partition("=")[2].rpartition(":")[0]
         if place.startswith("/"):
             yield Path(place)
+
+
+def _roots(settings: Settings) -> list[tuple[Path, bool]]:
+    """Return the folders that tasks may read and write here, outer ones first."""
+    read = [(Path(one), False) for one in settings.read_roots]
+    return sorted([*read, *((Path(one), True) for one in settings.write_roots)])
 
 
 def _more(settings: Settings) -> list[tuple[Path, bool]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import sysconfig
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpuflow.policy.secrets import PREFIX, without_credentials
+from gpuflow.spec.references import UnresolvedReference, resolve_env
 
 #: Variables of the worker that a child inherits; globs. Never REDIS_URL; tokens, passwords and the user parts of URLs
 #: among them only where GPUFLOW_PASS_ENV names the variable, or the task does so by `secrets`.
@@ -60,6 +62,9 @@ OFFLINE: Final[Mapping[str, str]] = {
     "DO_NOT_TRACK": "1",
     "PIP_NO_INDEX": "1",
 }
+#: The token of the Hugging Face hub, and what keeps its library from the one that `hf auth login` has left in the home.
+HUB_TOKEN: Final = "HF_TOKEN"  # noqa: S105  (its name)
+NO_HUB_LOGIN: Final[Mapping[str, str]] = {"HF_HUB_DISABLE_IMPLICIT_TOKEN": "1"}
 
 
 def child_environment(
@@ -70,12 +75,16 @@ def child_environment(
     requested: Mapping[str, Any] | None = None,
     secrets: Mapping[str, str] | None = None,
     offline: bool = False,
+    hub_login: bool = False,
 ) -> dict[str, str]:
     """Return the environment of a child.
 
     `worker` is the worker's own, `pass_env` further names or globs, `requested` the `env:` of the template, `secrets`
     the values of its `secrets:`, and `given` what gpuflow sets; each later one wins, and nothing forbidden comes in
     from the first three. A requested value with `${env:NAME}` is left out: the child puts it together itself.
+
+    The login of the worker's user at the hub (`hf auth login`, a file in the home) is for a child whose task names a
+    token of the hub, for all where `pass_env` names it, and with `hub_login`, for what the user runs here directly.
     """
     mine = {name: value for name, value in worker.items() if not is_forbidden(name)}
     allowed = without_credentials({name: value for name, value in mine.items() if _matches(name, ALLOWED)})
@@ -85,7 +94,20 @@ def child_environment(
         for name, value in (requested or {}).items()
         if not is_forbidden(name) and "${env:" not in str(value)
     }
-    return {**allowed, **asked, **(secrets or {}), **(OFFLINE if offline else {}), **given}
+    found = {**allowed, **asked, **(secrets or {}), **(OFFLINE if offline else {}), **given}
+    if not hub_login and not _matches(HUB_TOKEN, pass_env) and not _has_hub_token(found, requested or {}):
+        found |= NO_HUB_LOGIN
+    return found
+
+
+def _has_hub_token(found: Mapping[str, str], requested: Mapping[str, Any]) -> bool:
+    """Say whether a child has a token in its environment, put together by itself or not; an empty one is none."""
+    values = dict(found)
+    for name, value in requested.items():
+        if "${env:" in str(value):
+            with contextlib.suppress(UnresolvedReference):
+                values[name] = resolve_env(str(value), values)
+    return bool(values.get(HUB_TOKEN, "").strip())
 
 
 def is_forbidden(name: str) -> bool:

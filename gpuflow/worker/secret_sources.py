@@ -97,9 +97,9 @@ def _value(name: str, environ: Mapping[str, str], folder: Path | None, worker: s
     except OSError as error:
         cause = "there is none" if isinstance(error, FileNotFoundError) else error.strerror
         raise MissingSecret(
-            f"worker {worker} has no secret {name}: it is not in the worker's environment, and "
+            f"worker {worker} has no secret {name}: there is no {PREFIX}{name} in the worker's environment, and "
             f"{_FOLDER}/{name} cannot be read ({cause}); write the value to that file with mode 600, or start the "
-            f"worker with {name} set"
+            f"worker with {PREFIX}{name} set"
         ) from None
 
 

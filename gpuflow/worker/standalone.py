@@ -171,6 +171,7 @@ def environment_for(request: Request, settings: Settings) -> dict[str, str]:
         requested=spec.get("env"),
         secrets={name: os.environ[name] for name in spec.get("secrets") or () if name in os.environ},
         offline=settings.offline,
+        hub_login=True,
         given=given,
     )
 

@@ -350,3 +350,50 @@ def test_up_with_autoscale_launches_and_ends_its_workers(tmp_path: Path) -> None
                 LocalProcesses(fleet.settings, fleet.broker.url).terminate(machine_id)
     finally:
         fleet.close()
+
+
+def test_up_ends_what_one_that_was_killed_has_launched_and_not_that_of_one_that_lives(tmp_path: Path) -> None:
+    fleet = TestFleet(tmp_path, env=QUICK)
+    launched = LocalProcesses(fleet.settings, fleet.broker.url)
+    options = ["up", "--workers", "0", "--autoscale", "--max", "1", "--no-flower", "--no-gateway"]
+    ups: list[subprocess.Popen[bytes]] = []
+
+    def up() -> subprocess.Popen[bytes]:
+        with (tmp_path / "up.log").open("ab") as log:
+            ups.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", "from gpuflow.cli import main; main()", *options],
+                    env=_environment(fleet) | {"ELASTIC_AUTO_DISABLE_IDLE_SEC": "600"},
+                    cwd=tmp_path,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            )
+        return ups[-1]
+
+    try:
+        # Given a launched worker, and another cluster of the folder that comes and goes
+        first = up()
+        assert submit(fleet.echo(), app=fleet.app).get(timeout=patient(60))
+        (name,) = launched.machines()
+        second = up()
+        eventually(lambda: "ready" in (tmp_path / "up.log").read_text().partition("ready")[2], what="the second")
+        second.send_signal(signal.SIGINT)
+        assert second.wait(timeout=patient(30)) == 0
+        # Then it is left alone
+        assert name in launched.machines()
+        # When its cluster is killed it stays, until the next one comes
+        first.kill()
+        first.wait()
+        assert name in launched.machines()
+        up()
+        eventually(lambda: name not in launched.machines(), within=30, what="the end of the launched worker")
+    finally:
+        for one in ups:
+            if one.poll() is None:
+                one.send_signal(signal.SIGINT)
+                one.wait(timeout=patient(30))
+        for machine_id in launched.machines():
+            launched.terminate(machine_id)
+        fleet.close()

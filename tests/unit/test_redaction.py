@@ -8,11 +8,14 @@ import logging
 import re
 import urllib.parse
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from executors import failures
+from executors.data import hub
 from gpuflow.errors import NotAllowed
 from gpuflow.logs import get_logger, mask_handlers
 from gpuflow.secrets import (
@@ -26,7 +29,7 @@ from gpuflow.secrets import (
     url_secrets,
 )
 from gpuflow.settings import Settings
-from gpuflow.worker.environment import FORBIDDEN, OFFLINE, child_environment
+from gpuflow.worker.environment import FORBIDDEN, NO_HUB_LOGIN, OFFLINE, child_environment
 from gpuflow.worker.secret_sources import MissingSecret, redactor_of, scrub, secret_values
 
 VALUE = 'p+q/"r\\s & ünï=27'
@@ -198,7 +201,9 @@ def test_a_variable_that_nobody_meant_for_tasks_is_not_given(tmp_path: Path) -> 
 def test_a_missing_secret_names_worker_cause_and_mend(tmp_path: Path) -> None:
     with pytest.raises(MissingSecret, match=r"worker w1 has no secret HF_TOKEN.*GPUFLOW_SECRETS_DIR is not set; start"):
         find(None)
-    with pytest.raises(MissingSecret, match=r"w1 .*HF_TOKEN cannot be read \(there is none\); write the value"):
+    with pytest.raises(
+        MissingSecret, match=r"w1 .*HF_TOKEN cannot be read \(there is none\); write .*GPUFLOW_SECRET_HF_TOKEN set"
+    ):
         find(tmp_path)
 
 
@@ -250,7 +255,7 @@ def test_a_child_gets_the_allowlist_its_env_and_its_secrets() -> None:
     )
 
     inherited = {"PATH": "/bin", "HF_HOME": "/hf", "https_proxy": "p", "MINE_1": "m"}
-    assert made == {**inherited, "A": "1", "S": "secret", "TASK_ID": "t1", **OFFLINE}
+    assert made == {**inherited, "A": "1", "S": "secret", "TASK_ID": "t1", **OFFLINE, **NO_HUB_LOGIN}
     assert {"HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"} <= set(OFFLINE)
     assert "REDIS_URL" in FORBIDDEN
 
@@ -267,7 +272,7 @@ def test_a_child_inherits_no_credentials_that_nobody_named() -> None:
         "PIP_EXTRA_INDEX_URL": "https://a/x https://b/y", "no_proxy": "a,b", "WANDB_MODE": "offline",
     }  # fmt: skip
 
-    assert child_environment(worker, given={}) == plain
+    assert child_environment(worker, given={}) == {**plain, **NO_HUB_LOGIN}
     assert child_environment(worker, given={}, secrets={"HF_TOKEN": "t"}) == {**plain, "HF_TOKEN": "t"}
     passed = ("HF_TOKEN", "PIP_*", "GPUFLOW_*")
     whole = {name: worker[name] for name in ("HF_TOKEN", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL")}
@@ -328,3 +333,33 @@ def test_log_lines_and_tracebacks_are_masked(caplog: pytest.LogCaptureFixture) -
     assert "canaryword" not in written and "a:b" not in written
     assert written.count("***") >= 5 and "Traceback" in written
     assert known.text("canaryword") == "canaryword"
+
+
+@pytest.mark.parametrize(
+    ("asked", "usable"),
+    [
+        ({}, False),
+        ({"secrets": {"HF_TOKEN": "t"}}, True),
+        ({"secrets": {"OTHER": "t"}}, False),
+        ({"pass_env": ("HF_*",)}, True),
+        ({"pass_env": ("WANDB_*",)}, False),
+        ({"hub_login": True}, True),
+        ({"requested": {"HF_TOKEN": "t"}}, True),
+        ({"requested": {"HF_TOKEN": " "}}, False),  # for the library it is none
+        ({"requested": {"HF_TOKEN": "${env:MINE}"}, "secrets": {"MINE": "t"}}, True),
+        ({"requested": {"E": "", "HF_TOKEN": "${env:E}${env:E}"}}, False),
+        ({"requested": {"HF_TOKEN": "${env:NOWHERE}"}}, False),
+        ({"requested": {"HF_HUB_DISABLE_IMPLICIT_TOKEN": "0"}}, False),
+    ],
+)
+def test_the_login_of_the_workers_user_is_for_tasks_that_name_a_token(asked: dict[str, Any], usable: bool) -> None:
+    made = child_environment({"HF_HUB_DISABLE_IMPLICIT_TOKEN": "0"}, given={}, **asked)
+    hidden = Redactor((), secrets_in_environment(made))
+
+    assert (made.get("HF_HUB_DISABLE_IMPLICIT_TOKEN") != "1") is usable
+    assert hidden.text("1 of 10") == "1 of 10"
+
+
+def test_the_advice_on_a_token_names_what_a_worker_gives_to_tasks() -> None:
+    for text in (failures._MENDS["NotAuthorized"], hub._GIVE_ACCESS):
+        assert "(GPUFLOW_SECRET_HF_TOKEN in its environment, or a file HF_TOKEN in its GPUFLOW_SECRETS_DIR)" in text

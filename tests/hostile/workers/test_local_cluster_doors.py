@@ -189,3 +189,29 @@ def test_a_cluster_on_a_port_follows_its_server_to_another_password(shell: Shell
     eventually(lambda: [row["state"] for row in shell.json("workers")] == ["IDLE"], within=60, what="the worker")
     assert shell("submit", shell.write(pipeline(stage("a")))).returncode == 0
     eventually(lambda: [row["state"] for row in shell.json("status")["pipelines"]] == ["SUCCEEDED"], what="its end")
+
+
+def test_two_commands_on_one_server_have_one_gateway(shell: Shell) -> None:
+    # Given a cluster without workers, whose gateway has a login
+    up, out = shell.start("up", "--no-beat", "--no-flower", "--workers", "0")
+    shell.until(up, out, "ready")
+    state = shell.folder / "state"
+    login = read_login(state)
+    # When a run on the same server stores its results at that gateway
+    spec = pipeline(stage("a"))
+    spec["spec"]["output"] = {"destination": {"type": "http"}}
+    done = shell("run", shell.write(spec))
+    # Then it had the login
+    assert "pipeline succeeded" in done.stdout
+    # and a second cluster leaves that as it is, and knows the token
+    second, second_out = shell.start("up", "--no-beat", "--no-flower", "--workers", "0")
+    said = shell.until(second, second_out, "ready")
+    assert login is not None and read_login(state) == login
+    address = next(word for word in said.split() if word.startswith("http://127.0.0.1:"))
+    headers = {"Authorization": f"Bearer {login[1]}"}
+    assert address != login[0]
+    assert httpx.get(f"{address}/api/v1/results", headers=headers, timeout=patient(30)).status_code == 200
+    # and goes on with a login of its own when the first ends
+    up.send_signal(signal.SIGINT)
+    assert up.wait(timeout=patient(30)) == 0
+    eventually(lambda: (read_login(state) or login)[0] == address, within=30, what="a login of the second")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from gpuflow.client import submit
 from gpuflow.errors import TaskFailed
 from tests.support.fleet import TestFleet
 from tests.support.hostile_peer import HostilePeer
-from tests.support.waiting import patient
+from tests.support.waiting import eventually, patient
 
 #: A worker whose operator has listed nothing, as in a fleet.
 CLOSED = {"GPUFLOW_READ_ROOTS": "", "GPUFLOW_WRITE_ROOTS": "", "GPUFLOW_ALLOW_HOSTS": "", "SOME_PATH": "/etc/passwd"}
@@ -80,3 +81,23 @@ def test_uploads_are_read_by_their_name_alone(fleet: TestFleet, tmp_path: Path) 
 
     for folder in (uploads, fleet.results.parent / "cache"):
         failing(fleet, "GPUFLOW_READ_ROOTS", data={"type": "jsonl", "path": str(folder)})
+
+
+def test_a_notice_that_is_not_allowed_is_told_in_the_tasks_events(fleet: TestFleet) -> None:
+    fleet.start_worker("w1", env=CLOSED)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        listener.setblocking(False)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/hidden"
+        handle = submit({**fleet.echo(output=1), "notify": [{"on": ["finished"], "url": url}]}, app=fleet.app)
+        handle.get(timeout=patient(60))
+
+        def told() -> list[str]:
+            found = [event.data for event in fleet.app.event_log.read(handle.id)]
+            return [event["message"] for event in found if "notify" in event.get("message", "")]
+
+        eventually(lambda: bool(told()), what="the event")
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+    assert "notify[0]" in told()[0] and "GPUFLOW_ALLOW_HOSTS" in told()[0] and "hidden" not in told()[0]

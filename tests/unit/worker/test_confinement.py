@@ -113,3 +113,24 @@ def test_the_setting_that_an_error_names(tmp_path: Path, text: str, named: str) 
 )
 def test_how_a_sandboxed_child_ended(status: int, sandboxed: bool, exit_code: int | None, signal: int | None) -> None:
     assert ending(status, sandboxed=sandboxed) == {"exit": exit_code, "signal": signal}
+
+
+def test_a_sandbox_shows_the_roots_and_hides_what_is_gpuflows_below_them(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    state.mkdir()
+    env = {
+        "GPUFLOW_ISOLATE": "bubblewrap",
+        "GPUFLOW_STATE_DIR": str(state),
+        "GPUFLOW_READ_ROOTS": "/data,/both",
+        "GPUFLOW_WRITE_ROOTS": f"{tmp_path},/both,/data/out",
+    }
+    words = of(tmp_path, request(tmp_path), **env).sandbox
+
+    found = shown(words)
+    assert (found["/data"], found["/data/out"]) == ("--ro-bind-try", "--bind-try")
+    assert (found["/both"], found[str(tmp_path)]) == ("--bind-try", "--bind-try")
+    root = words.index(str(tmp_path))
+    for hidden in (state, tmp_path / "results"):
+        assert words.index(str(hidden)) > root and words[words.index(str(hidden)) - 1] == "--tmpfs"
+    assert words.index("/opt/env") > root  # a root that may be written makes no interpreter writable
+    assert words.index("/data/out") > words.index("/data")

@@ -158,11 +158,21 @@ def test_a_cluster_on_a_shared_broker_is_as_closed_as_any_worker(tmp_path: Path)
 
 def test_the_doctor_says_what_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed = [check.detail for check in policy_checks(load(tmp_path))]
-    assert closed == ["tasks may bring none (GPUFLOW_ALLOW_CODE)", "tasks may name none"]
+    assert closed[:2] == ["tasks may bring none (GPUFLOW_ALLOW_CODE)", "tasks may name none"]
+    assert closed[2:] == [
+        "beside results and cache tasks may read none (GPUFLOW_READ_ROOTS), write none (GPUFLOW_WRITE_ROOTS)",
+        "of this machine and private networks tasks may reach none (GPUFLOW_ALLOW_HOSTS)",
+    ]
     monkeypatch.setenv("GPUFLOW_SECRET_HF_TOKEN", "x")
     env = {"GPUFLOW_ALLOW_CODE": "all", "GPUFLOW_ALLOW_SECRETS": "TEAM_*", "GPUFLOW_PASS_ENV": "P"}
+    env |= {
+        "GPUFLOW_READ_ROOTS": "/data,/sets",
+        "GPUFLOW_WRITE_ROOTS": "/out",
+        "GPUFLOW_ALLOW_HOSTS": "db.lab,10.0.0.0/8",
+    }
 
-    code, secrets = (check.detail for check in policy_checks(load(tmp_path, **env)))
+    code, secrets, folders, hosts = (check.detail for check in policy_checks(load(tmp_path, **env)))
 
     assert "all kinds: whoever submits runs code as the worker's user" in code
     assert "TEAM_*" in secrets and "HF_TOKEN" in secrets and "every child gets P" in secrets
+    assert "read /data, /sets (" in folders and "write /out (" in folders and "reach db.lab, 10.0.0.0/8 (" in hosts
