@@ -33,8 +33,8 @@ from gpuflow.spec.presets import list_presets
 _MAX_BYTES: Final = 10 << 20
 _TOLD: Final = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 _CHANGED: Final = (
-    "what was sent is not how the answer goes: a later attempt of task {} gave another text, or pieces of it were lost; "
-    "drop it and send the call again"
+    "what was sent is not how the answer goes: a later attempt of task {} gave another text, or pieces of it were "
+    "lost; drop it and send the call again"
 )
 _ERROR: Final = {
     "content": {"application/json": {"schema": {"type": "object", "properties": {"error": {"type": "object"}}}}}
