@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final, Self
 
 import redis
+from pydantic import SecretStr
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
@@ -26,9 +27,10 @@ from gpuflow.broker.keys import Keys
 from gpuflow.cluster import commands
 from gpuflow.cluster.process import ManagedProcess
 from gpuflow.errors import BrokerUnavailable, GPUFlowError
+from gpuflow.filelocks import try_lock
 from gpuflow.fleet.hardware import probe
 from gpuflow.fleet.registry import Fleet, WorkerState
-from gpuflow.gateway.login import make_login, remove_login
+from gpuflow.gateway.login import TOKEN_VARIABLE, URL_VARIABLE, login_of_another, make_login, remove_login
 from gpuflow.routing.families import CONTROL_QUEUE
 from gpuflow.scaling.provisioners import ProvisionerError
 from gpuflow.scaling.provisioners.local import LocalProcesses
@@ -97,12 +99,17 @@ class LocalCluster:
         self._note = note
         self._parts: list[_Part] = []
         self._login: dict[str, str] = {}
+        self._joined = False  # to the gateway of another command, whose login ours is
+        self._launching: int | None = None  # a lock: whose launched workers those of the state folder are
         self._client: redis.Redis | None = None
 
     @property
     def settings(self) -> Settings:
-        """The settings, with the address of this cluster's broker."""
-        return self._settings.model_copy(update={"redis_url": self.url})
+        """The settings, with the address of this cluster's broker, and the login of its gateway."""
+        found: dict[str, object] = {"redis_url": self.url}
+        if self._login and self._takes_login:
+            found |= {"gateway_url": self._login[URL_VARIABLE], "worker_token": SecretStr(self._login[TOKEN_VARIABLE])}
+        return self._settings.model_copy(update=found)
 
     @property
     def embedded(self) -> bool:
@@ -140,14 +147,29 @@ class LocalCluster:
             self.url = self._server.start()
         self.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
         _prune(self.logs)
-        if self._gateway_port is not None:
-            self._login = make_login(self._settings, self._gateway_port)
+        self._log_in()
         self._client = _client_of(self.url)
         if self._server is None:
             self._reach()
+        self._end_launched()  # by a cluster that was killed: they have its token, and may have its broker
         self._parts = self._plan()
         for part in self._parts:
             self._launch(part)
+
+    @property
+    def _takes_login(self) -> bool:
+        """Whether workers and clients have no gateway of the user's: the token of ours goes to no other."""
+        return self._settings.gateway_url is None
+
+    def _log_in(self) -> None:
+        """Join the gateway of another command on the same embedded server, else make a login for our own."""
+        asked = self._settings.worker_token is None and self._takes_login
+        joined = login_of_another(self._settings.state_dir) if asked and self.embedded else {}
+        self._joined = bool(joined)
+        if joined:
+            self._login = joined
+        elif self._gateway_port is not None:
+            self._login = make_login(self._settings, self._gateway_port)
 
     def _reach(self) -> None:
         """Raise BrokerUnavailable at once, instead of workers that try for ever."""
@@ -181,6 +203,7 @@ class LocalCluster:
     def tend(self) -> None:
         """Bring back what has ended. Raises GPUFlowError when a part ends too often, or the broker cannot come back."""
         self._tend_server()
+        self._tend_login()
         for part in self._parts:
             process = part.process
             if process is not None and not process.alive:
@@ -246,7 +269,7 @@ class LocalCluster:
             self._settings, self.url, os.environ, Path.cwd(), own_broker=self.embedded
         )
         launches = part.name == "beat" and bool(self._most_launched)
-        if part.name == "gateway" or ((part.is_worker or launches) and self._settings.gateway_url is None):
+        if part.name == "gateway" or ((part.is_worker or launches) and self._takes_login):
             environment |= self._login  # workers of another gateway send the token of ours to nobody
         if launches:
             environment |= commands.scaling_environment(self._settings, self._most_launched, self._max_jobs)
@@ -280,6 +303,18 @@ class LocalCluster:
         if self._client is not None:
             self._client.close()
         self._client = _client_of(url)
+        self._end_launched()
+        self._restart()
+
+    def _tend_login(self) -> None:
+        """Go on with a gateway of our own when the one that we had joined has ended."""
+        if not self._joined or self._gateway_port is None or login_of_another(self._settings.state_dir):
+            return
+        self._note("the gateway of another command has ended; all parts start again, with the one of this")
+        self._log_in()
+        self._restart()
+
+    def _restart(self) -> None:
         for part in self._parts:
             if part.process is not None:
                 part.process.kill()  # without a broker it cannot stop well; what it ran is swept and runs again
@@ -293,8 +328,8 @@ class LocalCluster:
         return entry is not None and entry.state is not WorkerState.OFFLINE and CONTROL_QUEUE in entry.queues
 
     def _end_launched(self) -> None:
-        """End the workers that beat has launched; they are no children of ours."""
-        if not self._most_launched:
+        """End the workers that beat has launched; they are no children of ours. Not those of another cluster."""
+        if not self._most_launched or not self._owns_launched():
             return
         launched = LocalProcesses(self._settings, self.url)
         with contextlib.suppress(ProvisionerError):
@@ -304,10 +339,28 @@ class LocalCluster:
                     with contextlib.suppress(redis.RedisError):
                         self._fleet().leave(worker_id)
 
+    def _owns_launched(self) -> bool:
+        """Say whether the launched workers of the state folder are ours: no other cluster that launches lives."""
+        if self._launching is None:
+            path = self._settings.state_dir / "machines" / ".cluster"
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            except OSError:
+                return False
+            if not try_lock(descriptor):
+                os.close(descriptor)
+                return False
+            self._launching = descriptor
+        return True
+
     def _leave(self) -> None:
         """Take our workers out of the registry, those too that were killed; the token of our gateway is void."""
-        if self._login:
+        if self._login and not self._joined:
             remove_login(self._settings.state_dir, self._login)
+        if self._launching is not None:
+            os.close(self._launching)
+            self._launching = None
         if self._client is None:
             return
         with contextlib.suppress(redis.RedisError):
