@@ -101,8 +101,8 @@ def with_data(template: Template, app: GPUFlow, uploads: bool) -> Template:
     return replace(sent, spec=refer_large(sent.spec, store, at_dispatch=False), stages=stages)
 
 
-def _new_id(owner: str, idempotency_key: str | None) -> str:
-    return id_for_key(owner, idempotency_key) if idempotency_key else str(uuid.uuid4())
+def _new_id(owner: str, idempotency_key: str | None, *, pipeline: bool = False) -> str:
+    return id_for_key(owner, idempotency_key, pipeline=pipeline) if idempotency_key else str(uuid.uuid4())
 
 
 def _until_sent(app: GPUFlow, send: Callable[[], object]) -> None:
@@ -153,7 +153,7 @@ def submit_pipeline(
     warn_at_submit(app, template, fail_fast=fail_fast)
     template = with_data(template, app, uploads)
     who = owner if owner is not None else template.owner
-    pipeline_id = _new_id(who, idempotency_key)
+    pipeline_id = _new_id(who, idempotency_key, pipeline=True)
     fields = new_pipeline_fields(name=template.name, owner=who, template=template.to_dict())
     header = {"kind": "pipeline", "id": pipeline_id, "fields": fields}
     _until_sent(

@@ -139,11 +139,14 @@ def test_a_key_runs_its_work_once_and_takes_no_other(http: httpx.Client, served:
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             ids = {one["id"] for one in pool.map(lambda _, b=body, k=key: submit(http, b, headers=k), range(8))}
         assert len(ids) == 1
-        ended(http, f"{TASKS}/{ids.pop()}")
+        task = ids.pop()
+        ended(http, f"{TASKS}/{task}")
         assert http.post(TASKS, json=body, headers=key).status_code == 201
         refused = http.post(TASKS, json=other, headers=key)
         assert (refused.status_code, problem(refused)) == (409, "key-in-use")
     first = submit(http, pipeline("keyed", "a", "b"), PIPELINES, headers=key)
+    assert first["id"] != task, "tasks and pipelines have keys of their own"
+    assert http.get(f"{TASKS}/{first['id']}").status_code == 404
     assert submit(http, pipeline("keyed", "a", "b"), PIPELINES, headers=key)["id"] == first["id"]
     assert problem(http.post(PIPELINES, json=pipeline("keyed", "a", "c"), headers=key)) == "key-in-use"
     bad = http.post(TASKS, json=echo(), headers={"Idempotency-Key": "two words"})
