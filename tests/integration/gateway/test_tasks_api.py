@@ -182,6 +182,17 @@ def test_it_says_why_a_task_waits(http: httpx.Client) -> None:
     assert http.delete(told["url"]).json()["outcome"] == "cancelled"
 
 
+def test_a_repeat_whose_first_answer_was_lost_is_not_refused(http: httpx.Client) -> None:
+    nowhere = {**echo(message="x"), "resources": {"labels": {"nowhere": "x"}}}
+    for url, body in ((TASKS, nowhere), (PIPELINES, nowhere)):
+        key = {"Idempotency-Key": str(uuid.uuid4())}
+        fast = {"fail_fast": "true"}
+        assert problem(http.post(url, json=body, headers=key, params=fast)) == "no-capable-worker"
+        first = submit(http, body, url, headers=key)  # as a worker that could run it is there, and then is not
+        assert submit(http, body, url, headers=key, params=fast)["id"] == first["id"]
+        http.delete(first["url"])
+
+
 @pytest.mark.parametrize("id", ["no-such", "x:attempts", "..", "a%2Fb", "%00", "\u00fc", "a" * 300])
 def test_an_id_that_names_nothing_is_unknown(http: httpx.Client, id: str) -> None:
     told = submit(http, echo(message="one"))
