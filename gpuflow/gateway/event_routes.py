@@ -21,7 +21,7 @@ from gpuflow.gateway.documents import answers
 from gpuflow.gateway.fleet_calls import Calls
 from gpuflow.gateway.positions import EACH, MOST, Positions
 from gpuflow.gateway.problems import Problem
-from gpuflow.gateway.streams import Hub, Reader
+from gpuflow.gateway.streams import Hub, Reader, UnreadableStream
 from gpuflow.gateway.tasks import RecordId, is_id, no_record
 from gpuflow.ledger.eventlog import LoggedEvent
 from gpuflow.ledger.states import FINAL
@@ -148,6 +148,9 @@ async def _events(calls: Calls, hub: Hub, id: str, look: _Look, positions: Posit
                     yield _end(id, seen[0] if seen else "", positions.id_of_end() if len(positions) > MOST else "")
                     return
                 ask = not events or any(map(_may_end, events))
+        except (UnreadableStream, UnicodeError):
+            yield _end(id, "unreadable")
+            return
         except (Problem, RedisError, BrokerUnavailable, OSError):
             yield f"retry: {_AGAIN_MS}\n: the broker does not answer\n\n".encode()
             return

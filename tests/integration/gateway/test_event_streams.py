@@ -128,6 +128,30 @@ def test_a_reader_of_several_streams_goes_on_where_one_is_far_behind(front: Gate
     assert httpx.get(f"{front.url}{path}", headers=last, timeout=patient(30)).status_code == 204
 
 
+def test_a_poisoned_stream_ends_for_its_readers_alone(front: Gateway, served: TestFleet, tmp_path: Path) -> None:
+    nowhere = {"resources": {"labels": {"no": "where"}}}
+    task = submit({**served.echo(message="x"), **nowhere}, app=served.app)
+    gate = tmp_path / "gate"
+    good = submit(served.echo(message="x", until_exists=str(gate)), app=served.app)
+    eventually(lambda: good.state == "RUNNING", what="a running task")
+
+    def lines(id: str) -> Any:
+        url = f"{front.url}/api/v1/tasks/{id}/events"
+        return httpx.stream("GET", url, headers=front.headers, timeout=patient(30))
+
+    with lines(task.id) as poisoned, lines(good.id) as other:
+        told, rest = poisoned.iter_lines(), other.iter_lines()
+        assert next(told).startswith("id: ")
+        assert next(rest).startswith("id: ")
+        served.broker.client.xadd(served.app.keys.events(task.id), {"event": b"\xff\xfe"})
+        assert any('"state": "unreadable"' in line for line in told)
+        gate.touch()
+        assert any('"state": "SUCCEEDED"' in line for line in rest)
+    again = events(front, f"/api/v1/tasks/{task.id}/events")
+    assert again[-1]["data"] == {"source": task.id, "state": "unreadable"}
+    task.cancel()
+
+
 def test_hundreds_of_readers_share_one_poller(front: Gateway, served: TestFleet, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     task = submit(served.echo(message="x", until_exists=str(gate)), app=served.app)
