@@ -62,13 +62,14 @@ def submit(
     template = parse(source)
     if template.is_pipeline:
         raise InvalidTemplate("the template has stages; submit it with submit_pipeline()")
-    warn_at_submit(app, template, fail_fast=fail_fast)
+    who = owner if owner is not None else template.owner
+    task_id = _new_id(who, idempotency_key)
+    repeated = fail_fast and idempotency_key is not None and _is_there(lambda: app.ledger.find(task_id))
+    warn_at_submit(app, template, fail_fast=fail_fast and not repeated)
     if len(task_specs(template.stages[0], _no_upstream, _no_load)) > 1:
         raise InvalidTemplate(SPLIT)
     template = with_data(template, app, uploads)
     (spec,) = task_specs(template.stages[0], _no_upstream, _no_load)
-    who = owner if owner is not None else template.owner
-    task_id = _new_id(who, idempotency_key)
     _until_sent(
         app,
         lambda: app.send_task(
@@ -101,8 +102,17 @@ def with_data(template: Template, app: GPUFlow, uploads: bool) -> Template:
     return replace(sent, spec=refer_large(sent.spec, store, at_dispatch=False), stages=stages)
 
 
-def _new_id(owner: str, idempotency_key: str | None) -> str:
-    return id_for_key(owner, idempotency_key) if idempotency_key else str(uuid.uuid4())
+def _new_id(owner: str, idempotency_key: str | None, *, pipeline: bool = False) -> str:
+    return id_for_key(owner, idempotency_key, pipeline=pipeline) if idempotency_key else str(uuid.uuid4())
+
+
+def _is_there(find: Callable[[], object]) -> bool:
+    """Whether a record is there: its submit is a repeat. False where the broker is away, which the submit tells."""
+    try:
+        with reachable():
+            return find() is not None
+    except BrokerUnavailable:
+        return False
 
 
 def _until_sent(app: GPUFlow, send: Callable[[], object]) -> None:
@@ -150,10 +160,11 @@ def submit_pipeline(
     """
     app = app or default_app
     template = parse(source)
-    warn_at_submit(app, template, fail_fast=fail_fast)
-    template = with_data(template, app, uploads)
     who = owner if owner is not None else template.owner
-    pipeline_id = _new_id(who, idempotency_key)
+    pipeline_id = _new_id(who, idempotency_key, pipeline=True)
+    repeated = fail_fast and idempotency_key is not None and _is_there(lambda: app.pipelines.find(pipeline_id))
+    warn_at_submit(app, template, fail_fast=fail_fast and not repeated)
+    template = with_data(template, app, uploads)
     fields = new_pipeline_fields(name=template.name, owner=who, template=template.to_dict())
     header = {"kind": "pipeline", "id": pipeline_id, "fields": fields}
     _until_sent(

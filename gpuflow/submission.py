@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 #: Namespace of ids made from idempotency keys: the same owner and key give the same id, in any process.
 _IDEMPOTENCY: Final = uuid.UUID("6f1d4c1e-6a0b-5f0e-9b57-0f9f2f1f7f10")
+_IDEMPOTENCY_OF_PIPELINES: Final = uuid.UUID("0b9a3f0e-5c1d-5d57-8f63-3c3f0a6a9d21")
 #: Task types that need no GPU unless they ask for one.
 _LIGHT_TYPES: Final = frozenset({"echo"})
 #: Options of a Celery call that are its own: a call that has one is not merged.
@@ -54,9 +55,9 @@ class Prepared:
     header: dict[str, Any]
 
 
-def id_for_key(owner: str, key: str) -> str:
-    """Return the task or pipeline id that belongs to an idempotency key of one owner."""
-    return str(uuid.uuid5(_IDEMPOTENCY, f"{owner}\0{key}"))
+def id_for_key(owner: str, key: str, *, pipeline: bool = False) -> str:
+    """Return the task or pipeline id that belongs to an idempotency key of one owner: each kind has keys of its own."""
+    return str(uuid.uuid5(_IDEMPOTENCY_OF_PIPELINES if pipeline else _IDEMPOTENCY, f"{owner}\0{key}"))
 
 
 def submission_header(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, Final
 
@@ -104,7 +104,8 @@ def problem_of(
     task = TaskView(name=name, executor=executor)
     judged: list[Situation] = []
     for ask, worker in product(alternatives, live):
-        one = judge(ask, ask.queue_name(), task, worker)
+        awake = replace(worker, enabled=True) if worker.idled else worker  # the autoscaler's next look enables it
+        one = judge(ask, ask.queue_name(), task, awake)
         if one.kind in PASSING:
             return None
         judged.append(one)

@@ -28,6 +28,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+from gpuflow.fleet.desired import AUTOMATIC, DesiredState
 from gpuflow.fleet.registry import Fleet, WorkerEntry
 from gpuflow.ledger.ledger import Ledger
 from gpuflow.ledger.records import TaskRecord
@@ -99,6 +100,7 @@ def view_of(entry: WorkerEntry, records: Mapping[str, TaskRecord], now: float) -
         state=str(entry.state),
         enabled=entry.takes_work,
         disabled_by=entry.desired.text() if not entry.takes_work else "",
+        idled=entry.desired.state is DesiredState.DISABLED and entry.desired.by == AUTOMATIC,
         silent_seconds=_silent_seconds(entry, now),
         families=_families(entry),
         executors=_texts(load.get("executors")),

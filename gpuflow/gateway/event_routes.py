@@ -1,14 +1,13 @@
 """`GET .../events` of tasks and pipelines: their events as they come (Server-Sent Events).
 
-The id of an event is that of its entry in the stream, so a reader goes on from its Last-Event-ID. A stream ends with
-the work, by an event `end`; a gateway that stops ends it with a hint to come again. Comments keep the line open.
+The id of an event says how far each stream was told, so a reader goes on from its Last-Event-ID (`positions`). A stream
+ends with the work, by an event `end`; a gateway that stops ends it with a hint to come again. Comments keep it open.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Depends, Header, Request
@@ -20,17 +19,17 @@ from gpuflow.errors import BrokerUnavailable
 from gpuflow.gateway.auth import Gatekeeper
 from gpuflow.gateway.documents import answers
 from gpuflow.gateway.fleet_calls import Calls
+from gpuflow.gateway.positions import EACH, MOST, Positions
 from gpuflow.gateway.problems import Problem
-from gpuflow.gateway.streams import Hub, Reader
+from gpuflow.gateway.streams import Hub, Reader, UnreadableStream
 from gpuflow.gateway.tasks import RecordId, is_id, no_record
-from gpuflow.ledger.eventlog import LoggedEvent, order_of
+from gpuflow.ledger.eventlog import LoggedEvent
 from gpuflow.ledger.states import FINAL
 
 #: How long a stream is silent before a comment, in seconds; proxies cut what is silent for a minute.
 HEARTBEAT_SECONDS: Final = 10.0
 #: When a reader is to come again after the end of a gateway, in milliseconds.
 _AGAIN_MS: Final = 1000
-_EVENT_ID: Final = re.compile(r"\d{1,20}(-\d{1,20})?")
 _HEADERS: Final = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 _STREAM: Final[dict[int | str, dict[str, Any]]] = {
     200: {
@@ -91,8 +90,11 @@ def events_router(calls: Calls, hub: Callable[[], Hub], gatekeeper: Gatekeeper) 
 async def _stream(
     request: Request, calls: Calls, hub: Hub, kind: str, id: str, look: _Look, last_id: str | None
 ) -> Response:
-    if last_id is not None and not _EVENT_ID.fullmatch(last_id):
-        raise Problem(400, "bad-event-id", "Last-Event-ID is none of a stream; give the id of an event, such as 12-0")
+    try:
+        positions = Positions(id, last_id)
+    except ValueError:
+        detail = "Last-Event-ID is none of a stream; give the id of an event, such as 12-0"
+        raise Problem(400, "bad-event-id", detail) from None
     seen = await calls.run(look) if is_id(id) else None
     if seen is None:
         raise no_record(kind, id)
@@ -103,10 +105,10 @@ async def _stream(
         raise Problem(429, "too-many-streams", detail, {"Retry-After": "5"})
     if request.scope.get("gpuflow.head"):
         return Response(media_type="text/event-stream", headers=_HEADERS)
-    events = _events(calls, hub, id, look, last_id)
+    events = _events(calls, hub, id, look, positions)
     if last_id is not None and seen[1]:
         first = await anext(events, None)
-        if first is None or first.startswith(b"event: end"):
+        if first is None or isinstance(first, _End):
             await events.aclose()
             return Response(status_code=204)
         events = _with_first(first, events)
@@ -122,8 +124,7 @@ async def _with_first(first: bytes, rest: Any) -> AsyncIterator[bytes]:
         await rest.aclose()
 
 
-async def _events(calls: Calls, hub: Hub, id: str, look: _Look, last_id: str | None) -> Any:
-    after = order_of(last_id) if last_id else ()
+async def _events(calls: Calls, hub: Hub, id: str, look: _Look, positions: Positions) -> Any:
     async with Reader(hub, id) as reader:
         try:
             ask = True
@@ -138,15 +139,18 @@ async def _events(calls: Calls, hub: Hub, id: str, look: _Look, last_id: str | N
                         reader.cursor.add(task)
                 ended = seen is not None and seen[1]
                 events = await (reader.rest() if ended else reader.next(HEARTBEAT_SECONDS))
-                fresh = [event for event in events if order_of(event.id) > after]
+                fresh = [event for event in events if not positions.was_told(event)]
                 if fresh:
-                    yield b"".join(map(_as_sse, fresh))
+                    yield _as_sse(id, fresh, positions)
                 elif not events and not ended:
                     yield b": the line is open\n\n"
                 if ended and not events:
-                    yield _end(id, seen[0] if seen else "")
+                    yield _end(id, seen[0] if seen else "", positions.id_of_end() if len(positions) > MOST else "")
                     return
                 ask = not events or any(map(_may_end, events))
+        except (UnreadableStream, UnicodeError):
+            yield _end(id, "unreadable")
+            return
         except (Problem, RedisError, BrokerUnavailable, OSError):
             yield f"retry: {_AGAIN_MS}\n: the broker does not answer\n\n".encode()
             return
@@ -158,11 +162,23 @@ def _may_end(event: LoggedEvent) -> bool:
     return event.name in ("stage", "pipeline") or (event.name == "state" and str(event.data.get("state")) in FINAL)
 
 
-def _as_sse(event: LoggedEvent) -> bytes:
-    data = json.dumps({"source": event.source, "at": event.at, **event.data})
-    name = event.name if event.name.isprintable() else "log"
-    return f"id: {event.id}\nevent: {name}\ndata: {data}\n\n".encode(errors="replace")
+def _as_sse(id: str, events: Sequence[LoggedEvent], positions: Positions) -> bytes:
+    """Return events as lines. With many streams, whose ids are long, the last event alone has one."""
+    found = []
+    for number, event in enumerate(events, 1):
+        positions.tell(event)
+        if len(positions) <= EACH or number == len(events):
+            found.append(f"id: {positions.id_of(id)}\n")
+        data = json.dumps({"source": event.source, "at": event.at, **event.data})
+        name = event.name if event.name.isprintable() else "log"
+        found.append(f"event: {name}\ndata: {data}\n\n")
+    return "".join(found).encode(errors="replace")
 
 
-def _end(id: str, state: str) -> bytes:
-    return f"event: end\ndata: {json.dumps({'source': id, 'state': state})}\n\n".encode()
+class _End(bytes):
+    """The last event of a stream."""
+
+
+def _end(id: str, state: str, event_id: str = "") -> _End:
+    head = f"id: {event_id}\n" if event_id else ""
+    return _End(f"{head}event: end\ndata: {json.dumps({'source': id, 'state': state})}\n\n".encode())

@@ -32,6 +32,10 @@ from gpuflow.spec.presets import list_presets
 
 _MAX_BYTES: Final = 10 << 20
 _TOLD: Final = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+_CHANGED: Final = (
+    "what was sent is not how the answer goes: a later attempt of task {} gave another text, or pieces of it were "
+    "lost; drop it and send the call again"
+)
 _ERROR: Final = {
     "content": {"application/json": {"schema": {"type": "object", "properties": {"error": {"type": "object"}}}}}
 }
@@ -179,6 +183,10 @@ class Told:
         self._told[index] = text
         return [(index, text[len(told) :])]
 
+    def belies(self, texts: Mapping[int, str]) -> bool:
+        """Whether what was told is of another answer than `texts`: no rest of it makes it whole."""
+        return any(told and not texts.get(index, "").startswith(told) for index, told in self._told.items())
+
 
 class _Stream(StreamingResponse):
     """The pieces of a call. Its task is let go of also when the client has left before the first piece."""
@@ -234,7 +242,10 @@ async def _streamed(request: Request, task: TaskCall, call: Sampled, form: ChatF
             for piece in pieces(told.take(event)):
                 yield piece
         result = await task.result()
-        for index, text, reason in _answers(result, call.n or 1):
+        answers = _answers(result, call.n or 1)
+        if told.belies({index: text for index, text, _ in answers}):
+            raise Problem(500, "answer-changed", _CHANGED.format(task.id))
+        for index, text, reason in answers:
             for piece in pieces(told.rest(index, text)):
                 yield piece
             yield line([form.delta(index, None, reason, first=index not in begun)])

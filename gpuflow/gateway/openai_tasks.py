@@ -19,7 +19,7 @@ from gpuflow.errors import BrokerUnavailable, UnknownTask
 from gpuflow.gateway.fleet_calls import Calls, broker_away
 from gpuflow.gateway.openai_errors import of_a_task
 from gpuflow.gateway.problems import Problem
-from gpuflow.gateway.streams import Hub, Reader
+from gpuflow.gateway.streams import Hub, Reader, UnreadableStream
 from gpuflow.ledger.eventlog import LoggedEvent
 from gpuflow.ledger.records import TaskRecord
 from gpuflow.ledger.states import FINAL, TaskState
@@ -97,6 +97,8 @@ class TaskCall:
                     if hub.stopping.is_set():
                         raise Problem(503, "stopping", "the gateway stops; send it again", {"Retry-After": "1"})
                     ask = not events or any(event.data.get("state") in FINAL for event in events)
+        except (UnreadableStream, UnicodeError):
+            raise Problem(500, "unreadable-events", f"the events of task {self.id} cannot be read") from None
         except (RedisError, BrokerUnavailable, OSError):
             raise broker_away() from None
 

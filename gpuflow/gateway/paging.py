@@ -52,16 +52,20 @@ def page(
 
 def _chunks(client: Any, index: str, after: tuple[float, str] | None) -> Iterator[list[tuple[str, float]]]:
     """Yield ids with their times after a place, the newest first; of equal times the last id first, as Redis does."""
-    offset = 0
-    highest = "+inf" if after is None else repr(after[0])
+    offset = 0  # among those of the time that the place has; what is submitted meanwhile has a later one
     while True:
+        highest = "+inf" if after is None else repr(after[0])
         raw = client.zrevrangebyscore(index, highest, "-inf", start=offset, num=_CHUNK, withscores=True)
         if not raw:
             return
-        offset += len(raw)
-        entries = [(str(id), float(score)) for id, score in raw]
+        found = [(str(id), float(score)) for id, score in raw]
+        entries = found
         if after is not None:
-            entries = [one for one in entries if (one[1], one[0].encode()) < (after[0], after[1].encode())]
+            entries = [one for one in found if (one[1], one[0].encode()) < (after[0], after[1].encode())]
+        last = (found[-1][1], found[-1][0])
+        offset = offset + len(found) if after is not None and last[0] == after[0] else 0
+        if after is None or (last[0], last[1].encode()) < (after[0], after[1].encode()):
+            after = last
         if entries:
             yield entries
 

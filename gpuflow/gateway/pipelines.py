@@ -34,6 +34,7 @@ from gpuflow.gateway.tasks import (
 from gpuflow.handles import PipelineRun
 from gpuflow.pipelines.records import PipelineRecord, PipelineState
 from gpuflow.spec import Template
+from gpuflow.submission import id_for_key
 
 PREFIX: Final = "/api/v1/pipelines"
 _EXAMPLE: Final = {
@@ -119,6 +120,8 @@ def pipelines_router(calls: Calls, gatekeeper: Gatekeeper) -> APIRouter:
 
 def submit_template(app: GPUFlow, template: Template, key: str | None, fail_fast: bool) -> dict[str, Any]:
     """Submit a template as a pipeline. Raises Problem 409 for a key of other work, and the errors of a submit."""
+    if fail_fast and key and app.pipelines.find(id_for_key(template.owner, key, pipeline=True)) is not None:
+        fail_fast = False  # it was submitted before, and its answer was lost
     warnings = told(app, template, fail_fast)
     run = submit_pipeline(template, idempotency_key=key, uploads=False, app=app)
     record = app.pipelines.find(run.id) if key else None

@@ -33,6 +33,10 @@ _PAUSE_SECONDS: Final = 0.5
 log = get_logger("gpuflow.gateway")
 
 
+class UnreadableStream(Exception):
+    """What a stream holds is nothing that gpuflow has written."""
+
+
 @dataclass(kw_only=True, eq=False)
 class Feed:
     """The newest entries of one stream: all of those after `start`. `last` is the id after which it is read on."""
@@ -42,6 +46,14 @@ class Feed:
     last: str
     kept: deque[LoggedEvent] = field(default_factory=deque)
     readers: set[asyncio.Event] = field(default_factory=set)
+    #: Why it cannot be read on; its readers end with that.
+    broken: str = ""
+
+    def end(self, why: str) -> None:
+        """Read it no more, and wake the readers."""
+        self.broken = why
+        for reader in self.readers:
+            reader.set()
 
     def take(self, events: list[LoggedEvent]) -> None:
         """Keep new entries, and wake the readers."""
@@ -88,12 +100,14 @@ class Hub:
         Once a reader has it open, `close` is owed.
         """
         feed = self._feeds.get(source)
-        if feed is None:
+        if feed is None or feed.broken:
             newest = await self.client.xrevrange(self._keys.events(source), count=1)
             at = newest[0][0] if newest else "0-0"
-            feed = self._feeds.setdefault(source, Feed(source=source, start=at, last=at))
+            feed = self._feeds.get(source)  # another reader may have opened it meanwhile
+            if feed is None or feed.broken:
+                feed = self._feeds[source] = Feed(source=source, start=at, last=at)
         feed.readers.add(reader)
-        if self._poller is None:
+        if self._poller is None or self._poller.done():
             self._poller = asyncio.create_task(self._poll())
         return feed
 
@@ -146,12 +160,30 @@ class Hub:
             if not self._feeds:
                 self._poller = None  # the next reader starts another
                 return
-            followed = dict(self._feeds)
+            followed = {source: feed for source, feed in self._feeds.items() if not feed.broken}
             try:
-                await self._poll_once(followed)
+                if followed:
+                    await self._poll_once(followed)
+                else:
+                    await asyncio.sleep(_POLL_MS / 1000)
             except (RedisError, OSError) as error:
                 log.warning("gateway.events_wait", error=f"{type(error).__name__}: {error}")
                 await asyncio.sleep(_PAUSE_SECONDS)
+            except Exception:  # one stream must not end the others, whatever is in it
+                log.exception("gateway.events_unread")
+                await self._leave_out_broken(followed)
+                await asyncio.sleep(_PAUSE_SECONDS)
+
+    async def _leave_out_broken(self, followed: Mapping[str, Feed]) -> None:
+        """Read streams one by one, and end those that cannot be read."""
+        for source, feed in followed.items():
+            try:
+                await self.read(source, feed.last)
+            except (RedisError, OSError):
+                return
+            except Exception as error:
+                log.exception("gateway.stream_unreadable", source=source)
+                feed.end(f"{type(error).__name__}: {error}")
 
     async def _poll_once(self, followed: Mapping[str, Feed]) -> None:
         names = {self._keys.events(source): feed for source, feed in followed.items()}
@@ -232,6 +264,8 @@ class Reader:
             feed = self._feeds.get(source)
             if feed is None:
                 feed = self._feeds[source] = await self._hub.open(source, self._more)
+            if feed.broken:
+                raise UnreadableStream(f"the events of {source} cannot be read: {feed.broken}")
             found = None if at_broker else feed.after(position if "-" in position else f"{position}-0")
             if found is None:
                 found = await self._hub.read(source, position)

@@ -28,6 +28,7 @@ from gpuflow.ledger.records import TaskRecord
 from gpuflow.ledger.states import TaskState
 from gpuflow.spec import Template
 from gpuflow.spec.report import line_text
+from gpuflow.submission import id_for_key
 from gpuflow.submission_checks import problems_at_submit
 
 PREFIX: Final = "/api/v1/tasks"
@@ -170,6 +171,8 @@ def tasks_router(calls: Calls, gatekeeper: Gatekeeper) -> APIRouter:
 
 def _submit(app: GPUFlow, text: str, key: str | None, fail_fast: bool) -> dict[str, Any]:
     template = read_template(text)
+    if fail_fast and key and app.ledger.find(id_for_key(template.owner, key)) is not None:
+        fail_fast = False  # it was submitted before, and its answer was lost
     warnings = told(app, template, fail_fast)
     task = submit(template, idempotency_key=key, uploads=False, app=app)
     record = app.ledger.find(task.id) if key else None

@@ -21,12 +21,16 @@ _AT_ONCE_SECONDS: Final = 0.001
 
 @dataclass(frozen=True, kw_only=True)
 class LoggedEvent:
-    """One event of `source` (a task or pipeline id): its stream id, its name, and all its fields."""
+    """One event of `source` (a task or pipeline id): its stream id, its name, and all its fields.
+
+    `stream` is whose stream it comes from, where that is another one: the run of a merged call.
+    """
 
     id: str
     source: str
     name: str
     data: Mapping[str, Any]
+    stream: str = ""
 
     @property
     def at(self) -> float:
@@ -141,7 +145,7 @@ class EventCursor:
         child = event.data.get("child")
         data = {name: value for name, value in event.data.items() if name != "child"}
         return [
-            replace(event, source=caller, data=data)
+            replace(event, source=caller, data=data, stream=event.source)
             for caller, (call, until) in self._callers.get(event.source, {}).items()
             if child in (None, call) and not (until and order_of(event.id) > order_of(until))
         ]

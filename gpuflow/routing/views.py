@@ -35,7 +35,8 @@ class Reservation:
 class WorkerView:
     """A worker. `state` is that of the registry.
 
-    `disabled_by` says who disabled it and why, where it is known.
+    `disabled_by` says who disabled it and why, where it is known; `idled` that the autoscaler did, which enables it
+    again when there is work for it.
     `families` are the demand queues of its -Q (None: it has none, it serves all), `executors` those of its
     --executors (None: all), `user_types` the users' own task types that it can run, `offers` what it runs for tasks
     without GPUs and `gpu_offers` for those with (None: not told), `allows_code` the kinds of code that
@@ -50,6 +51,7 @@ class WorkerView:
     state: str = "IDLE"
     enabled: bool = True
     disabled_by: str = ""
+    idled: bool = False
     silent_seconds: float | None = None
     families: tuple[str, ...] | None = None
     executors: tuple[str, ...] | None = None

@@ -69,8 +69,9 @@ def test_a_reader_goes_on_from_any_event(front: Gateway, served: TestFleet) -> N
         assert events(front, path, **{"Last-Event-ID": event["id"]}) == told[number + 1 :]
     last = {**front.headers, "Last-Event-ID": told[-2]["id"]}
     assert httpx.get(f"{front.url}{path}", headers=last, timeout=patient(30)).status_code == 204
-    odd = httpx.get(f"{front.url}{path}", headers={**front.headers, "Last-Event-ID": "$"}, timeout=patient(30))
-    assert odd.status_code == 400
+    for text in ("$", "1-0.", "1-0.AAAA", "1-0.**", "1-0." + "A" * 9000, "-", "1-0." + "A" * 21):
+        odd = httpx.get(f"{front.url}{path}", headers={**front.headers, "Last-Event-ID": text}, timeout=patient(30))
+        assert odd.status_code == 400, text
 
 
 def test_a_long_history_comes_whole(front: Gateway, served: TestFleet) -> None:
@@ -100,6 +101,55 @@ def test_a_pipeline_tells_of_all_its_tasks(front: Gateway, served: TestFleet) ->
     ended = {event["data"]["source"] for event in told if event["data"].get("state") == "SUCCEEDED"}
     assert tasks <= ended
     assert told[-1]["data"] == {"source": run.id, "state": "SUCCEEDED"}
+
+
+def test_a_reader_of_several_streams_goes_on_where_one_is_far_behind(front: Gateway, served: TestFleet) -> None:
+    nowhere = {"resources": {"labels": {"no": "where"}}}
+    work = {**served.echo(message="x"), **nowhere}
+    nodes = [{"name": name, "spec": work} for name in ("long", "short")]
+    spec = {"taskType": "echo", "graph": {"nodes": nodes}}
+    run = submit_pipeline({"apiVersion": "gpuflow/v1", "spec": spec}, app=served.app)
+    eventually(lambda: all(run[name].tasks for name in ("long", "short")), what="both tasks")
+    for name, count in (("long", 1500), ("short", 8)):
+        for number in range(count):
+            served.app.event_log.append(run[name].tasks[0].id, {"event": "log", "message": f"{number}"}, maxlen=10_000)
+    run.cancel()
+    path = f"/api/v1/pipelines/{run.id}/events"
+    told = events(front, path)[:-1]
+    assert len(told) >= 1508
+
+    def names(of: list[dict[str, Any]]) -> list[tuple[str, str]]:
+        return sorted((one["data"]["source"], json.dumps(one["data"])) for one in of)
+
+    for cut in [*range(1, len(told), 250), len(told) - 2]:
+        rest = events(front, path, **{"Last-Event-ID": told[cut]["id"]})[:-1]
+        assert names(told[: cut + 1] + rest) == names(told), cut
+    last = {**front.headers, "Last-Event-ID": told[-1]["id"]}
+    assert httpx.get(f"{front.url}{path}", headers=last, timeout=patient(30)).status_code == 204
+
+
+def test_a_poisoned_stream_ends_for_its_readers_alone(front: Gateway, served: TestFleet, tmp_path: Path) -> None:
+    nowhere = {"resources": {"labels": {"no": "where"}}}
+    task = submit({**served.echo(message="x"), **nowhere}, app=served.app)
+    gate = tmp_path / "gate"
+    good = submit(served.echo(message="x", until_exists=str(gate)), app=served.app)
+    eventually(lambda: good.state == "RUNNING", what="a running task")
+
+    def lines(id: str) -> Any:
+        url = f"{front.url}/api/v1/tasks/{id}/events"
+        return httpx.stream("GET", url, headers=front.headers, timeout=patient(30))
+
+    with lines(task.id) as poisoned, lines(good.id) as other:
+        told, rest = poisoned.iter_lines(), other.iter_lines()
+        assert next(told).startswith("id: ")
+        assert next(rest).startswith("id: ")
+        served.broker.client.xadd(served.app.keys.events(task.id), {"event": b"\xff\xfe"})
+        assert any('"state": "unreadable"' in line for line in told)
+        gate.touch()
+        assert any('"state": "SUCCEEDED"' in line for line in rest)
+    again = events(front, f"/api/v1/tasks/{task.id}/events")
+    assert again[-1]["data"] == {"source": task.id, "state": "unreadable"}
+    task.cancel()
 
 
 def test_hundreds_of_readers_share_one_poller(front: Gateway, served: TestFleet, tmp_path: Path) -> None:

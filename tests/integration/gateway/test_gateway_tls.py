@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import ssl
 import subprocess
 import sys
@@ -62,3 +64,20 @@ def test_the_operators_pair_is_served_and_a_wrong_one_refused(tmp_path: Path) ->
         assert ended.returncode == 2, ended.stderr
         assert said in ended.stderr
         assert "Traceback" not in ended.stderr
+
+
+def test_a_connection_without_its_handshake_is_ended_in_time(tmp_path: Path) -> None:
+    code = "import gpuflow.gateway.connections as c; c.Connections.__init__.__kwdefaults__['header_seconds'] = 1.0"
+    env = {"GPUFLOW_STATE_DIR": str(tmp_path / "state")}
+    with Gateway(tmp_path, "--ssl", env=env, code=code) as gateway, contextlib.ExitStack() as stack:
+        port = int(gateway.url.rpartition(":")[2])
+        hello = b"\x16\x03\x01\x02\x00\x01"  # the begin of a handshake
+        silent = [stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=25)) for _ in range(20)]
+        for number, line in enumerate(silent):
+            line.sendall(hello[: number % len(hello)])
+        for line in silent:
+            with contextlib.suppress(ConnectionResetError):
+                assert line.recv(1) == b""
+        trusted = ssl.create_default_context(cafile=str(tmp_path / "state" / "tls" / "gateway.crt"))
+        assert httpx.get(f"{gateway.url}/healthz", verify=trusted, timeout=patient(30)).status_code == 200
+        assert "Traceback" not in gateway.log

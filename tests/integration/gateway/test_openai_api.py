@@ -72,6 +72,23 @@ def test_a_stream_has_every_piece_once(client: openai.OpenAI) -> None:
     assert chunks[-1].usage.total_tokens == 7
 
 
+def test_a_stream_whose_text_is_not_that_of_the_answer_ends_with_an_error(
+    client: openai.OpenAI, front: Gateway, tmp_path: Path
+) -> None:
+    """As where a worker dies after the first words, and the next attempt answers otherwise."""
+    (tmp_path / "there").touch()
+    messages = says(f"wait {tmp_path / 'there'}")
+    pieces = client.chat.completions.create(model="one", messages=messages, stream=True)
+    assert next(pieces).choices[0].delta.content == "..."
+    with pytest.raises(openai.APIError, match="send the call again") as error:
+        next(pieces)
+    assert error.value.code == "answer-changed"
+    body = {"model": "one", "messages": messages, "stream": True}
+    raw = httpx.post(f"{front.url}/v1/chat/completions", json=body, headers=front.headers, timeout=patient(60)).text
+    assert "[DONE]" not in raw
+    assert 'finish_reason": "stop' not in raw
+
+
 def test_a_merged_stream_is_whole_for_each(client: openai.OpenAI) -> None:
     def told() -> str:
         stream = client.chat.completions.create(model="one", messages=says("spell xyz"), temperature=0, stream=True)

@@ -139,11 +139,14 @@ def test_a_key_runs_its_work_once_and_takes_no_other(http: httpx.Client, served:
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             ids = {one["id"] for one in pool.map(lambda _, b=body, k=key: submit(http, b, headers=k), range(8))}
         assert len(ids) == 1
-        ended(http, f"{TASKS}/{ids.pop()}")
+        task = ids.pop()
+        ended(http, f"{TASKS}/{task}")
         assert http.post(TASKS, json=body, headers=key).status_code == 201
         refused = http.post(TASKS, json=other, headers=key)
         assert (refused.status_code, problem(refused)) == (409, "key-in-use")
     first = submit(http, pipeline("keyed", "a", "b"), PIPELINES, headers=key)
+    assert first["id"] != task, "tasks and pipelines have keys of their own"
+    assert http.get(f"{TASKS}/{first['id']}").status_code == 404
     assert submit(http, pipeline("keyed", "a", "b"), PIPELINES, headers=key)["id"] == first["id"]
     assert problem(http.post(PIPELINES, json=pipeline("keyed", "a", "c"), headers=key)) == "key-in-use"
     bad = http.post(TASKS, json=echo(), headers={"Idempotency-Key": "two words"})
@@ -177,6 +180,17 @@ def test_it_says_why_a_task_waits(http: httpx.Client) -> None:
     )
     assert (refused.status_code, problem(refused)) == (409, "no-capable-worker")
     assert http.delete(told["url"]).json()["outcome"] == "cancelled"
+
+
+def test_a_repeat_whose_first_answer_was_lost_is_not_refused(http: httpx.Client) -> None:
+    nowhere = {**echo(message="x"), "resources": {"labels": {"nowhere": "x"}}}
+    for url, body in ((TASKS, nowhere), (PIPELINES, nowhere)):
+        key = {"Idempotency-Key": str(uuid.uuid4())}
+        fast = {"fail_fast": "true"}
+        assert problem(http.post(url, json=body, headers=key, params=fast)) == "no-capable-worker"
+        first = submit(http, body, url, headers=key)  # as a worker that could run it is there, and then is not
+        assert submit(http, body, url, headers=key, params=fast)["id"] == first["id"]
+        http.delete(first["url"])
 
 
 @pytest.mark.parametrize("id", ["no-such", "x:attempts", "..", "a%2Fb", "%00", "\u00fc", "a" * 300])
