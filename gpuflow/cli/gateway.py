@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 from collections.abc import Callable
@@ -95,7 +96,7 @@ def gateway(
         with signals_interrupt():
             try:
                 line(f"gateway: {'https' if pair else 'http'}://{_shown(listener.getsockname())}")
-                _server(config, app.state.api.stop).run(sockets=[listener])
+                _server(config, app.state.api.stop, table.header_seconds).run(sockets=[listener])
             except Terminated as error:
                 return interrupted(error)
             except KeyboardInterrupt:
@@ -151,11 +152,35 @@ def _pair(
     return pair
 
 
-def _server(config: uvicorn.Config, stop: Callable[[], None]) -> uvicorn.Server:
-    """Return a server that calls `stop` when it begins to end, so that streams without an end do not hold it."""
+def _server(config: uvicorn.Config, stop: Callable[[], None], tls_seconds: float) -> uvicorn.Server:
+    """Return a server that calls `stop` when it begins to end, so that streams without an end do not hold it.
+
+    `tls_seconds` is how long a connection has for its handshake, and for the end of its TLS: uvicorn leaves it a
+    minute, in which no protocol is there that has a deadline.
+    """
     import uvicorn
 
     class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets=[])
+            seconds = tls_seconds if config.ssl else None
+            for listener in sockets or ():
+                served = await asyncio.get_running_loop().create_server(
+                    self._protocol,
+                    sock=listener,
+                    backlog=config.backlog,
+                    ssl=config.ssl,
+                    ssl_handshake_timeout=seconds,
+                    ssl_shutdown_timeout=seconds,
+                )
+                self.servers.append(served)
+
+        def _protocol(self) -> asyncio.Protocol:
+            made: asyncio.Protocol = config.http_protocol_class(  # type: ignore[call-arg]
+                config=config, server_state=self.server_state, app_state=self.lifespan.state
+            )
+            return made
+
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             stop()
             await super().shutdown(sockets)
