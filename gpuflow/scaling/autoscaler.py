@@ -32,6 +32,7 @@ from gpuflow.scaling.model import Action, Kind
 from gpuflow.scaling.policy_file import Launching, LoadedPolicy, load_policy
 from gpuflow.scaling.provisioners import Provisioner, ProvisionerError, Wanted, provisioner_of
 from gpuflow.scaling.store import Leadership, Machine, NoLeader, ScalingStore, decision_text
+from gpuflow.settings import Settings
 
 log = get_logger("gpuflow.scaling")
 
@@ -278,11 +279,18 @@ def _provisioners(loaded: LoadedPolicy, make: Callable[[Launching], Provisioner]
     return found
 
 
+def is_asked_for(settings: Settings) -> bool:
+    """Whether the operator wants the fleet scaled: by a policy, or by any setting of scaling that is set expressly."""
+    said = any(settings.is_set(name) for name in type(settings).model_fields if name.startswith("elastic_auto_"))
+    asked = settings.scaling_policy is not None or settings.is_set("enable_elastic_scaling") or said
+    return settings.enable_elastic_scaling and asked
+
+
 def start(app: GPUFlow) -> Autoscaler | None:
-    """Start the autoscaler of a beat process, unless it is switched off. A bad policy is logged, and nothing scales."""
-    if not app.settings.enable_elastic_scaling:
-        return None
+    """Start the autoscaler of a beat process where it is asked for. A bad policy is logged, and nothing scales."""
     settings = app.settings
+    if not is_asked_for(settings):
+        return None
 
     def here() -> Capability:
         return Capability.of(
