@@ -279,6 +279,34 @@ def _provisioners(loaded: LoadedPolicy, make: Callable[[Launching], Provisioner]
     return found
 
 
+class Releaser(threading.Thread):
+    """Enables once what an earlier autoscaler has disabled, when no beat leads any more."""
+
+    def __init__(self, app: GPUFlow, pause_seconds: float = LONGEST_TERM_SECONDS / 3) -> None:
+        super().__init__(name="gpuflow-releaser", daemon=True)
+        self._fleet = Fleet(app.redis, app.keys)
+        self._control = app.control
+        self._pause_seconds = pause_seconds
+
+    def run(self) -> None:
+        """Try until it is done; a broker that is away is tried again."""
+        while not self._is_done():
+            time.sleep(self._pause_seconds)
+
+    def _is_done(self) -> bool:
+        try:
+            count = self._fleet.release_forsaken()
+            if count > 0:
+                log.info("enabled_again", workers=count, cause="nothing scales this fleet any more")
+                self._control.broadcast(
+                    "gpuflow_follow", arguments={"worker_ids": [entry.id for entry in self._fleet.workers()]}
+                )
+        except (RedisError, OperationalError) as error:
+            log.warning("workers_not_released", cause=str(error))
+            return False
+        return count >= 0
+
+
 def is_asked_for(settings: Settings) -> bool:
     """Whether the operator wants the fleet scaled: by a policy, or by any setting of scaling that is set expressly."""
     said = any(settings.is_set(name) for name in type(settings).model_fields if name.startswith("elastic_auto_"))
@@ -290,6 +318,7 @@ def start(app: GPUFlow) -> Autoscaler | None:
     """Start the autoscaler of a beat process where it is asked for. A bad policy is logged, and nothing scales."""
     settings = app.settings
     if not is_asked_for(settings):
+        Releaser(app).start()
         return None
 
     def here() -> Capability:
@@ -304,6 +333,7 @@ def start(app: GPUFlow) -> Autoscaler | None:
         loaded = load_policy(settings, here)
     except GPUFlowError as error:
         log.error("scaling_off", cause=str(error))
+        Releaser(app).start()
         return None
     scaler = Autoscaler(app, loaded, lambda one: provisioner_of(one, settings, app.broker_address()))
     scaler.start()

@@ -16,8 +16,9 @@ import pytest
 from gpuflow.client import submit
 from gpuflow.explaining import explain_records, find_records
 from gpuflow.fleet.desired import AUTOMATIC, DesiredState
+from gpuflow.fleet.registry import FORSAKEN_SECONDS
 from gpuflow.routing.capability import Capability
-from gpuflow.scaling.autoscaler import Autoscaler
+from gpuflow.scaling.autoscaler import Autoscaler, start
 from gpuflow.scaling.model import Family, Kind, Policy
 from gpuflow.scaling.policy_file import Launching, LoadedPolicy
 from gpuflow.scaling.provisioners import ProvisionerError, Wanted
@@ -253,6 +254,63 @@ def test_the_snapshot_counts_by_priority_and_keeps_the_prefix(tmp_path: Path) ->
         assert not seen.gathering
     finally:
         fleet.close()
+
+
+def _disabled(fleet: TestFleet, name: str, by: str, leader_until: float | None) -> None:
+    client, keys = fleet.app.redis, fleet.app.keys
+    client.sadd(keys.workers, name)
+    client.hset(keys.worker(name), mapping={"id": name, "state": "IDLE", "desired": "disabled", "desired_by": by})
+    client.delete(keys.scaling_leader)
+    if leader_until is not None:
+        client.hset(keys.scaling_leader, mapping={"owner": "a", "epoch": "1", "until": f"{leader_until:.6f}"})
+
+
+def _server_time(fleet: TestFleet) -> float:
+    seconds, micros = fleet.app.redis.time()
+    return float(seconds + micros / 1e6)
+
+
+def test_a_new_life_forgets_the_autoscaler_and_keeps_the_operator(fleet: TestFleet) -> None:
+    _disabled(fleet, "auto", AUTOMATIC, _server_time(fleet) + 60)
+    _disabled(fleet, "hand", "manual", _server_time(fleet) + 60)
+    for name, state in (("auto", DesiredState.ENABLED), ("hand", DesiredState.DISABLED)):
+        fleet.registry.begin_anew(name)
+        assert fleet.registry.order(name)[0].state is state
+    fleet.app.redis.hset(fleet.app.keys.worker("late"), mapping={"desired": "retired", "desired_by": AUTOMATIC})
+    fleet.registry.begin_anew("late")
+    assert fleet.registry.order("late")[0].state is DesiredState.RETIRED
+
+
+@pytest.mark.parametrize(
+    ("by", "led_seconds_ago", "state"),
+    [
+        (AUTOMATIC, -10.0, DesiredState.DISABLED),
+        (AUTOMATIC, FORSAKEN_SECONDS - 20, DesiredState.DISABLED),
+        (AUTOMATIC, FORSAKEN_SECONDS + 1, DesiredState.ENABLED),
+        (AUTOMATIC, None, DesiredState.ENABLED),
+        ("manual", None, DesiredState.DISABLED),
+    ],
+)
+def test_what_the_autoscaler_disabled_ends_with_it(
+    fleet: TestFleet, by: str, led_seconds_ago: float | None, state: DesiredState
+) -> None:
+    until = None if led_seconds_ago is None else _server_time(fleet) - led_seconds_ago
+    _disabled(fleet, "w1", by, until)
+    assert fleet.registry.order("w1")[0].state is state
+    assert fleet.app.redis.hget(fleet.app.keys.worker("w1"), "desired") == (
+        None if state is DesiredState.ENABLED else "disabled"
+    ), "what others read is what the worker follows"
+
+
+def test_a_beat_that_does_not_scale_releases_what_an_earlier_one_disabled(fleet: TestFleet) -> None:
+    client, keys = fleet.app.redis, fleet.app.keys
+    _disabled(fleet, "hand", "manual", None)
+    _disabled(fleet, "auto", AUTOMATIC, _server_time(fleet) + 60)
+    assert fleet.registry.release_forsaken() == -1, "a beat leads"
+    assert start(fleet.app) is None, "nobody has asked for scaling"
+    client.hset(keys.scaling_leader, "until", "0")
+    eventually(lambda: client.hget(keys.worker("auto"), "desired") is None, within=10, what="it is released")
+    assert client.hget(keys.worker("hand"), "desired") == "disabled"
 
 
 # -- real workers ----------------------------------------------------------------------------------------------------
