@@ -195,7 +195,9 @@ class Autoscaler(threading.Thread):
         worker = seen.workers.get(machine.id)
         age = seen.now - machine.wanted_at
         if machine.state == "ending":
-            self._terminate(machine, seen.now)
+            # A worker that came after all drains first: it was told to end before it took anything.
+            if worker is None and not seen.held.get(machine.id):
+                self._terminate(machine, seen.now)
         elif worker is not None:
             if machine.state == "launching":
                 self._store.step("note", replace(machine, state="running"), self._leader)

@@ -256,6 +256,20 @@ def test_the_snapshot_counts_by_priority_and_keeps_the_prefix(tmp_path: Path) ->
         fleet.close()
 
 
+def test_a_machine_that_ends_is_terminated_only_when_its_worker_holds_nothing(fleet: TestFleet) -> None:
+    provider = Pretended()
+    provider.there = {"box-late": "box"}
+    client, keys = fleet.app.redis, fleet.app.keys
+    one = scaler(fleet, provider)
+    ScalingStore(client, keys).step("begin", Machine(id="box-late", family="box", state="ending"), one._leader)
+    client.hset(keys.owners, "tag", f"box-late:token\n{keys.prefix}cpu")
+    one.round()
+    assert provider.calls == []
+    client.hdel(keys.owners, "tag")
+    one.round()
+    assert provider.calls == ["terminate box-late"] and ScalingStore(client, keys).machines() == []
+
+
 def _disabled(fleet: TestFleet, name: str, by: str, leader_until: float | None) -> None:
     client, keys = fleet.app.redis, fleet.app.keys
     client.sadd(keys.workers, name)
