@@ -8,10 +8,11 @@ by its id, and exists once.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -140,9 +141,33 @@ class Autoscaler(threading.Thread):
 
     # -- machines ----------------------------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def _leading(self) -> Iterator[None]:
+        """Go on to lead while a provisioner is asked, which may take longer than a term; in the same epoch alone."""
+        is_done = threading.Event()
+
+        def go_on() -> None:
+            while not is_done.wait(self._step_seconds):
+                try:
+                    self._leader.go_on()
+                except NoLeader:
+                    self._leader.epoch = 0
+                    return
+                except RedisError as error:
+                    log.warning("scaling_not_done", cause=str(error))
+
+        helper = threading.Thread(target=go_on, name="gpuflow-leading", daemon=True)
+        helper.start()
+        try:
+            yield
+        finally:
+            is_done.set()
+            helper.join()
+
     def _source(self, provisioner: Provisioner) -> _Source:
         try:
-            return _Source(provisioner=provisioner, there=provisioner.machines())
+            with self._leading():
+                return _Source(provisioner=provisioner, there=provisioner.machines())
         except ProvisionerError as error:
             log.warning("machines_not_listed", cause=str(error))
             return _Source(provisioner=provisioner, there=None)
@@ -168,7 +193,8 @@ class Autoscaler(threading.Thread):
         options = self._launching[machine.family].worker_options
         wanted = Wanted(id=machine.id, family=machine.family, spot=machine.spot, worker_options=options)
         try:
-            self._provisioners[machine.family].launch(wanted)
+            with self._leading():
+                self._provisioners[machine.family].launch(wanted)
         except ProvisionerError as error:
             self._leader.go_on()
             self._fail(machine, now, "launch_failures", f"the launch failed: {error}")
@@ -260,7 +286,8 @@ class Autoscaler(threading.Thread):
             log.warning("machine_not_terminated", machine=machine.id, cause=cause)
             return
         try:
-            provisioner.terminate(machine.id)
+            with self._leading():
+                provisioner.terminate(machine.id)
         except ProvisionerError as error:
             log.warning("machine_not_terminated", machine=machine.id, cause=str(error))
             return

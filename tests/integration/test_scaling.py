@@ -270,6 +270,25 @@ def test_a_machine_that_ends_is_terminated_only_when_its_worker_holds_nothing(fl
     assert provider.calls == ["terminate box-late"] and ScalingStore(client, keys).machines() == []
 
 
+def test_a_provisioner_slower_than_the_term_does_not_end_it(fleet: TestFleet) -> None:
+    submit(fleet.echo(), app=fleet.app)
+    provider = Pretended()
+    one = scaler(fleet, provider, "slow")
+    client, key = fleet.app.redis, fleet.app.keys.scaling_leader
+    one._leader._term_seconds, one._step_seconds = patient(0.3), patient(0.05)
+
+    def renewed() -> None:
+        """Return when the term that ran at the beginning has ended: whoever still leads has renewed it."""
+        until = float(client.hget(key, "until"))
+        eventually(lambda: _server_time(fleet) > until, within=10, what="the end of the term")
+
+    list_now, launch_now = provider.machines, provider.launch
+    provider.machines = lambda: (renewed(), list_now())[1]  # type: ignore[method-assign]
+    provider.launch = lambda wanted: (renewed(), launch_now(wanted))[1]  # type: ignore[method-assign]
+    assert [action.kind for action in one.round()] == [Kind.LAUNCH]
+    assert len(provider.there) == 1 and one._leader.epoch == 1
+
+
 def _disabled(fleet: TestFleet, name: str, by: str, leader_until: float | None) -> None:
     client, keys = fleet.app.redis, fleet.app.keys
     client.sadd(keys.workers, name)
