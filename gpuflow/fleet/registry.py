@@ -17,7 +17,7 @@ from typing import Any, Final
 import redis
 
 from gpuflow.broker.keys import Keys
-from gpuflow.broker.scripts import broker_script, load_script, script_text
+from gpuflow.broker.scripts import Script, broker_script, load_script, script_text
 from gpuflow.fleet.desired import AUTOMATIC, MANUAL, MOST_DECISIONS, Desired, DesiredState
 from gpuflow.fleet.serving import serving_classes
 from gpuflow.routing.capability import Capability
@@ -27,6 +27,8 @@ WORKER_SCHEMA: Final = 1
 #: A worker is SILENT when its heartbeat is overdue by this share of its interval, and by so many seconds.
 OVERDUE_SHARE: Final = 0.5
 OVERDUE_SECONDS: Final = 5.0
+#: When no beat has led for so many seconds, three of its longest terms, what the autoscaler disabled is enabled.
+FORSAKEN_SECONDS: Final = 45.0
 
 
 class WorkerState(StrEnum):
@@ -280,21 +282,21 @@ class Fleet:
 
     def order(self, worker_id: str) -> tuple[Desired, float | None]:
         """Return what a worker is to be, and the seconds left for a drain (None: no deadline)."""
-        raw = self.client.hgetall(self.keys.worker(worker_id))
-        desired = Desired.from_hash(raw)
-        if not desired.ends or not raw.get("wanted_until"):
-            return desired, None
-        seconds, micros = self.client.time()
-        return desired, max(0.0, float(raw["wanted_until"]) - (seconds + micros / 1e6))
+        step = _automatic_step("order")
+        found = step(self.client, [self.keys.worker(worker_id), self.keys.scaling_leader], [FORSAKEN_SECONDS])
+        *texts, left = map(str, found)
+        names = ("desired", "desired_by", "desired_reason", "desired_at", "wanted")
+        desired = Desired.from_hash(dict(zip(names, texts, strict=True)))
+        return desired, float(left) if desired.ends and left else None
 
     def begin_anew(self, worker_id: str) -> None:
-        """Begin a new life of a worker: a drain is over. One that was disabled stays so, and a retired one ends."""
-        if self.client.hget(self.keys.worker(worker_id), "desired") == DesiredState.RETIRED:
-            return
-        self.client.hdel(self.keys.worker(worker_id), "wanted", "wanted_until")
-        if self.client.hget(self.keys.worker(worker_id), "desired") == DesiredState.DRAINING:
-            names = ("desired", "desired_by", "desired_reason", "desired_at")
-            self.client.hdel(self.keys.worker(worker_id), *names)
+        """Begin a new life of a worker: a drain is over, and what the autoscaler wanted; what is by hand stands."""
+        _automatic_step("begin_anew")(self.client, [self.keys.worker(worker_id)], [])
+
+    def release_forsaken(self) -> int:
+        """Enable the workers that the autoscaler has disabled; return how many, -1 while a beat leads."""
+        workers = [self.keys.worker(worker_id) for worker_id in sorted(self.client.smembers(self.keys.workers))]
+        return int(_automatic_step("release_forsaken")(self.client, [self.keys.scaling_leader, *workers], []))
 
     def find(self, worker_id: str) -> WorkerEntry | None:
         """Return one worker, or None."""
@@ -370,3 +372,7 @@ class Fleet:
         for name in names:
             pipe.hget(self.keys.queue(name), "requirement")
         return {name: json.loads(raw or "{}") for name, raw in zip(names, pipe.execute(), strict=True)}
+
+
+def _automatic_step(name: str) -> Script:
+    return load_script("gpuflow.fleet", name, script_text("gpuflow.fleet", "automatic"))

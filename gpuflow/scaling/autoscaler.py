@@ -8,10 +8,11 @@ by its id, and exists once.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -32,6 +33,7 @@ from gpuflow.scaling.model import Action, Kind
 from gpuflow.scaling.policy_file import Launching, LoadedPolicy, load_policy
 from gpuflow.scaling.provisioners import Provisioner, ProvisionerError, Wanted, provisioner_of
 from gpuflow.scaling.store import Leadership, Machine, NoLeader, ScalingStore, decision_text
+from gpuflow.settings import Settings
 
 log = get_logger("gpuflow.scaling")
 
@@ -139,9 +141,33 @@ class Autoscaler(threading.Thread):
 
     # -- machines ----------------------------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def _leading(self) -> Iterator[None]:
+        """Go on to lead while a provisioner is asked, which may take longer than a term; in the same epoch alone."""
+        is_done = threading.Event()
+
+        def go_on() -> None:
+            while not is_done.wait(self._step_seconds):
+                try:
+                    self._leader.go_on()
+                except NoLeader:
+                    self._leader.epoch = 0
+                    return
+                except RedisError as error:
+                    log.warning("scaling_not_done", cause=str(error))
+
+        helper = threading.Thread(target=go_on, name="gpuflow-leading", daemon=True)
+        helper.start()
+        try:
+            yield
+        finally:
+            is_done.set()
+            helper.join()
+
     def _source(self, provisioner: Provisioner) -> _Source:
         try:
-            return _Source(provisioner=provisioner, there=provisioner.machines())
+            with self._leading():
+                return _Source(provisioner=provisioner, there=provisioner.machines())
         except ProvisionerError as error:
             log.warning("machines_not_listed", cause=str(error))
             return _Source(provisioner=provisioner, there=None)
@@ -167,7 +193,8 @@ class Autoscaler(threading.Thread):
         options = self._launching[machine.family].worker_options
         wanted = Wanted(id=machine.id, family=machine.family, spot=machine.spot, worker_options=options)
         try:
-            self._provisioners[machine.family].launch(wanted)
+            with self._leading():
+                self._provisioners[machine.family].launch(wanted)
         except ProvisionerError as error:
             self._leader.go_on()
             self._fail(machine, now, "launch_failures", f"the launch failed: {error}")
@@ -194,7 +221,9 @@ class Autoscaler(threading.Thread):
         worker = seen.workers.get(machine.id)
         age = seen.now - machine.wanted_at
         if machine.state == "ending":
-            self._terminate(machine, seen.now)
+            # A worker that came after all drains first: it was told to end before it took anything.
+            if worker is None and not seen.held.get(machine.id):
+                self._terminate(machine, seen.now)
         elif worker is not None:
             if machine.state == "launching":
                 self._store.step("note", replace(machine, state="running"), self._leader)
@@ -257,7 +286,8 @@ class Autoscaler(threading.Thread):
             log.warning("machine_not_terminated", machine=machine.id, cause=cause)
             return
         try:
-            provisioner.terminate(machine.id)
+            with self._leading():
+                provisioner.terminate(machine.id)
         except ProvisionerError as error:
             log.warning("machine_not_terminated", machine=machine.id, cause=str(error))
             return
@@ -278,11 +308,47 @@ def _provisioners(loaded: LoadedPolicy, make: Callable[[Launching], Provisioner]
     return found
 
 
+class Releaser(threading.Thread):
+    """Enables once what an earlier autoscaler has disabled, when no beat leads any more."""
+
+    def __init__(self, app: GPUFlow, pause_seconds: float = LONGEST_TERM_SECONDS / 3) -> None:
+        super().__init__(name="gpuflow-releaser", daemon=True)
+        self._fleet = Fleet(app.redis, app.keys)
+        self._control = app.control
+        self._pause_seconds = pause_seconds
+
+    def run(self) -> None:
+        """Try until it is done; a broker that is away is tried again."""
+        while not self._is_done():
+            time.sleep(self._pause_seconds)
+
+    def _is_done(self) -> bool:
+        try:
+            count = self._fleet.release_forsaken()
+            if count > 0:
+                log.info("enabled_again", workers=count, cause="nothing scales this fleet any more")
+                self._control.broadcast(
+                    "gpuflow_follow", arguments={"worker_ids": [entry.id for entry in self._fleet.workers()]}
+                )
+        except (RedisError, OperationalError) as error:
+            log.warning("workers_not_released", cause=str(error))
+            return False
+        return count >= 0
+
+
+def is_asked_for(settings: Settings) -> bool:
+    """Whether the operator wants the fleet scaled: by a policy, or by any setting of scaling that is set expressly."""
+    said = any(settings.is_set(name) for name in type(settings).model_fields if name.startswith("elastic_auto_"))
+    asked = settings.scaling_policy is not None or settings.is_set("enable_elastic_scaling") or said
+    return settings.enable_elastic_scaling and asked
+
+
 def start(app: GPUFlow) -> Autoscaler | None:
-    """Start the autoscaler of a beat process, unless it is switched off. A bad policy is logged, and nothing scales."""
-    if not app.settings.enable_elastic_scaling:
-        return None
+    """Start the autoscaler of a beat process where it is asked for. A bad policy is logged, and nothing scales."""
     settings = app.settings
+    if not is_asked_for(settings):
+        Releaser(app).start()
+        return None
 
     def here() -> Capability:
         return Capability.of(
@@ -296,6 +362,7 @@ def start(app: GPUFlow) -> Autoscaler | None:
         loaded = load_policy(settings, here)
     except GPUFlowError as error:
         log.error("scaling_off", cause=str(error))
+        Releaser(app).start()
         return None
     scaler = Autoscaler(app, loaded, lambda one: provisioner_of(one, settings, app.broker_address()))
     scaler.start()

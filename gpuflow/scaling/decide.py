@@ -1,11 +1,12 @@
 """What to do to a fleet now: `decide(snapshot, policy)`. Pure and total; the same snapshot gives the same actions.
 
 In this order: nothing on a snapshot that cannot be relied on; every queue with waiting messages that nobody serves gets
-one worker at once, enabled or launched; the least number of workers and machines; more where a backlog calls for it;
-machines that are too many end; what idles is disabled, or retired where it was launched.
+one worker at once, enabled or launched; every worker that is there and switched off is enabled for what finds no free
+slot, since it costs nothing; the least number of workers and machines; machines are launched where a backlog calls for
+it; machines that are too many end; what idles is disabled, or retired where it was launched.
 
-Nothing flaps, because one sum decides both ways: the slots that each queue needs. A worker is enabled while some are
-missing, and disabled only if none are missing without it.
+Nothing flaps, because one sum decides both ways: the slots that each queue needs. A machine is launched while some are
+missing, and retired only if none are missing without it; a worker is disabled only if nothing would find no free slot.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ def decide(snapshot: Snapshot, policy: Policy) -> tuple[Action, ...]:
         return ()
     plan = _Plan(snapshot, policy)
     plan.serve_everything()
+    plan.use_spares()
     plan.keep_the_least()
     plan.work_off_backlogs()
     plan.end_surplus()
@@ -76,6 +78,23 @@ class _Plan:
             elif (family := self._cheapest(demand)) is not None:
                 self._launch(family, why)
 
+    def use_spares(self) -> None:
+        """Enable workers for whatever waits and finds no free slot: thresholds and targets are for launching alone."""
+        waiting = self._without_slot()
+        for demand in self._demands:
+            while waiting.get(demand.queue):
+                worker = next((one for one in self._spare if Place.of_worker(one).serves(demand)), None)
+                if worker is None:
+                    break
+                self._enable(worker, f"{_waiting(demand)} and no enabled worker has a free slot for it")
+                waiting = self._without_slot()
+
+    def _without_slot(self, without: str = "") -> dict[str, int]:
+        """Return how many of the tasks that wait in each queue find no free slot at a worker that is there."""
+        waiting = [(demand, demand.depth) for demand in self._demands if demand.depth]
+        there = [place for place in self.active if not place.coming and place.id != without]
+        return shortfalls(waiting, there, beside_held=True)
+
     def keep_the_least(self) -> None:
         """Enable up to the least number of active workers, and launch up to that of each family."""
         least = self.policy.min_active
@@ -87,23 +106,20 @@ class _Plan:
                 self._launch(family, f"{count} machines of {family.name} run, at least {family.least} are to")
 
     def work_off_backlogs(self) -> None:
-        """Enable, then launch, as many as are missing to work a backlog off within its target."""
+        """Launch as many as are missing to work a backlog off within its target."""
         for demand in self._demands:
             target = self._target_seconds(demand)
             if not demand.depth or (demand.depth < self.policy.enable_threshold and demand.oldest_seconds < target):
                 continue
             why = f"{_waiting(demand)}, the oldest for {demand.oldest_seconds:.0f} s; {self._needed_text(demand)}"
             while self._missing().get(demand.queue, 0) > 0:
-                worker = next((one for one in self._rested() if Place.of_worker(one).serves(demand)), None)
+                worker = next((one for one in self._spare if Place.of_worker(one).serves(demand)), None)
                 if worker is not None:
                     self._enable(worker, why)
                 elif (family := self._cheapest(demand)) is not None:
                     self._launch(family, why)
                 else:
                     break
-
-    def _rested(self) -> list[WorkerFacts]:
-        return [one for one in self._spare if self._has_rested(one)]
 
     def _has_rested(self, worker: WorkerFacts) -> bool:
         return worker.toggled_seconds is None or worker.toggled_seconds >= self.policy.cooldown_seconds
@@ -170,10 +186,13 @@ class _Plan:
             if family is not None and self._counts[family.name] <= family.least:
                 continue
             place = Place.of_worker(worker)
-            if sum(one.depth for one in self._demands if place.serves(one)) > self.policy.disable_queue_max:
+            served = [one for one in self._demands if one.depth and place.serves(one)]
+            if sum(one.depth for one in served) > self.policy.disable_queue_max:
                 continue
             before = self._missing() if before is None else before
             if self._alone_serves(worker) or self._missing(without=worker.id) != before:
+                continue
+            if machine is None and any(self._without_slot(without=worker.id).get(one.queue) for one in served):
                 continue
             kind = Kind.RETIRE if machine is not None else Kind.DISABLE
             self._end(kind, worker, f"it has idled for {worker.idle_seconds or 0:.0f} s and is not needed")

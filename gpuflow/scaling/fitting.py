@@ -30,6 +30,8 @@ class Place:
     plain_queues: tuple[str, ...] | None = None
     most_jobs: int | None = None
     coming: bool = False
+    #: So many messages are held there.
+    held: int = 0
     #: What was asked of it before: one round asks the same again and again.
     _slots: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
 
@@ -42,6 +44,7 @@ class Place:
             families=worker.families,
             plain_queues=worker.plain_queues,
             most_jobs=worker.most_jobs,
+            held=worker.leases,
         )
 
     @classmethod
@@ -95,10 +98,13 @@ def worth(capability: Capability) -> tuple[float, float]:
     return (sum(gpu.vram_gb for gpu in capability.gpus), capability.cpu_count)
 
 
-def shortfalls(demands: Sequence[tuple[Demand, int]], at: Sequence[Place]) -> dict[str, int]:
+def shortfalls(
+    demands: Sequence[tuple[Demand, int]], at: Sequence[Place], *, beside_held: bool = False
+) -> dict[str, int]:
     """Return how many slots each queue lacks; `demands` come in order of urgency, each with the slots that it needs.
 
     A slot that one queue needs is not there for the next: those are used first that fewest queues could use.
+    `beside_held`: what a place holds already takes a slot for each message.
     """
     left = {place.id: 1.0 for place in at}
     order = sorted(at, key=lambda place: (place.coming, worth(place.capability), place.id))
@@ -111,7 +117,8 @@ def shortfalls(demands: Sequence[tuple[Demand, int]], at: Sequence[Place]) -> di
             if left[place.id] <= 0 or not place.serves(demand):
                 continue
             slots = place.slots(demand)
-            used = min(needed, int(slots * left[place.id] + 1e-9))
+            held = place.held if beside_held else 0
+            used = min(needed, max(0, int(slots * left[place.id] + 1e-9) - held))
             needed -= used
             left[place.id] -= used / slots
         missing[demand.queue] = max(0, needed)

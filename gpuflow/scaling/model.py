@@ -147,9 +147,10 @@ class Policy:
     """What the operator wants; the names of the knobs are those of the settings ELASTIC_AUTO_*.
 
     A worker is disabled when it has idled for `idle_seconds` while its queues hold at most `disable_queue_max`
-    messages, never more than down to `min_active`. More are enabled when a queue holds `enable_threshold` messages, or
-    its oldest has waited for the target backlog. A worker is not toggled twice within `cooldown_seconds`. A snapshot
-    that is older than `stale_seconds` leads to nothing. `budget_per_hour` caps what all launched machines cost.
+    messages, never more than down to `min_active`, nor within `cooldown_seconds` after it was enabled. It is enabled
+    when something waits that finds no free slot. Machines are launched when a queue holds `enable_threshold` messages,
+    or its oldest has waited for the target backlog. A snapshot that is older than `stale_seconds` leads to nothing.
+    `budget_per_hour` caps what all launched machines cost.
     """
 
     idle_seconds: float = 60.0

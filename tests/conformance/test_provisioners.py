@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import textwrap
@@ -146,6 +147,24 @@ def test_a_command_that_fails_says_why(program: str, cause: str) -> None:
     made = CommandProvisioner([sys.executable, "-c", program], tag="gpuflow", timeout_seconds=1)
     with pytest.raises(ProvisionerError, match=cause):
         made.machines()
+
+
+def test_a_command_whose_child_keeps_the_pipes_is_not_waited_for(tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    program = (
+        "import pathlib, subprocess, sys, time\n"
+        "one = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(20)'], start_new_session=True)\n"
+        f"pathlib.Path({str(child)!r}).write_text(str(one.pid))\n"
+        "time.sleep(60)\n"
+    )
+    made = CommandProvisioner([sys.executable, "-c", program], tag="gpuflow", timeout_seconds=3)
+    try:
+        with pytest.raises(ProvisionerError, match="did not end within 3 s"):
+            made.machines()
+        assert psutil.Process(int(child.read_text())).status() != psutil.STATUS_ZOMBIE, "it was not waited for"
+    finally:
+        with contextlib.suppress(psutil.Error, OSError):
+            psutil.Process(int(child.read_text())).kill()
 
 
 def test_a_command_that_is_not_there() -> None:

@@ -16,8 +16,9 @@ import pytest
 from gpuflow.client import submit
 from gpuflow.explaining import explain_records, find_records
 from gpuflow.fleet.desired import AUTOMATIC, DesiredState
+from gpuflow.fleet.registry import FORSAKEN_SECONDS
 from gpuflow.routing.capability import Capability
-from gpuflow.scaling.autoscaler import Autoscaler
+from gpuflow.scaling.autoscaler import Autoscaler, start
 from gpuflow.scaling.model import Family, Kind, Policy
 from gpuflow.scaling.policy_file import Launching, LoadedPolicy
 from gpuflow.scaling.provisioners import ProvisionerError, Wanted
@@ -253,6 +254,96 @@ def test_the_snapshot_counts_by_priority_and_keeps_the_prefix(tmp_path: Path) ->
         assert not seen.gathering
     finally:
         fleet.close()
+
+
+def test_a_machine_that_ends_is_terminated_only_when_its_worker_holds_nothing(fleet: TestFleet) -> None:
+    provider = Pretended()
+    provider.there = {"box-late": "box"}
+    client, keys = fleet.app.redis, fleet.app.keys
+    one = scaler(fleet, provider)
+    ScalingStore(client, keys).step("begin", Machine(id="box-late", family="box", state="ending"), one._leader)
+    client.hset(keys.owners, "tag", f"box-late:token\n{keys.prefix}cpu")
+    one.round()
+    assert provider.calls == []
+    client.hdel(keys.owners, "tag")
+    one.round()
+    assert provider.calls == ["terminate box-late"] and ScalingStore(client, keys).machines() == []
+
+
+def test_a_provisioner_slower_than_the_term_does_not_end_it(fleet: TestFleet) -> None:
+    submit(fleet.echo(), app=fleet.app)
+    provider = Pretended()
+    one = scaler(fleet, provider, "slow")
+    client, key = fleet.app.redis, fleet.app.keys.scaling_leader
+    one._leader._term_seconds, one._step_seconds = patient(0.3), patient(0.05)
+
+    def renewed() -> None:
+        """Return when the term that ran at the beginning has ended: whoever still leads has renewed it."""
+        until = float(client.hget(key, "until"))
+        eventually(lambda: _server_time(fleet) > until, within=10, what="the end of the term")
+
+    list_now, launch_now = provider.machines, provider.launch
+    provider.machines = lambda: (renewed(), list_now())[1]  # type: ignore[method-assign]
+    provider.launch = lambda wanted: (renewed(), launch_now(wanted))[1]  # type: ignore[method-assign]
+    assert [action.kind for action in one.round()] == [Kind.LAUNCH]
+    assert len(provider.there) == 1 and one._leader.epoch == 1
+
+
+def _disabled(fleet: TestFleet, name: str, by: str, leader_until: float | None) -> None:
+    client, keys = fleet.app.redis, fleet.app.keys
+    client.sadd(keys.workers, name)
+    client.hset(keys.worker(name), mapping={"id": name, "state": "IDLE", "desired": "disabled", "desired_by": by})
+    client.delete(keys.scaling_leader)
+    if leader_until is not None:
+        client.hset(keys.scaling_leader, mapping={"owner": "a", "epoch": "1", "until": f"{leader_until:.6f}"})
+
+
+def _server_time(fleet: TestFleet) -> float:
+    seconds, micros = fleet.app.redis.time()
+    return float(seconds + micros / 1e6)
+
+
+def test_a_new_life_forgets_the_autoscaler_and_keeps_the_operator(fleet: TestFleet) -> None:
+    _disabled(fleet, "auto", AUTOMATIC, _server_time(fleet) + 60)
+    _disabled(fleet, "hand", "manual", _server_time(fleet) + 60)
+    for name, state in (("auto", DesiredState.ENABLED), ("hand", DesiredState.DISABLED)):
+        fleet.registry.begin_anew(name)
+        assert fleet.registry.order(name)[0].state is state
+    fleet.app.redis.hset(fleet.app.keys.worker("late"), mapping={"desired": "retired", "desired_by": AUTOMATIC})
+    fleet.registry.begin_anew("late")
+    assert fleet.registry.order("late")[0].state is DesiredState.RETIRED
+
+
+@pytest.mark.parametrize(
+    ("by", "led_seconds_ago", "state"),
+    [
+        (AUTOMATIC, -10.0, DesiredState.DISABLED),
+        (AUTOMATIC, FORSAKEN_SECONDS - 20, DesiredState.DISABLED),
+        (AUTOMATIC, FORSAKEN_SECONDS + 1, DesiredState.ENABLED),
+        (AUTOMATIC, None, DesiredState.ENABLED),
+        ("manual", None, DesiredState.DISABLED),
+    ],
+)
+def test_what_the_autoscaler_disabled_ends_with_it(
+    fleet: TestFleet, by: str, led_seconds_ago: float | None, state: DesiredState
+) -> None:
+    until = None if led_seconds_ago is None else _server_time(fleet) - led_seconds_ago
+    _disabled(fleet, "w1", by, until)
+    assert fleet.registry.order("w1")[0].state is state
+    assert fleet.app.redis.hget(fleet.app.keys.worker("w1"), "desired") == (
+        None if state is DesiredState.ENABLED else "disabled"
+    ), "what others read is what the worker follows"
+
+
+def test_a_beat_that_does_not_scale_releases_what_an_earlier_one_disabled(fleet: TestFleet) -> None:
+    client, keys = fleet.app.redis, fleet.app.keys
+    _disabled(fleet, "hand", "manual", None)
+    _disabled(fleet, "auto", AUTOMATIC, _server_time(fleet) + 60)
+    assert fleet.registry.release_forsaken() == -1, "a beat leads"
+    assert start(fleet.app) is None, "nobody has asked for scaling"
+    client.hset(keys.scaling_leader, "until", "0")
+    eventually(lambda: client.hget(keys.worker("auto"), "desired") is None, within=10, what="it is released")
+    assert client.hget(keys.worker("hand"), "desired") == "disabled"
 
 
 # -- real workers ----------------------------------------------------------------------------------------------------

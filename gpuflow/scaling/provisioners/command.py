@@ -9,6 +9,7 @@ Exit code 0 is success. Anything else is a failure, which the end of its stderr 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -21,6 +22,8 @@ from gpuflow.terminal import clean
 
 #: Of what the program prints so much is read.
 _MOST_BYTES: Final = 4 * 2**20
+#: A killed program has so many seconds to be gone.
+_END_SECONDS: Final = 5.0
 
 
 class CommandProvisioner:
@@ -90,4 +93,10 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
         process.kill()
-    process.communicate()
+    # A program of a session of its own may live on and hold the pipes: nobody waits for it.
+    for pipe in (process.stdin, process.stdout, process.stderr):
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=_END_SECONDS)

@@ -169,37 +169,72 @@ TABLE: dict[str, tuple[Snapshot, Policy, list[str]]] = {
         Policy(families=(family(),)),
         ["launch gpu"],
     ),
-    "a backlog below the threshold and young": (
-        Snapshot(workers=(worker(**RAN), worker("w2", **OFF)), demands=(demand(waiting=4, running=1),)),
+    "a spare takes what waits, below the threshold and young": (
+        Snapshot(
+            workers=(worker("w1", GPU24, **RAN), worker("w2", GPU24, **OFF)), demands=(demand(ASK_GPU, running=1),)
+        ),
         Policy(),
+        ["enable w2"],
+    ),
+    "within its cool-down too": (
+        Snapshot(
+            workers=(worker(**RAN), worker("w2", enabled=False, toggled_seconds=5.0)),
+            demands=(demand(waiting=1, running=1, task_seconds=1.0),),
+        ),
+        Policy(),
+        ["enable w2"],
+    ),
+    "two tasks and one free slot: one spare": (
+        Snapshot(
+            workers=(worker("w1", GPU24), worker("w2", GPU24, **OFF), worker("w3", GPU24, **OFF)),
+            demands=(demand(ASK_GPU, 2),),
+        ),
+        Policy(),
+        ["enable w2"],
+    ),
+    "who is free takes what waits": (
+        Snapshot(workers=(worker("w1", GPU24), worker("w2", GPU24, **OFF)), demands=(demand(ASK_GPU, 1),)),
+        Policy(),
+        [],
+    ),
+    "a worker is not free while it runs something else": (
+        Snapshot(
+            workers=(worker("w1", GPU24, **RAN), worker("w2", idle_seconds=1.0), worker("w3", GPU24, **OFF)),
+            demands=(demand(ASK_CPU, 0, running=1), demand(ASK_GPU, 1)),
+        ),
+        Policy(),
+        ["enable w3"],
+    ),
+    "a spare, though a machine is coming": (
+        Snapshot(
+            workers=(worker("w1", GPU24, **OFF),),
+            demands=(demand(ASK_GPU, 1),),
+            machines=(MachineFacts(id="m", family="gpu", state="launching"),),
+        ),
+        Policy(min_active=0, families=(family(),)),
+        ["enable w1"],
+    ),
+    "a backlog below the threshold and young launches nothing": (
+        Snapshot(workers=(worker(**RAN),), demands=(demand(waiting=4, running=1),)),
+        Policy(families=(family("cpu", CPU),)),
         [],
     ),
     "a backlog at the threshold": (
-        Snapshot(workers=(worker(**RAN), worker("w2", **OFF)), demands=(demand(waiting=5, running=1),)),
-        Policy(),
-        ["enable w2"],
+        Snapshot(workers=(worker(**RAN),), demands=(demand(waiting=5, running=1),)),
+        Policy(families=(family("cpu", CPU),)),
+        ["launch cpu"],
     ),
     "below it, but old": (
         Snapshot(
-            workers=(worker(**RAN), worker("w2", **OFF)),
+            workers=(worker(**RAN),),
             demands=(demand(waiting=1, running=1, oldest_seconds=301.0, task_seconds=3600.0),),
         ),
-        Policy(),
-        ["enable w2"],
+        Policy(families=(family("cpu", CPU),)),
+        ["launch cpu"],
     ),
     "short tasks are worked off by who is there": (
-        Snapshot(
-            workers=(worker(**RAN), worker("w2", **OFF)), demands=(demand(waiting=40, running=1, task_seconds=1.0),)
-        ),
-        Policy(),
-        [],
-    ),
-    "within the cool-down not for a backlog": (
-        Snapshot(
-            workers=(worker(**RAN), worker("w2", enabled=False, toggled_seconds=5.0)),
-            demands=(demand(waiting=50, running=1),),
-        ),
-        Policy(),
+        Snapshot(workers=(worker(**RAN),), demands=(demand(waiting=40, running=1, task_seconds=1.0),)),
+        Policy(families=(family("cpu", CPU),)),
         [],
     ),
     "as many machines as a backlog takes": (
@@ -416,6 +451,26 @@ def test_what_can_be_served_is_served_in_one_round(case: tuple[Snapshot, Policy]
     for one in snapshot.demands:
         if one.depth and any(place.serves(one) for place in able):
             assert any(place.serves(one) for place in places)
+
+
+@settings(max_examples=300)
+@given(snapshots())
+def test_no_spare_is_left_off_while_something_waits_without_a_free_slot(case: tuple[Snapshot, Policy]) -> None:
+    snapshot, policy = case
+    actions = decide(snapshot, policy)
+    enabled = {action.worker for action in actions if action.kind is Kind.ENABLE}
+    ended = {action.worker for action in actions if action.worker} - enabled
+    active = [
+        one
+        for one in snapshot.workers
+        if one.alive and not one.draining and (one.enabled or one.id in enabled) and one.id not in ended
+    ]
+    off = [one for one in snapshot.workers if one not in active and one.alive and not one.draining and not one.by_hand]
+    for one in snapshot.demands:
+        if not one.depth or not any(Place.of_worker(spare).serves(one) for spare in off if not spare.enabled):
+            continue
+        free = sum(max(0, Place.of_worker(place).slots(one) - place.leases) for place in active)
+        assert free > 0, f"a spare stays off while {one.queue} waits and nobody has a free slot"
 
 
 # -- many rounds -----------------------------------------------------------------------------------------------------
