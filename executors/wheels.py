@@ -6,6 +6,7 @@ wheel is checked against the digest that the preset pins, and nothing of it is i
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import os
@@ -116,11 +117,10 @@ def _follow(process: subprocess.Popen[bytes], wheel: Wheel, folders: tuple[Path,
 
 def _size(folder: Path) -> int:
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except OSError:  # pip has just moved it
-            continue
+    for root, _, names in os.walk(folder):  # passes over folders that pip has just removed
+        for name in names:
+            with contextlib.suppress(OSError):  # or moved
+                total += os.stat(os.path.join(root, name)).st_size
     return total
 
 

@@ -77,7 +77,9 @@ class Connections:
         self._owing.pop(connection, None)
 
     def _evict(self, key: str | None) -> bool:
-        victim = next((each for each in self._owing if key is None or self._places[each] == key), None)
+        owing = [each for each in self._owing if key is None or self._places[each] == key]
+        # Those that have never sent a request first: a client that rests between two is a client.
+        victim = next((each for each in owing if not each.is_served), owing[0] if owing else None)
         if victim is None:
             return False
         self.leave(victim)
@@ -89,6 +91,8 @@ class Guarded(H11Protocol):
     """uvicorn's HTTP protocol, with a place in `table` and a deadline for the headers of each request."""
 
     table: Connections
+    #: Whether a whole request of this connection has been answered.
+    is_served = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take a place, or answer 503 and close."""
@@ -114,6 +118,7 @@ class Guarded(H11Protocol):
     def on_response_complete(self) -> None:
         """Expect the next request within the deadline."""
         self._stop_watch()
+        self.is_served = True
         super().on_response_complete()
         self._watch()
 
