@@ -120,7 +120,7 @@ def _size(folder: Path) -> int:
     for root, _, names in os.walk(folder):  # passes over folders that pip has just removed
         for name in names:
             with contextlib.suppress(OSError):  # or moved
-                total += os.stat(os.path.join(root, name)).st_size
+                total += Path(root, name).stat().st_size
     return total
 
 
