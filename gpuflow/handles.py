@@ -226,13 +226,7 @@ class PipelineRun:
                 for stage in stages
             }
         return {
-            "id": record.id,
-            "name": record.name,
-            "state": str(record.state),
-            "owner": record.owner,
-            "createdAt": record.created_at,
-            "finishedAt": record.finished_at,
-            "error": record.error,
+            **record.public(),
             "stages": [
                 {
                     "name": stage.name,

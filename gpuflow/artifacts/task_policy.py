@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from gpuflow.errors import NotAllowed
 from gpuflow.policy import buckets
 from gpuflow.policy.buckets import is_bucket_url
 from gpuflow.policy.hosts import LOCAL_NETWORKS, Hosts, Place
+from gpuflow.policy.paths import texts_of
 from gpuflow.policy.roots import Roots
 from gpuflow.settings import Settings
 from gpuflow.spec.presets import configs_root
@@ -80,7 +81,7 @@ def results_of(
     And the uploads that it names, `uploads/<digest>`: no task gets the folder of all. `owned` gives, of other tasks,
     those of the same owner. Raises NotAllowed for a spec that names too many.
     """
-    found = {name for text in _texts(spec) if (name := named_task(text, settings))} - {UPLOADS, mine}
+    found = {name for text in texts_of(spec) if (name := named_task(text, settings))} - {UPLOADS, mine}
     uploads = {name for name in found if "/" in name}
     named = found - uploads
     if len(named) > MOST_NAMED:
@@ -154,19 +155,6 @@ def judge_bucket(url: str, settings: Settings, *, write: bool = False) -> None:
             f"{shown_url(url)} is in the fleet's store, of which a task gets what was uploaded, and results of "
             "tasks of its owner; name one of those"
         )
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Yield the texts in plain data, without recursion: a spec may be nested deeply."""
-    waiting = [value]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, str):
-            yield item
-        elif isinstance(item, Mapping):
-            waiting.extend(item.values())
-        elif isinstance(item, list):
-            waiting.extend(item)
 
 
 def _path(url: str) -> str:

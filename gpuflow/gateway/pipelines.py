@@ -92,7 +92,7 @@ def pipelines_router(calls: Calls, gatekeeper: Gatekeeper) -> APIRouter:
                 return [app.pipelines.find(id) for id in ids]
 
             found, after = page(app.redis, app.keys.pipelines, cursor, limit, read, wanted)
-            return {"pipelines": [_shown(record) for record in found], "next": after}
+            return {"pipelines": [record.public() for record in found], "next": after}
 
         return JSONResponse(await calls.run(listed))
 
@@ -126,10 +126,9 @@ def submit_template(app: GPUFlow, template: Template, key: str | None, fail_fast
     run = submit_pipeline(template, idempotency_key=key, uploads=False, app=app)
     record = app.pipelines.find(run.id) if key else None
     if record is not None:
-        stages = Template.from_dict(record.template)
-        specs = [stage.spec for stage in stages.stages]
-        same = record.name == template.name and stages.stage_names == template.stage_names
-        if not same or not same_work(app, template, specs):
+        kept = Template.from_dict(record.template)
+        same = (record.name, graph_of(kept)) == (template.name, graph_of(template))
+        if not same or not same_work(app, template, [stage.spec for stage in kept.stages]):
             raise other_body(str(key))
     return submitted(PREFIX, run.id, "pipeline", warnings)
 
@@ -150,13 +149,6 @@ def _has_label(record: PipelineRecord, label: str) -> bool:
     return isinstance(labels, Mapping) and name in labels and (not separator or str(labels[name]) == value)
 
 
-def _shown(record: PipelineRecord) -> dict[str, Any]:
-    return {
-        "id": record.id,
-        "name": record.name,
-        "state": str(record.state),
-        "owner": record.owner,
-        "createdAt": record.created_at,
-        "finishedAt": record.finished_at,
-        "error": record.error,
-    }
+def graph_of(template: Template) -> list[Any]:
+    """Return what makes two templates with the same specs different work: names, order, matrices, conditions."""
+    return [[one.name, list(one.depends_on), one.matrix or None, one.condition] for one in template.stages]

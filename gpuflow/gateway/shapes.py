@@ -97,6 +97,7 @@ class StageShape(Shape):
     state: str
     depends_on: list[str] = Field(alias="dependsOn")
     error: dict[str, Any] | None = None
+    reason: str | None = Field(None, description="Why it was skipped")
     tasks: list[TaskShape]
 
 

@@ -102,6 +102,18 @@ class PipelineRecord:
             schema=int(raw.get("schema", PIPELINE_SCHEMA)),
         )
 
+    def public(self) -> dict[str, Any]:
+        """Return the record without its stages, as plain data for `--json` and HTTP."""
+        return {
+            "id": self.id,
+            "name": self.name,
+            "state": str(self.state),
+            "owner": self.owner,
+            "createdAt": self.created_at,
+            "finishedAt": self.finished_at,
+            "error": self.error,
+        }
+
     def stage(self, name: str) -> StageRecord:
         """Return the record of a stage, PENDING if nothing happened to it yet."""
         return self.stages.get(name) or StageRecord(name=name, epoch=self.epoch)

@@ -114,3 +114,16 @@ def _at(spec: Mapping[str, Any], *names: str) -> Any:
     for name in names:
         found = found.get(name) if isinstance(found, Mapping) else None
     return found
+
+
+def texts_of(value: Any) -> Iterator[str]:
+    """Yield the texts in plain data, without recursion: a spec may be nested deeply."""
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, Mapping):
+            waiting.extend(item.values())
+        elif isinstance(item, list | tuple):
+            waiting.extend(item)

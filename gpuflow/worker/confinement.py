@@ -7,13 +7,14 @@ What each level stops, docs/howto/isolate-tasks.md says.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from gpuflow.errors import GPUFlowError
 from gpuflow.policy.child import read_policy
+from gpuflow.policy.paths import texts_of
 from gpuflow.protocol import Request
 from gpuflow.settings import Settings, env_names
 from gpuflow.worker import bubblewrap
@@ -168,7 +169,7 @@ def _inputs(request: Request, settings: Settings) -> list[tuple[Path, bool]]:
     """
     root = settings.results_dir.resolve()
     roots = None if request.policy is None else read_policy(request.policy)[0]
-    named = set(_texts([request.spec, request.checkpoint_path, request.resume_from]))
+    named = set(texts_of([request.spec, request.checkpoint_path, request.resume_from]))
     found = set()
     for text in named:
         if not text.startswith("/") or "\0" in text or len(text) > _LONGEST_PATH:
@@ -186,19 +187,6 @@ def _inputs(request: Request, settings: Settings) -> list[tuple[Path, bool]]:
             f"{_MOST_INPUTS}; gather them in a stage between, or set GPUFLOW_ISOLATE=none"
         )
     return [(path, False) for path in sorted(found)]
-
-
-def _texts(value: Any) -> Iterable[str]:
-    """Yield the texts in plain data, without recursion: a spec may be nested deeply."""
-    waiting = [value]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, str):
-            yield item
-        elif isinstance(item, Mapping):
-            waiting.extend(item.values())
-        elif isinstance(item, list | tuple):
-            waiting.extend(item)
 
 
 #: What programs say when the kernel refuses, by the setting that may be the cause.

@@ -24,6 +24,7 @@ from gpuflow.errors import BrokerUnavailable
 from gpuflow.settings import Settings
 from tests.support.fleet import running
 from tests.support.memory_disk import memory_folder
+from tests.support.users import need_root
 from tests.support.waiting import eventually
 
 #: Starts the server, says on stdout what it got, and waits for the end of its stdin.
@@ -320,8 +321,7 @@ def test_a_taken_port_is_left_to_its_owner(on_a_port):
 
 
 def test_a_folder_that_is_not_ours_is_refused(tmp_path):
-    if os.geteuid():
-        pytest.skip("only root can give a folder away")
+    need_root()
     (tmp_path / "embedded").mkdir()
     os.chown(tmp_path / "embedded", 65_534, 65_534)
     with pytest.raises(BrokerUnavailable, match="no folder of this user"):

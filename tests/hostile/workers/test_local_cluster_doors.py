@@ -22,6 +22,7 @@ from gpuflow.broker.embedded_files import ServerFiles
 from gpuflow.broker.embedded_process import listens
 from gpuflow.gateway.login import login_file, read_login
 from tests.integration.test_cli import Shell, pipeline, stage
+from tests.support.users import need_root
 from tests.support.waiting import eventually, patient
 
 STRANGER = 65_534  # nobody
@@ -85,8 +86,7 @@ class Impostor:
 
 
 def test_another_user_reads_nothing_and_reaches_no_socket(shell: Shell) -> None:
-    if os.geteuid():
-        pytest.skip("only root can become another user")
+    need_root()
     # Given a local cluster, below folders that everybody may enter
     process, out = shell.start("up", "--no-beat")
     text = shell.until(process, out, "ready")

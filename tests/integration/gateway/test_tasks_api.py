@@ -149,6 +149,10 @@ def test_a_key_runs_its_work_once_and_takes_no_other(http: httpx.Client, served:
     assert http.get(f"{TASKS}/{first['id']}").status_code == 404
     assert submit(http, pipeline("keyed", "a", "b"), PIPELINES, headers=key)["id"] == first["id"]
     assert problem(http.post(PIPELINES, json=pipeline("keyed", "a", "c"), headers=key)) == "key-in-use"
+    for changed in ({"condition": {"value": "${s0.result.output}", "exists": True}}, {"matrix": {"priority": [1, 2]}}):
+        other = pipeline("keyed", "a", "b")
+        other["spec"]["stages"][1] |= changed
+        assert problem(http.post(PIPELINES, json=other, headers=key)) == "key-in-use"
     bad = http.post(TASKS, json=echo(), headers={"Idempotency-Key": "two words"})
     assert (bad.status_code, problem(bad)) == (400, "bad-key")
 
