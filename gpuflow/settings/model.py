@@ -162,7 +162,9 @@ class Settings(BaseModel):
     )
     notice_seconds: Seconds = _setting("GPUFLOW_NOTICE_SEC", 30, "seconds a preempted task has to save its state")
     submit_timeout_seconds: Seconds = _setting(
-        "GPUFLOW_SUBMIT_TIMEOUT_SEC", 30, "seconds that a submit goes on trying while the broker is away"
+        "GPUFLOW_SUBMIT_TIMEOUT_SEC",
+        30,
+        "seconds that commands wait for a broker that is away, such as 30",
     )
     events_maxlen: PositiveCount = _setting("GPUFLOW_EVENTS_MAXLEN", 10_000, "a count of events a task keeps")
     events_max_bytes: Annotated[ByteSize, Field(ge=65_536)] = _setting(
