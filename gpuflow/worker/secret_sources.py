@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -176,18 +176,18 @@ def _of_worker(settings: Settings) -> Iterator[str]:
 def scrubbed(outcome: Outcome, folder: Path, redactor: Redactor) -> Outcome:
     """Hide secrets in the text files that the child has left; a failure when that cannot be done."""
     try:
-        scrub(folder.rglob("*"), redactor)
+        scrub(folder, redactor)
     except OSError as error:
         return replace(outcome, completed=False, error=outcome.error or cause_of(error))
     return outcome
 
 
-def scrub(paths: Iterable[Path], redactor: Redactor) -> None:
-    """Rewrite those of the files that are text and hold a secret; each appears by rename. Raises OSError."""
-    for path in paths:
+def scrub(folder: Path, redactor: Redactor) -> None:
+    """Rewrite those files of an attempt that are text and hold a secret; each appears by rename. Raises OSError."""
+    for path in folder.rglob("*"):
         if path.suffix.lower() not in _TEXT_SUFFIXES or path.is_symlink() or not path.is_file():
             continue
-        if _LEFT_ALONE & set(path.parts):
+        if _LEFT_ALONE & set(path.relative_to(folder).parts):
             continue
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             state = os.fstat(file.fileno())

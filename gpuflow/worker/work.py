@@ -46,7 +46,8 @@ def begin_of(
     opening = opening_of(start, prepared)
 
     def ask() -> Work:
-        hand_over(prepared.settings, prepared.output_dir)
+        if opening.confinement.user is not None:  # the folders of a session of containers stay the worker's
+            hand_over(prepared.settings, prepared.output_dir)
         return sessions.ask(tag, prepared.request, opening, alone=alone)
 
     return ask

@@ -297,7 +297,7 @@ def test_files_that_a_child_left_are_scrubbed(tmp_path: Path) -> None:
     (tmp_path / "final_model" / "vocab.json").write_text('{"12345678": 1}')
     (tmp_path / "link.txt").symlink_to(tmp_path / "weights.bin")
 
-    scrub(tmp_path.rglob("*"), Redactor(["12345678"]))
+    scrub(tmp_path, Redactor(["12345678"]))
 
     assert json.loads((tmp_path / "responses.json").read_text()) == {"a": "***", "b": "***", "c": "x"}
     assert (tmp_path / "notes.txt").read_bytes() == b"\xff ***\n"
