@@ -307,6 +307,18 @@ def test_files_that_a_child_left_are_scrubbed(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 5
 
 
+def test_the_names_of_folders_above_the_attempt_do_not_count(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints" / "final_model" / "task-1" / "attempt-1"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "notes.txt").write_text("12345678")
+    (folder / "checkpoints" / "vocab.json").write_text('{"12345678": 1}')
+
+    scrub(folder, Redactor(["12345678"]))
+
+    assert (folder / "notes.txt").read_text() == "***"
+    assert (folder / "checkpoints" / "vocab.json").read_text() == '{"12345678": 1}', "those of the attempt do"
+
+
 # -- the worker's own log -------------------------------------------------------------------------------------------
 
 
