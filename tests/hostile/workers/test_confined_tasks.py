@@ -17,7 +17,6 @@ from tests.support.fleet import TestFleet, WorkerProcess
 from tests.support.users import User, launcher
 from tests.support.waiting import eventually, patient
 
-
 #: Uploads of checkpoints that the race is given.
 TRIES = 8
 
