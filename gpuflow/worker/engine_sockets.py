@@ -1,4 +1,4 @@
-"""A folder of its own for the sockets of an engine, which goes when the engine's processes have ended, however they did.
+"""Gives an engine a folder of its own for its sockets, which goes when its processes have ended, however they did.
 
 vLLM's processes talk by sockets in the folder of temporary files, named by random UUIDs, and remove them at a clean end
 alone: a child that is killed would leave them for ever. In a sandbox /tmp is the child's own and goes with it.

@@ -131,15 +131,18 @@ def reference_values(spec: Mapping[str, Any], secrets: Mapping[str, str], settin
 
     Variables of `env` that are put together are so in the order in which they stand; one that lacks a part is left out.
     """
+    requested = spec.get("env")
+    if not isinstance(requested, Mapping):  # of a merged call straight from the broker, which fails by itself
+        requested = {}
     values = child_environment(
         os.environ,
         pass_env=settings.pass_env,
         given={},
-        requested=spec.get("env"),
+        requested=requested,
         secrets=secrets,
         offline=settings.offline,
     )
-    for name, value in (spec.get("env") or {}).items():
+    for name, value in requested.items():
         if "${env:" in str(value) and not is_forbidden(name):
             with contextlib.suppress(UnresolvedReference):
                 values[name] = resolve_env(str(value), values)

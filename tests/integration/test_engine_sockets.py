@@ -1,4 +1,4 @@
-"""The folder of an engine's sockets goes with the engine, however it or its worker ends. No vLLM: a program in its place."""
+"""The folder of an engine's sockets goes with the engine, however that or its worker ends; without vLLM."""
 
 from __future__ import annotations
 
