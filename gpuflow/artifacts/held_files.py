@@ -70,18 +70,21 @@ def hold_tree(
     target: Path,
     *,
     last: str = "",
+    leave_out: Callable[[str], bool] = lambda _: False,
+    links: bool = True,
     rights: Rights = contextlib.nullcontext,
     progress: Progress | None = None,
 ) -> None:
     """Hold all files of the folder `base/inside[0]/inside[1]/...` in the new folder `target`; the file `last` is last.
 
-    A link to a file of the folder becomes that file. `progress` is called again and again; what it raises ends the
+    Entries for whose names `leave_out` holds are left out, at whatever depth. A link to a file of the folder becomes
+    that file; without `links`, links are left out. `progress` is called again and again; what it raises ends the
     work. Raises FileNotFoundError for what has been removed meanwhile, ArtifactError for a link out of the folder, a
     link to a folder, a pipe, a device, and folders too deep; OSError.
     """
     holder = _Holder(target, rights, progress)
     with holder.below(base, inside) as folder:
-        holder.tree(folder, "", last)
+        holder.tree(folder, "", lambda name: name == last or leave_out(name.rpartition("/")[2]), links=links)
         holder.links(str(base.joinpath(*inside)))
         if last:
             holder.file(folder, last, last)
@@ -128,22 +131,22 @@ class _Holder:
         finally:
             os.close(descriptor)
 
-    def tree(self, folder: int, inside: str, left_out: str) -> None:
-        """Hold what is in an open folder, whose path in the tree is `inside`, but the file `left_out`."""
+    def tree(self, folder: int, inside: str, is_left_out: Callable[[str], bool], *, links: bool) -> None:
+        """Hold what is in an open folder, whose path in the tree is `inside`; without `links`, no links."""
         if inside.count("/") >= MAX_DEPTH:
             raise ArtifactError(f"{self._target.name} has folders below folders {MAX_DEPTH} deep; store it flatter")
         with os.scandir(folder) as entries:
             kinds = [(entry.name, entry.is_symlink(), entry.is_dir(follow_symlinks=False)) for entry in entries]
         for entry, is_link, is_folder in sorted(kinds):
             name = f"{inside}{entry}"
-            if name == left_out:
+            if is_left_out(name) or (is_link and not links):
                 continue
             if is_link:
                 self._links[name] = os.readlink(entry, dir_fd=folder)
             elif is_folder:
                 (self._target / name).mkdir()
                 with self.below(folder, [entry]) as deeper:
-                    self.tree(deeper, f"{name}/", left_out)
+                    self.tree(deeper, f"{name}/", is_left_out, links=links)
             else:
                 self.file(folder, entry, name)
 

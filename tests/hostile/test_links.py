@@ -22,9 +22,11 @@ from gpuflow.artifacts.local_store import LocalStore
 from gpuflow.artifacts.source_file import open_source
 from gpuflow.artifacts.throttle import Throttle
 from gpuflow.errors import ArtifactError
+from gpuflow.merge.folders import link_results
 from gpuflow.protocol import CHECKPOINT_MARKER
 from gpuflow.worker.checkpoint_uploads import CheckpointUploads
 from gpuflow.worker.child_user import ChildUser, files_as
+from gpuflow.worker.results import ResultsFolder
 from tests.support.users import made_user, need_root
 
 SECRET = b"a secret of the worker"
@@ -222,6 +224,31 @@ def test_results_whose_folder_becomes_a_link_after_they_were_sealed(
     )
 
     assert contents(tmp_path / "store") == {b"a result", b"{}"}
+
+
+def test_results_of_a_call_whose_folder_becomes_a_link(
+    tmp_path: Path, attempt: Path, secret: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The callers of merged calls get hard links to the files that a session has left, while the session lives on."""
+    (attempt / "sub").mkdir()
+    (attempt / "sub" / "part-1.bin").write_bytes(b"a result")
+    (attempt / "link").symlink_to(secret)
+    (attempt / ".own").write_bytes(b"no result")
+    before_link(monkeypatch, "part-1.bin", lambda: exchange(attempt / "sub", secret / "sub"))
+
+    folder = link_results(tmp_path, TASK, 1, "d", "caller", single=True)
+
+    assert folder == tmp_path / "caller" / "attempt-1"
+    assert contents(folder) == {b"a result"}
+
+
+def test_names_of_the_folder_are_not_taken_by_a_result(tmp_path: Path, attempt: Path) -> None:
+    for name in ("attempt-7", "fetched", ".gpuflow-held-1-x", "notes"):
+        (attempt / name).mkdir()
+
+    ResultsFolder(tmp_path, TASK).publish(1)
+
+    assert {path.name for path in attempt.parent.iterdir()} == {"attempt-1", "checkpoints", "notes"}
 
 
 def test_results_that_are_links_when_they_are_held(tmp_path: Path, attempt: Path, secret: Path) -> None:
