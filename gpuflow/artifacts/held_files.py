@@ -23,6 +23,7 @@ from typing import Any, Final
 from gpuflow.artifacts.store import RESERVED_PREFIX, Progress
 from gpuflow.errors import ArtifactError
 from gpuflow.logs import get_logger
+from gpuflow.terminal import log_value
 
 log = get_logger("gpuflow.held_files")
 
@@ -106,7 +107,9 @@ def hold_files(
                     target.joinpath(*folders).mkdir(parents=True, exist_ok=True)
                     holder.file(parent, file, name)
             except FileNotFoundError:
-                raise ArtifactError(f"{name} was removed before it could be stored; leave it where it is") from None
+                raise ArtifactError(
+                    f"{log_value(name)} was removed before it could be stored; leave it where it is"
+                ) from None
 
 
 class _Holder:
@@ -178,7 +181,7 @@ class _Holder:
         try:
             state = os.fstat(descriptor)
             if not stat.S_ISREG(state.st_mode):
-                raise ArtifactError(f"{name} is no plain file, so it is not stored; write a file")
+                raise ArtifactError(f"{log_value(name)} is no plain file, so it is not stored; write a file")
             try:
                 os.link(entry, target, src_dir_fd=folder, follow_symlinks=False)
             except OSError as error:
@@ -189,7 +192,9 @@ class _Holder:
             else:
                 if not os.path.samestat(target.lstat(), state):
                     target.unlink()
-                    raise ArtifactError(f"{name} was exchanged while it was stored; let it be when it is complete")
+                    raise ArtifactError(
+                        f"{log_value(name)} was exchanged while it was stored; leave complete files as they are"
+                    )
         finally:
             os.close(descriptor)
         self._held.add(name)
@@ -214,5 +219,6 @@ def _open(name: str, flags: int, folder: int) -> int:
 
 def _a_link(name: str) -> ArtifactError:
     return ArtifactError(
-        f"{name} is a link, or lies behind one, to a folder or out of what is stored; put the files themselves there"
+        f"{log_value(name)} is a link, or lies behind one, to a folder or out of what is stored; "
+        "put the files themselves there"
     )

@@ -138,13 +138,13 @@ def files_as(user: ChildUser | None) -> Iterator[None]:
     libc = ctypes.CDLL(None, use_errno=True)
     before = os.getgroups()
     _set_groups(libc, user.groups)
+    gid = libc.setfsgid(user.gid)  # both return what was before
+    uid = libc.setfsuid(user.uid)
     try:
-        libc.setfsgid(user.gid)
-        libc.setfsuid(user.uid)
         yield
     finally:
-        libc.setfsuid(os.geteuid())
-        libc.setfsgid(os.getegid())
+        libc.setfsuid(uid)
+        libc.setfsgid(gid)
         _set_groups(libc, before)
 
 

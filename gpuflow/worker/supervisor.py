@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 
 from gpuflow.artifacts.destination import MANIFEST, is_at, stored_name, upload_attempt
 from gpuflow.artifacts.held_files import aside, hold_files
-from gpuflow.artifacts.manifest import SealedResults, seal_results
+from gpuflow.artifacts.manifest import SealedResults, digests_in, seal_results
 from gpuflow.artifacts.partial import file_digest
 from gpuflow.artifacts.store import Store
 from gpuflow.broker.calls import RUN_HEADER
@@ -380,8 +380,8 @@ class Delivery:
             names = [*sealed.names, MANIFEST]
             hold_files(self.folder.root, inside, names, held, rights=lambda: self._rights(number))
             if file_digest(held / MANIFEST) != sealed.digest:
-                raise ArtifactError(f"{MANIFEST} was changed after the results were sealed; let no process go on")
-            upload_attempt(store, held, self.id, number, sealed.names)
+                raise ArtifactError(f"{MANIFEST} was written to after the results were sealed; end all processes")
+            upload_attempt(store, held, self.id, number, sealed.names, digests_in(held / MANIFEST))
 
     def _rights(self, number: int) -> AbstractContextManager[None]:
         """Return a context in which this thread uses files with the rights of the task."""

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from gpuflow.artifacts import local_store
-from gpuflow.artifacts.destination import upload_attempt
+from gpuflow.artifacts.destination import UploadFailed, upload_attempt
 from gpuflow.artifacts.held_files import MAX_DEPTH, aside, forget_held, hold_files, hold_tree
 from gpuflow.artifacts.local_store import LocalStore
+from gpuflow.artifacts.manifest import digests_in, seal_results
 from gpuflow.artifacts.source_file import open_source
 from gpuflow.artifacts.throttle import Throttle
 from gpuflow.errors import ArtifactError
@@ -226,6 +227,20 @@ def test_results_whose_folder_becomes_a_link_after_they_were_sealed(
     assert contents(tmp_path / "store") == {b"a result", b"{}"}
 
 
+def test_results_that_are_written_to_after_they_were_sealed(tmp_path: Path, attempt: Path) -> None:
+    (attempt / "answer.txt").write_text("sealed")
+    sealed = seal_results(attempt, {"a": 1}, [], {})
+    (attempt / "answer.txt").write_text("changed")
+    names = [*sealed.names, "manifest.json"]
+    hold_files(attempt.parent, ("attempt-1",), names, tmp_path / "held")
+    digests = digests_in(tmp_path / "held" / "manifest.json")
+
+    with pytest.raises(UploadFailed, match=r"answer\.txt was written to after the results were sealed"):
+        upload_attempt(store_of(tmp_path / "store"), tmp_path / "held", TASK, 1, sealed.names, digests)
+
+    assert not list(tmp_path.glob("store/**/manifest.json")), "nobody takes it for whole"
+
+
 def test_results_of_a_call_whose_folder_becomes_a_link(
     tmp_path: Path, attempt: Path, secret: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,6 +361,11 @@ def test_rights_of_another_user_are_without_the_groups_of_root(tmp_path: Path) -
                 file.read_bytes()
             assert file.read_bytes() == SECRET, "the thread has its own rights again"
             assert 12345 in os.getgroups()
+            with files_as(user):
+                with files_as(user):
+                    pass
+                with pytest.raises(PermissionError):
+                    file.read_bytes()
             with files_as(ChildUser(name="x", uid=user.uid, gid=user.gid, groups=(user.gid, 12345), home="/")):
                 assert file.read_bytes() == SECRET, "its own groups count"
     finally:
