@@ -24,6 +24,7 @@ from gpuflow.errors import GPUFlowError
 from gpuflow.fleet.desired import AUTOMATIC, DesiredState
 from gpuflow.fleet.disk import free_mib
 from gpuflow.fleet.hardware import probe
+from gpuflow.fleet.identity import fleet_tag
 from gpuflow.fleet.registry import Fleet
 from gpuflow.logs import get_logger
 from gpuflow.routing.capability import Capability
@@ -31,7 +32,7 @@ from gpuflow.scaling import snapshot as snapshots
 from gpuflow.scaling.decide import decide
 from gpuflow.scaling.model import Action, Kind
 from gpuflow.scaling.policy_file import Launching, LoadedPolicy, load_policy
-from gpuflow.scaling.provisioners import Provisioner, ProvisionerError, Wanted, provisioner_of
+from gpuflow.scaling.provisioners import Provisioner, ProvisionerError, UnknownMachine, Wanted, provisioner_of
 from gpuflow.scaling.store import Leadership, Machine, NoLeader, ScalingStore, decision_text
 from gpuflow.settings import Settings
 
@@ -42,6 +43,8 @@ LONGEST_TERM_SECONDS: Final = 15.0
 SHORTEST_TERM_SECONDS: Final = 2.0
 #: A provider may list a machine only some time after its launch, in seconds.
 UNLISTED_SECONDS: Final = 10.0
+#: Machines of other fleets are looked for so often, in seconds.
+UNKNOWN_LOOK_SECONDS: Final = 60.0
 _DESIRED: Final = {
     Kind.ENABLE: DesiredState.ENABLED,
     Kind.DISABLE: DesiredState.DISABLED,
@@ -65,16 +68,20 @@ class Autoscaler(threading.Thread):
         self,
         app: GPUFlow,
         loaded: LoadedPolicy,
-        make: Callable[[Launching], Provisioner],
+        make: Callable[[Launching, str], Provisioner],
         *,
         name: str = "",
     ) -> None:
         super().__init__(name="gpuflow-autoscaler", daemon=True)
         self._app = app
+        self._loaded = loaded
         self._policy = loaded.policy
+        self._make = make
         self._families = {family.name: family for family in loaded.policy.families}
         self._launching = {one.family: one for one in loaded.launching}
-        self._provisioners = _provisioners(loaded, make)
+        self._tag = ""
+        self._provisioners: dict[str, Provisioner] = {}
+        self._looks_at = 0.0
         self._poll_seconds = app.settings.elastic_auto_poll_interval_seconds
         term = min(LONGEST_TERM_SECONDS, max(SHORTEST_TERM_SECONDS, 3 * self._poll_seconds))
         self._step_seconds = term / 5
@@ -104,6 +111,7 @@ class Autoscaler(threading.Thread):
 
     def round(self) -> tuple[Action, ...]:
         """Make one round; return what was decided. Raises NoLeader and redis errors."""
+        self._follow_fleet()
         sources = {family: self._source(provisioner) for family, provisioner in self._provisioners.items()}
         self._tend(sources)
         self._leader.go_on()
@@ -119,6 +127,26 @@ class Autoscaler(threading.Thread):
         if changed:
             self._app.control.broadcast("gpuflow_follow", arguments={"worker_ids": changed})
         return actions
+
+    def _follow_fleet(self) -> None:
+        """Find out which fleet this is: a broker that was flushed is another one. Note the machines of others."""
+        tag = fleet_tag(self._leader.look(), self._app.keys)
+        if tag != self._tag:
+            if self._tag:
+                log.warning("fleet_renewed", before=self._tag, now=tag, cause="the broker has lost its fleet id")
+            self._tag, self._looks_at = tag, 0.0
+            self._provisioners = _provisioners(self._loaded, self._make, tag)
+        if time.monotonic() < self._looks_at:
+            return
+        self._looks_at = time.monotonic() + UNKNOWN_LOOK_SECONDS
+        found: list[UnknownMachine] = []
+        for provisioner in {id(one): one for one in self._provisioners.values()}.values():
+            try:
+                with self._leading():
+                    found += provisioner.unknown()
+            except ProvisionerError as error:
+                log.warning("machines_not_listed", cause=str(error))
+        self._store.note_unknown(found)
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
@@ -296,14 +324,16 @@ class Autoscaler(threading.Thread):
         self._store.step("forget", machine, self._leader, add={"terminated": 1, "cost": hours * machine.cost_per_hour})
 
 
-def _provisioners(loaded: LoadedPolicy, make: Callable[[Launching], Provisioner]) -> dict[str, Provisioner]:
+def _provisioners(
+    loaded: LoadedPolicy, make: Callable[[Launching, str], Provisioner], tag: str
+) -> dict[str, Provisioner]:
     """Return the provisioner of each family; families that are launched alike share one."""
     shared: dict[Any, Provisioner] = {}
     found = {}
     for one in loaded.launching:
         how = (one.command, one.timeout_seconds)
         if how not in shared:
-            shared[how] = make(one)
+            shared[how] = make(one, tag)
         found[one.family] = shared[how]
     return found
 
@@ -364,6 +394,6 @@ def start(app: GPUFlow) -> Autoscaler | None:
         log.error("scaling_off", cause=str(error))
         Releaser(app).start()
         return None
-    scaler = Autoscaler(app, loaded, lambda one: provisioner_of(one, settings, app.broker_address()))
+    scaler = Autoscaler(app, loaded, lambda one, tag: provisioner_of(one, settings, app.broker_address(), tag))
     scaler.start()
     return scaler

@@ -44,7 +44,7 @@ class Idle(LocalProcesses):
 
 @pytest.fixture
 def idle(tmp_path: Path) -> Iterator[Idle]:
-    made = Idle(Settings(state_dir=tmp_path), "redis://127.0.0.1:1/0")
+    made = Idle(Settings(state_dir=tmp_path), "redis://127.0.0.1:1/0", "gpuflow")
     yield made
     for child in made._children:
         child.kill()
@@ -95,7 +95,7 @@ def test_another_object_sees_the_same_machines(provisioner: Provisioner, tmp_pat
     provisioner.launch(Wanted(id="gpu-1", family="gpu"))
     other: Provisioner
     if isinstance(provisioner, Idle):
-        other = Idle(Settings(state_dir=tmp_path), "redis://127.0.0.1:1/0")
+        other = Idle(Settings(state_dir=tmp_path), "redis://127.0.0.1:1/0", "gpuflow")
     else:
         other = CommandProvisioner([sys.executable, str(tmp_path / "provider.py"), str(tmp_path)], tag="gpuflow")
     assert other.machines() == {"gpu-1": "gpu"}
@@ -107,15 +107,34 @@ def test_another_object_sees_the_same_machines(provisioner: Provisioner, tmp_pat
 # -- of each by itself -----------------------------------------------------------------------------------------------
 
 
+def test_two_fleets_of_one_state_folder_leave_each_other_alone(tmp_path: Path) -> None:
+    settings = Settings(state_dir=tmp_path)
+    first, second = (Idle(settings, "redis://127.0.0.1:1/0", tag) for tag in ("gpuflow-a", "gpuflow-b"))
+    try:
+        first.launch(Wanted(id="gpu-1", family="gpu"))
+        assert second.machines() == {}
+        second.terminate("gpu-1")
+        assert first.machines() == {"gpu-1": "gpu"} and first.unknown() == []
+        (seen,) = second.unknown()
+        assert (seen.id, seen.family, seen.fleet) == ("gpu-1", "gpu", "gpuflow-a")
+        assert seen.end == f"kill {first._children[0].pid}"
+        second.launch(Wanted(id="gpu-2", family="gpu"))
+        assert first.machines() == {"gpu-1": "gpu"} and second.machines() == {"gpu-2": "gpu"}
+    finally:
+        first.terminate("gpu-1")
+        second.terminate("gpu-2")
+    assert first.unknown() == second.unknown() == []
+
+
 def test_a_process_that_died_is_no_machine(idle: Idle, tmp_path: Path) -> None:
     idle.launch(Wanted(id="gpu-1", family="gpu"))
-    psutil.Process(json.loads((tmp_path / "machines" / "gpu-1.json").read_text())["pid"]).kill()
+    psutil.Process(json.loads((tmp_path / "machines" / "gpuflow" / "gpu-1.json").read_text())["pid"]).kill()
     eventually(lambda: idle.machines() == {})
 
 
 def test_a_process_that_has_taken_the_number_is_left_alone(idle: Idle, tmp_path: Path) -> None:
     idle.launch(Wanted(id="gpu-1", family="gpu"))
-    path = tmp_path / "machines" / "gpu-1.json"
+    path = tmp_path / "machines" / "gpuflow" / "gpu-1.json"
     record = json.loads(path.read_text())
     path.write_text(json.dumps({**record, "created": record["created"] - 100}))
     assert idle.machines() == {}
@@ -129,7 +148,7 @@ def test_a_process_that_has_taken_the_number_is_left_alone(idle: Idle, tmp_path:
 @pytest.mark.parametrize("machine_id", ["", "../evil", "a/b", "a b"])
 def test_a_name_that_is_no_file_is_refused(machine_id: str, tmp_path: Path) -> None:
     with pytest.raises(ProvisionerError, match="cannot name a machine"):
-        Idle(Settings(state_dir=tmp_path), "redis://127.0.0.1:1/0").launch(Wanted(id=machine_id, family="gpu"))
+        Idle(Settings(state_dir=tmp_path), "redis://127.0.0.1:1/0", "gpuflow").launch(Wanted(id=machine_id, family="gpu"))
 
 
 @pytest.mark.parametrize(

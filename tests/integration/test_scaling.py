@@ -13,15 +13,17 @@ from typing import Any
 
 import pytest
 
+from gpuflow.cli.scaling import scaling_status
 from gpuflow.client import submit
 from gpuflow.explaining import explain_records, find_records
 from gpuflow.fleet.desired import AUTOMATIC, DesiredState
+from gpuflow.fleet.identity import fleet_id, fleet_tag
 from gpuflow.fleet.registry import FORSAKEN_SECONDS
 from gpuflow.routing.capability import Capability
 from gpuflow.scaling.autoscaler import Autoscaler, start
 from gpuflow.scaling.model import Family, Kind, Policy
 from gpuflow.scaling.policy_file import Launching, LoadedPolicy
-from gpuflow.scaling.provisioners import ProvisionerError, Wanted
+from gpuflow.scaling.provisioners import ProvisionerError, UnknownMachine, Wanted
 from gpuflow.scaling.provisioners.local import LocalProcesses
 from gpuflow.scaling.snapshot import read
 from gpuflow.scaling.store import Leadership, Machine, NoLeader, ScalingStore
@@ -93,6 +95,13 @@ def gpuflow(fleet: TestFleet, *arguments: str, code: int = 0) -> str:
     return done.stdout + done.stderr
 
 
+def launched_by(fleet: TestFleet) -> LocalProcesses:
+    """The machines of a fleet: those that bear the tag of its broker."""
+    keys = fleet.app.keys
+    tag = fleet_tag(fleet_id(fleet.app.redis, keys), keys)
+    return LocalProcesses(fleet.settings, fleet.broker.url, tag)
+
+
 @pytest.fixture
 def quick(tmp_path: Path) -> Iterator[TestFleet]:
     """A fleet whose intervals are short; what was launched ends with it."""
@@ -105,7 +114,7 @@ def quick(tmp_path: Path) -> Iterator[TestFleet]:
     finally:
         for beat in beats:
             beat.close()
-        launched = LocalProcesses(made.settings, made.broker.url)
+        launched = launched_by(made)
         for machine_id in launched.machines():
             launched.terminate(machine_id)
         made.close()
@@ -139,12 +148,15 @@ class Pretended:
     def machines(self) -> dict[str, str]:
         return dict(self.there)
 
+    def unknown(self) -> list[UnknownMachine]:
+        return [UnknownMachine(id="box-old", family="box", fleet="gpuflow-old", end="kill 7")]
+
 
 def scaler(fleet: TestFleet, provisioner: Pretended, name: str = "a", deadline: float = 60.0, **knobs: Any) -> Any:
     here = Capability(cpu_count=64, memory_mib=1 << 20, disk_free_mib=1 << 30)
     policy = Policy(**{"min_active": 0, "families": (Family(name="box", capability=here, most=2),), **knobs})
     loaded = LoadedPolicy(policy=policy, launching=(Launching(family="box", deadline_seconds=deadline),))
-    made = Autoscaler(fleet.app, loaded, lambda one: provisioner, name=name)
+    made = Autoscaler(fleet.app, loaded, lambda one, tag: provisioner, name=name)
     made._leader.lead()
     return made
 
@@ -240,6 +252,34 @@ def test_a_machine_of_ours_that_no_record_knows_ends_unless_its_worker_lives(fle
     client.hdel(keys.owners, "tag")
     one.round()
     assert provider.there == {}
+
+
+def test_a_flushed_broker_is_another_fleet_and_ends_nothing_of_the_first(fleet: TestFleet) -> None:
+    # Given a leader of epoch 1 that has listed its machines, when the broker is flushed
+    provider = Pretended()
+    provider.there = {"box-works": "box"}
+    one = scaler(fleet, provider)
+    one._follow_fleet()
+    before = one._tag
+    sources = {family: one._source(provisioner) for family, provisioner in one._provisioners.items()}
+    fleet.app.redis.flushall()
+    # Then the round that goes on ends nothing
+    with pytest.raises(NoLeader):
+        one._tend(sources)
+    assert provider.calls == [] and ScalingStore(fleet.app.redis, fleet.app.keys).machines() == []
+    # And the next one has another tag
+    tags: list[str] = []
+    one._make = lambda launching, tag: tags.append(tag) or Pretended()
+    one.round()
+    assert tags == [one._tag] and one._tag != before
+
+
+def test_machines_of_others_are_listed_with_what_ends_them(fleet: TestFleet) -> None:
+    provider = Pretended()
+    scaler(fleet, provider).round()
+    assert provider.calls == []
+    shown = scaling_status(fleet.app)["unknown"]
+    assert shown == [{"id": "box-old", "family": "box", "fleet": "gpuflow-old", "end": "kill 7"}]
 
 
 def test_the_snapshot_counts_by_priority_and_keeps_the_prefix(tmp_path: Path) -> None:
@@ -404,7 +444,7 @@ def test_load_launches_once_under_two_beats_and_idle_retires(quick: TestFleet) -
     assert len(names) == 1 and names[0].startswith("local-")
     second.send(signal.SIGKILL)  # whoever is left ends what idles
     eventually(lambda: not store.machines(), within=40, what="the machine retired")
-    assert LocalProcesses(fleet.settings, fleet.broker.url).machines() == {}
+    assert launched_by(fleet).machines() == {}
     actions = [entry["action"] for entry in reversed(store.decisions(50))]
     assert actions == ["launch", "retire", "terminate"]
     assert store.counts()["terminated"] == 1
@@ -427,7 +467,7 @@ def test_up_with_autoscale_launches_and_ends_its_workers(tmp_path: Path) -> None
             )
         try:
             assert submit(fleet.echo(), app=fleet.app).get(timeout=patient(60))
-            launched = LocalProcesses(fleet.settings, fleet.broker.url)
+            launched = launched_by(fleet)
             (name,) = launched.machines()
             assert name.startswith("local-")
             up.send_signal(signal.SIGINT)
@@ -437,15 +477,15 @@ def test_up_with_autoscale_launches_and_ends_its_workers(tmp_path: Path) -> None
             if up.poll() is None:
                 up.kill()
                 up.wait()
-            for machine_id in LocalProcesses(fleet.settings, fleet.broker.url).machines():
-                LocalProcesses(fleet.settings, fleet.broker.url).terminate(machine_id)
+            for machine_id in launched_by(fleet).machines():
+                launched_by(fleet).terminate(machine_id)
     finally:
         fleet.close()
 
 
 def test_up_ends_what_one_that_was_killed_has_launched_and_not_that_of_one_that_lives(tmp_path: Path) -> None:
     fleet = TestFleet(tmp_path, env=QUICK)
-    launched = LocalProcesses(fleet.settings, fleet.broker.url)
+    launched = launched_by(fleet)
     options = ["up", "--workers", "0", "--autoscale", "--max", "1", "--no-flower", "--no-gateway"]
     ups: list[subprocess.Popen[bytes]] = []
 

@@ -5,6 +5,7 @@ Every provisioner passes tests/conformance/test_provisioners.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from gpuflow.scaling.policy_file import Launching
     from gpuflow.settings import Settings
 
-__all__ = ["Provisioner", "ProvisionerError", "Wanted", "provisioner_of"]
+__all__ = ["Provisioner", "ProvisionerError", "UnknownMachine", "Wanted", "provisioner_of"]
 
 
 class ProvisionerError(GPUFlowError):
@@ -39,6 +40,19 @@ class Wanted:
         return {"id": self.id, "family": self.family, "spot": self.spot, "workerOptions": options}
 
 
+@dataclass(frozen=True, kw_only=True)
+class UnknownMachine:
+    """A machine of gpuflow that bears the tag of another fleet, or of an earlier broker of this one; nobody ends it.
+
+    `end` is what an operator types to end it.
+    """
+
+    id: str
+    family: str = ""
+    fleet: str = ""
+    end: str = ""
+
+
 class Provisioner(Protocol):
     """Launches and terminates machines, and finds those that bear the tag of this fleet.
 
@@ -54,13 +68,15 @@ class Provisioner(Protocol):
     def machines(self) -> dict[str, str]:
         """Return the machines of this fleet that are there or coming: id -> family."""
 
+    def unknown(self) -> Sequence[UnknownMachine]:
+        """Return machines of gpuflow that it sees and that do not bear the tag of this fleet."""
 
-def provisioner_of(launching: Launching, settings: Settings, url: str) -> Provisioner:
-    """Return the provisioner of a family; `url` is the address of the broker."""
+
+def provisioner_of(launching: Launching, settings: Settings, url: str, tag: str) -> Provisioner:
+    """Return the provisioner of a family; `url` is the address of the broker, `tag` that of the fleet's machines."""
     from gpuflow.scaling.provisioners.command import CommandProvisioner
     from gpuflow.scaling.provisioners.local import LocalProcesses
 
     if launching.command:
-        tag = settings.key_prefix or "gpuflow"
         return CommandProvisioner(launching.command, tag=tag, timeout_seconds=launching.timeout_seconds)
-    return LocalProcesses(settings, url)
+    return LocalProcesses(settings, url, tag)
