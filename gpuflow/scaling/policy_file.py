@@ -19,6 +19,7 @@ from gpuflow.routing.capability import Capability, GpuCapability
 from gpuflow.routing.catalogue import identify
 from gpuflow.routing.units import gpu_memory_gb, host_memory_mib
 from gpuflow.scaling.model import Family, Policy
+from gpuflow.scaling.worker_options import read_worker_options
 from gpuflow.settings import Settings
 from gpuflow.spec.presets import list_presets, preset_path
 from gpuflow.spec.reading import read_file
@@ -99,6 +100,11 @@ class _Family(_Model):
             raise ValueError(f"min is {self.least}, above max ({self.max}); raise max or lower min")
         if self.provisioner.kind == "command" and self.capability is None:
             raise ValueError("capability is missing: say what a machine of this family has")
+        options = read_worker_options(self.worker_options)
+        if options.gpus is not None and self.capability is None:
+            raise ValueError("workerOptions has --gpus: say with `capability` what a worker has with these GPUs")
+        if options.max_jobs is not None and self.max_jobs is not None:
+            raise ValueError("maxJobs is given twice; take --max-jobs out of workerOptions")
         return self
 
     @property
@@ -212,9 +218,11 @@ def _merged(policy: Policy, found: _File, here: Callable[[], Capability]) -> Pol
 
 
 def _family(family: _Family, here: Callable[[], Capability]) -> Family:
+    options = read_worker_options(family.worker_options)
+    capability = _capability(family) if family.capability is not None else here()
     return Family(
         name=family.name,
-        capability=_capability(family) if family.capability is not None else here(),
+        capability=replace(capability, labels=tuple(sorted(dict(capability.labels + options.labels).items()))),
         least=family.least,
         most=family.max,
         target_backlog_seconds=family.target_backlog,
@@ -222,7 +230,9 @@ def _family(family: _Family, here: Callable[[], Capability]) -> Family:
         cost_per_hour=family.cost_per_hour,
         spot_cost_per_hour=family.spot_cost_per_hour,
         spot_share=family.spot_share,
-        slots=family.max_jobs,
+        slots=family.max_jobs or options.max_jobs,
+        families=options.families,
+        plain_queues=options.plain_queues,
     )
 
 

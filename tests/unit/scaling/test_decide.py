@@ -70,6 +70,11 @@ TABLE: dict[str, tuple[Snapshot, Policy, list[str]]] = {
         Policy(),
         ["disable b"],
     ),
+    "a family that -Q keeps from a queue is not launched for it": (
+        Snapshot(demands=(demand(ASK_GPU, 9),)),
+        Policy(families=(family("a", families=("cpu",)), family("b", families=("gpu",), cost_per_hour=9, most=1))),
+        ["launch b"],
+    ),
     "a busy one is left alone": (Snapshot(workers=(worker(**RAN), worker("w2", **RAN))), Policy(min_active=0), []),
     "one that idles for less than the cool-down since it was toggled": (
         Snapshot(workers=(worker(toggled_seconds=30.0), worker("w2", **RAN))),

@@ -9,7 +9,8 @@ import pytest
 from gpuflow.errors import InvalidSettings
 from gpuflow.routing.capability import Capability
 from gpuflow.routing.requirement import Requirement
-from gpuflow.scaling.fitting import fits, places
+from gpuflow.scaling.fitting import Place, fits, places
+from gpuflow.scaling.model import Demand
 from gpuflow.scaling.policy_file import LoadedPolicy, load_policy
 from gpuflow.settings import Settings
 
@@ -69,6 +70,24 @@ def test_the_shipped_preset_is_this_machine() -> None:
     assert [family.capability for family in loaded.policy.families] == [HERE]
 
 
+def options(text: str, more: str = "") -> str:
+    also = f", {more}" if more else ""
+    return f"schema: 1\nfamilies: [{{name: a, provisioner: {{kind: local}}, max: 1, workerOptions: [{text}]{also}}}]"
+
+
+def test_what_the_options_of_its_workers_say_is_known_of_a_family(tmp_path: Path) -> None:
+    text = options('-Q, "gpu-a100,cpu,mail", --label, zone=b, --max-jobs=3, -c, "8"')
+    (family,) = load(tmp_path, text).policy.families
+    assert (family.families, family.plain_queues) == (("gpu-a100", "cpu"), ("mail",))
+    assert family.capability.labels == (("zone", "b"),) and family.slots == 3
+    place = Place.of_family(family, 1)
+    assert place.serves(Demand(queue="cpu", requirement=Requirement()))
+    assert not place.serves(Demand(queue="cpu.team=a", requirement=Requirement(labels=(("team", "a"),))))
+    assert place.serves(Demand(queue="mail")) and not place.serves(Demand(queue="tasks"))
+    (family,) = load(tmp_path, options("-Q, mail")).policy.families
+    assert not Place.of_family(family, 1).serves(Demand(queue="cpu", requirement=Requirement()))
+
+
 @pytest.mark.parametrize(
     ("text", "cause"),
     [
@@ -93,6 +112,17 @@ def test_the_shipped_preset_is_this_machine() -> None:
         ("schema: 1\nbudgetPerHour: .nan", "budgetPerHour"),
         ("schema: 1\ndisableQueueMax: 9", "must not be above enableThreshold"),
         ("schema: [", "policy.yaml"),
+        (options("--executors, echo"), "cannot have; which task types"),
+        (options("-X, celery"), "name with -Q"),
+        (options("--name, x"), "name of its worker"),
+        (options("--no-such-option"), "cannot be read: No such option"),
+        (options("-Q"), "cannot be read"),
+        (options("-Q gpu, -c 8 9"), "cannot be read|belongs to no option"),
+        (options("gpu"), "belongs to no option"),
+        (options("--label, fast"), "not of the form key=value"),
+        (options('--max-jobs, "0"'), "a count from 1 up"),
+        (options('--gpus, "0"'), "say with `capability`"),
+        (options('--max-jobs, "2"', "maxJobs: 2"), "given twice"),
     ],
 )
 def test_mistakes_are_named(text: str, cause: str, tmp_path: Path) -> None:
