@@ -117,7 +117,6 @@ def test_what_the_options_of_its_workers_say_is_known_of_a_family(tmp_path: Path
         (options("--name, x"), "name of its worker"),
         (options("--no-such-option"), "cannot be read: No such option"),
         (options("-Q"), "cannot be read"),
-        (options("-Q gpu, -c 8 9"), "cannot be read|belongs to no option"),
         (options("gpu"), "belongs to no option"),
         (options("--label, fast"), "not of the form key=value"),
         (options('--max-jobs, "0"'), "a count from 1 up"),
