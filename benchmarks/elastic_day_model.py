@@ -18,6 +18,7 @@ from gpuflow.scaling.fitting import Place
 from gpuflow.scaling.model import Action, Demand, Family, Kind, MachineFacts, Snapshot, WorkerFacts
 
 DAY = 86_400.0
+LAST = 1.5 * DAY
 POLL_SECONDS = 30.0
 #: A machine that ends is paid for so long after that was decided, in seconds.
 SHUTDOWN_SECONDS = 45.0
@@ -40,9 +41,9 @@ class Work:
 
 #: Three kinds of machines, with on-demand prices of one large provider, rounded, and how long a worker takes to come.
 FAMILIES = (
-    Family(name="cpu", capability=_machine(16), most=8, cost_per_hour=0.7, slots=4),
-    Family(name="a10", capability=_machine(8, "a10", 24), most=16, cost_per_hour=1.2, slots=1),
-    Family(name="a100", capability=_machine(16, "a100", 80), most=12, cost_per_hour=4.1, slots=1),
+    Family(name="cpu", capability=_machine(16), most=20, cost_per_hour=0.7, slots=4),
+    Family(name="a10", capability=_machine(8, "a10", 24), most=40, cost_per_hour=1.2, slots=1),
+    Family(name="a100", capability=_machine(16, "a100", 80), most=40, cost_per_hour=4.1, slots=1),
 )
 LAUNCH_SECONDS = {"cpu": 90.0, "a10": 180.0, "a100": 240.0}
 WORK = (
@@ -151,9 +152,9 @@ class Fleet:
                 self._launch(self._families[name], 0.0, 0.0)
 
     def run(self) -> Day:
-        """Let the day pass, and what it left over."""
+        """Let the day pass, and what it left over; what waits at `LAST` has waited until then."""
         arrivals, position, now, polled = self._jobs, 0, 0.0, 0.0
-        while position < len(arrivals) or self._ends or any(self._waiting) or now < DAY:
+        while now < DAY or (now < LAST and (self._ends or any(self._waiting))):
             coming = arrivals[position].at if position < len(arrivals) else math.inf
             ending = self._ends[0][0] if self._ends else math.inf
             ready = min((one.ready_at for one in self._machines.values() if one.ready_at > now), default=math.inf)
@@ -167,8 +168,9 @@ class Fleet:
             if polled <= now:
                 self._poll(now)
                 polled += POLL_SECONDS
+        self.day.waits += [now - job.at for jobs in self._waiting for job in jobs]
         for machine in list(self._machines.values()):
-            self._end(machine, max(now, DAY), 0.0)
+            self._end(machine, now, 0.0)
         return self.day
 
     def _launch(self, family: Family, now: float, takes: float) -> None:
