@@ -65,7 +65,7 @@ class Job:
 
 def trace(seed: int, count: int = 500) -> list[Job]:
     """Return a day: a third comes by chance, by day more than by night, and the rest in ten bursts of one sort each."""
-    chance = random.Random(seed)  # noqa: S311  (a simulation)
+    chance = random.Random(seed)
     steady, bursts = count // 3, 10
     times = [(_by_day(chance), _sort(chance)) for _ in range(steady)]
     for number in range(bursts):
@@ -136,7 +136,7 @@ class Fleet:
 
     def __init__(self, jobs: Sequence[Job], seed: int, scale: Scale | None, static: Counter[str] | None = None) -> None:
         self._jobs = jobs
-        self._chance = random.Random(seed + 1)  # noqa: S311  (a simulation)
+        self._chance = random.Random(seed + 1)
         self._scale = scale
         self._machines: dict[str, Machine] = {}
         self._families = {family.name: family for family in FAMILIES}

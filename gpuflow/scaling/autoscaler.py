@@ -41,10 +41,10 @@ log = get_logger("gpuflow.scaling")
 #: After so many seconds without a sign of life another beat may lead; with a short poll interval sooner.
 LONGEST_TERM_SECONDS: Final = 15.0
 SHORTEST_TERM_SECONDS: Final = 2.0
-#: A provider may list a machine only some time after its launch, in seconds.
-UNLISTED_SECONDS: Final = 10.0
 #: Machines of other fleets are looked for so often, in seconds.
 UNKNOWN_LOOK_SECONDS: Final = 60.0
+#: The same failure to list is logged so often, in seconds.
+SAID_AGAIN_SECONDS: Final = 3600.0
 _DESIRED: Final = {
     Kind.ENABLE: DesiredState.ENABLED,
     Kind.DISABLE: DesiredState.DISABLED,
@@ -82,6 +82,7 @@ class Autoscaler(threading.Thread):
         self._tag = ""
         self._provisioners: dict[str, Provisioner] = {}
         self._looks_at = 0.0
+        self._said: dict[str, float] = {}
         self._poll_seconds = app.settings.elastic_auto_poll_interval_seconds
         term = min(LONGEST_TERM_SECONDS, max(SHORTEST_TERM_SECONDS, 3 * self._poll_seconds))
         self._step_seconds = term / 5
@@ -145,7 +146,7 @@ class Autoscaler(threading.Thread):
                 with self._leading():
                     found += provisioner.unknown()
             except ProvisionerError as error:
-                log.warning("machines_not_listed", cause=str(error))
+                self._say_unlisted(error)
         self._store.note_unknown(found)
 
     # -- workers -----------------------------------------------------------------------------------------------------
@@ -197,8 +198,16 @@ class Autoscaler(threading.Thread):
             with self._leading():
                 return _Source(provisioner=provisioner, there=provisioner.machines())
         except ProvisionerError as error:
-            log.warning("machines_not_listed", cause=str(error))
+            self._say_unlisted(error)
             return _Source(provisioner=provisioner, there=None)
+
+    def _say_unlisted(self, error: ProvisionerError) -> None:
+        """Log why machines cannot be listed: each cause once in a while, not at every round."""
+        now = time.monotonic()
+        if self._said.get(str(error), 0.0) <= now:
+            self._said = {cause: until for cause, until in self._said.items() if until > now}
+            self._said[str(error)] = now + SAID_AGAIN_SECONDS
+            log.warning("machines_not_listed", cause=str(error))
 
     def _launch(self, action: Action, now: float) -> None:
         family = self._families[action.family]
@@ -263,7 +272,7 @@ class Autoscaler(threading.Thread):
             self._fail(machine, seen.now, "never_registered", f"its worker did not register within {age:.0f} s")
         elif source is not None and source.there is not None and machine.id not in source.there:
             if machine.epoch == self._leader.epoch:
-                if age > UNLISTED_SECONDS:
+                if age > source.provisioner.listed_within_seconds:
                     self._fail(machine, seen.now, "launch_failures", "it has ended before its worker registered")
             else:  # the beat that was to launch it may have died before it did
                 moved = replace(machine, epoch=self._leader.epoch)
@@ -331,7 +340,7 @@ def _provisioners(
     shared: dict[Any, Provisioner] = {}
     found = {}
     for one in loaded.launching:
-        how = (one.command, one.timeout_seconds)
+        how = (one.command, one.instance, one.timeout_seconds)
         if how not in shared:
             shared[how] = make(one, tag)
         found[one.family] = shared[how]

@@ -17,8 +17,8 @@ from gpuflow.routing.queues import is_demand_queue
 
 #: Options of which nobody could say what a family would then serve, or that are given already; and what to do instead.
 _REFUSED: Final = {
-    "executors": "which task types a queue holds is not known, so machines would be launched in vain; give the machines "
-    "a label, and the tasks that are for them the same",
+    "executors": "which task types a queue holds is not known, so machines would be launched in vain; give the "
+    "machines a label, and the tasks that are for them the same",
     "exclude_queues": "name with -Q what its workers serve",
     "name": "the machine's id is the name of its worker",
     "hostname": "the machine's id is the name of its worker",
@@ -81,5 +81,5 @@ def _parse(options: list[str]) -> dict[str, Any]:
     except click.UsageError as error:
         raise ValueError(f"workerOptions cannot be read: {error.format_message()}") from None
     if rest:
-        raise ValueError(f"workerOptions has {rest[0]!r}, which belongs to no option; write each option and value apart")
+        raise ValueError(f"workerOptions has {rest[0]!r}, of no option; write each option and value apart")
     return dict(given)

@@ -1,4 +1,4 @@
-"""What every provisioner promises, shown of each: processes of this machine, and a user's command."""
+"""What every provisioner promises, shown of each: processes of this machine, a user's command, EC2 instances."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ import psutil
 import pytest
 
 from gpuflow.scaling.provisioners import Provisioner, ProvisionerError, Wanted
+from gpuflow.scaling.provisioners.aws import Ec2Machines
 from gpuflow.scaling.provisioners.command import CommandProvisioner
 from gpuflow.scaling.provisioners.local import LocalProcesses
 from gpuflow.settings import Settings
+from tests.support.ec2 import Ec2Server
 from tests.support.waiting import eventually
 
 #: A provider in one file: its machines are files of a folder.
@@ -51,8 +53,11 @@ def idle(tmp_path: Path) -> Iterator[Idle]:
         child.wait()
 
 
-@pytest.fixture(params=["local", "command"])
+@pytest.fixture(params=["local", "command", "aws"])
 def provisioner(request: pytest.FixtureRequest, tmp_path: Path) -> Provisioner:
+    if request.param == "aws":
+        there: Ec2Server = request.getfixturevalue("ec2")
+        return there.machines("gpuflow")
     if request.param == "local":
         made: Provisioner = request.getfixturevalue("idle")
         return made
@@ -91,11 +96,13 @@ def test_a_launch_that_comes_after_the_end_launches_nothing(provisioner: Provisi
     assert provisioner.machines() == {}
 
 
-def test_another_object_sees_the_same_machines(provisioner: Provisioner, tmp_path: Path) -> None:
+def test_another_object_sees_the_same_machines(provisioner: Provisioner, tmp_path: Path, ec2: Ec2Server) -> None:
     provisioner.launch(Wanted(id="gpu-1", family="gpu"))
     other: Provisioner
     if isinstance(provisioner, Idle):
         other = Idle(Settings(state_dir=tmp_path), "redis://127.0.0.1:1/0", "gpuflow")
+    elif isinstance(provisioner, Ec2Machines):
+        other = ec2.machines("gpuflow")
     else:
         other = CommandProvisioner([sys.executable, str(tmp_path / "provider.py"), str(tmp_path)], tag="gpuflow")
     assert other.machines() == {"gpu-1": "gpu"}
@@ -148,7 +155,9 @@ def test_a_process_that_has_taken_the_number_is_left_alone(idle: Idle, tmp_path:
 @pytest.mark.parametrize("machine_id", ["", "../evil", "a/b", "a b"])
 def test_a_name_that_is_no_file_is_refused(machine_id: str, tmp_path: Path) -> None:
     with pytest.raises(ProvisionerError, match="cannot name a machine"):
-        Idle(Settings(state_dir=tmp_path), "redis://127.0.0.1:1/0", "gpuflow").launch(Wanted(id=machine_id, family="gpu"))
+        Idle(Settings(state_dir=tmp_path), "redis://127.0.0.1:1/0", "gpuflow").launch(
+            Wanted(id=machine_id, family="gpu")
+        )
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,8 @@ def beat(fleet: TestFleet, name: str, **env: str) -> Beat:
 class Pretended:
     """A provisioner without machines; it fails when told to."""
 
+    listed_within_seconds = 10.0
+
     def __init__(self) -> None:
         self.there: dict[str, str] = {}
         self.calls: list[str] = []

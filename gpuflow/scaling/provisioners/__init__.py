@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from gpuflow.errors import GPUFlowError
 
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from gpuflow.scaling.policy_file import Launching
     from gpuflow.settings import Settings
 
-__all__ = ["Provisioner", "ProvisionerError", "UnknownMachine", "Wanted", "provisioner_of"]
+#: Placeholders of user data: the command that starts the worker, and the machine's id.
+COMMAND_MARK: Final = "@WORKER_COMMAND@"
+MACHINE_MARK: Final = "@MACHINE_ID@"
 
 
 class ProvisionerError(GPUFlowError):
@@ -53,11 +55,33 @@ class UnknownMachine:
     end: str = ""
 
 
+@dataclass(frozen=True, kw_only=True)
+class AwsInstance:
+    """What is launched: a launch template, or an image with its types, or both; in the first subnet with capacity.
+
+    `user_data` is the text of a script, with the marks above; empty: that of the launch template.
+    """
+
+    region: str
+    launch_template: str = ""
+    launch_template_version: str = "$Default"
+    image: str = ""
+    types: tuple[str, ...] = ()
+    subnets: tuple[str, ...] = ()
+    security_groups: tuple[str, ...] = ()
+    instance_profile: str = ""
+    key_name: str = ""
+    user_data: str = ""
+
+
 class Provisioner(Protocol):
     """Launches and terminates machines, and finds those that bear the tag of this fleet.
 
     Each call raises ProvisionerError, and may be repeated. After a launch that raised, the machine may be there or not.
+    A machine is listed `listed_within_seconds` after its launch at the latest.
     """
+
+    listed_within_seconds: float
 
     def launch(self, wanted: Wanted) -> None:
         """Launch a machine; nothing, if one of this id is there, or was terminated."""
@@ -74,6 +98,10 @@ class Provisioner(Protocol):
 
 def provisioner_of(launching: Launching, settings: Settings, url: str, tag: str) -> Provisioner:
     """Return the provisioner of a family; `url` is the address of the broker, `tag` that of the fleet's machines."""
+    if launching.instance is not None:
+        from gpuflow.scaling.provisioners.aws import Ec2Machines
+
+        return Ec2Machines(launching.instance, tag=tag, timeout_seconds=launching.timeout_seconds)
     from gpuflow.scaling.provisioners.command import CommandProvisioner
     from gpuflow.scaling.provisioners.local import LocalProcesses
 

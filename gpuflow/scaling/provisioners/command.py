@@ -29,6 +29,8 @@ _END_SECONDS: Final = 5.0
 class CommandProvisioner:
     """Runs `command` for each call; `tag` names this fleet."""
 
+    listed_within_seconds = 10.0
+
     def __init__(self, command: Sequence[str], *, tag: str, timeout_seconds: float = 120.0) -> None:
         self._command = list(command)
         self._tag = tag

@@ -1,6 +1,7 @@
 """Machines that are worker processes of this machine, in sessions of their own: they outlive the beat that began them.
 
-Each has a file `<state dir>/machines/<tag of the fleet>/<id>.json` with its process. A lock on a file of that folder makes launching and terminating take turns, so that a second launch of one id finds the first.
+Each has a file `<state dir>/machines/<tag of the fleet>/<id>.json` with its process. A lock on a file of that folder
+makes launching and terminating take turns, so that a second launch of one id finds the first.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ _KEPT: Final = 200
 
 class LocalProcesses:
     """Workers of the broker `url` as processes, with the settings of this process."""
+
+    listed_within_seconds = 10.0
 
     def __init__(self, settings: Settings, url: str, tag: str) -> None:
         self._settings = settings

@@ -60,6 +60,40 @@ def test_a_whole_policy(tmp_path: Path) -> None:
     assert launching.worker_options == ("-Q", "gpu", "--max-jobs", "4", "--label", "zone=a", "--cost", "12")
 
 
+AWS = """
+schema: 1
+families:
+  - name: a10
+    provisioner:
+      kind: aws
+      instance: {region: eu-west-1, image: ami-12ab, types: [g5.xlarge, g6.xlarge], subnets: [subnet-1a], userData: run.sh}
+    capability: {gpus: [{name: A10G, memory: 24GB}], cpus: 4, memory: 16GiB}
+    max: 4
+"""
+
+
+def test_instances_of_aws(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text("#!/bin/sh\n@WORKER_COMMAND@\n")
+    instance = load(tmp_path, AWS).launching[0].instance
+    assert instance is not None and instance.types == ("g5.xlarge", "g6.xlarge")
+    assert instance.user_data == script.read_text()
+    script.write_text("#!/bin/sh\ntrue\n")
+    with pytest.raises(InvalidSettings, match="must hold @WORKER_COMMAND@"):
+        load(tmp_path, AWS)
+    script.unlink()
+    with pytest.raises(InvalidSettings, match="cannot be read"):
+        load(tmp_path, AWS)
+    for old, new, cause in (
+        ("eu-west-1", "somewhere", "region"),
+        ("g5.xlarge", "'g5;xlarge'", "types.0"),
+        ("image: ami-12ab, ", "", "give a launchTemplate, or image"),
+        ("kind: aws", "kind: local", "kind aws has an `instance`"),
+    ):
+        with pytest.raises(InvalidSettings, match=cause):
+            load(tmp_path, AWS.replace(old, new))
+
+
 def test_the_settings_alone(tmp_path: Path) -> None:
     loaded = load_policy(Settings(), lambda: HERE)
     assert loaded.policy.families == () and loaded.policy.min_active == 1
@@ -117,7 +151,7 @@ def test_what_the_options_of_its_workers_say_is_known_of_a_family(tmp_path: Path
         (options("--name, x"), "name of its worker"),
         (options("--no-such-option"), "cannot be read: No such option"),
         (options("-Q"), "cannot be read"),
-        (options("gpu"), "belongs to no option"),
+        (options("gpu"), "of no option"),
         (options("--label, fast"), "not of the form key=value"),
         (options('--max-jobs, "0"'), "a count from 1 up"),
         (options('--gpus, "0"'), "say with `capability`"),
