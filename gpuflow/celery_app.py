@@ -339,6 +339,12 @@ def worker_options() -> list[CeleryOption]:
             help_group="gpuflow",
         ),
         CeleryOption(
+            ("--spot-notices",),
+            type=Choice(["none", "aws"]),
+            help="Drain when the provider takes this machine away (default: GPUFLOW_SPOT_NOTICES).",
+            help_group="gpuflow",
+        ),
+        CeleryOption(
             ("--max-jobs",),
             type=int,
             metavar="N",

@@ -66,7 +66,8 @@ families:
   - name: a10
     provisioner:
       kind: aws
-      instance: {region: eu-west-1, image: ami-12ab, types: [g5.xlarge, g6.xlarge], subnets: [subnet-1a], userData: run.sh}
+      instance:
+        {region: eu-west-1, image: ami-12ab, types: [g5.xlarge, g6.xlarge], subnets: [subnet-1a], userData: run.sh}
     capability: {gpus: [{name: A10G, memory: 24GB}], cpus: 4, memory: 16GiB}
     max: 4
 """
