@@ -359,6 +359,7 @@ def _on_beat(sender: Any, **_: Any) -> None:
     if isinstance(sender.app, GPUFlow):
         guard_process(sender.app.settings.umask_bits)
         symbol_by_name("gpuflow.upkeep.duties:start")(sender.app)
+        symbol_by_name("gpuflow.schedules.duty:start")(sender.app)
 
 
 signals.beat_init.connect(_on_beat)

@@ -51,6 +51,8 @@
 | `gpuflow.machines` | hash | machine id -> JSON of a machine that scaling has launched |
 | `gpuflow.machines.unknown` | string | JSON list of machines that may be of another fleet; it expires |
 | `gpuflow.fleet` | string | the random id of this fleet |
+| `gpuflow.schedules` | hash | name -> JSON of a schedule: its cron expression and its template |
+| `gpuflow.schedules.runs` | hash | name -> JSON of the last run of a schedule |
 
 No queue may be named like one of them; `gpuflow.control` and `gpuflow.notices` are the only queues whose names begin
 with `gpuflow.`.
@@ -258,6 +260,16 @@ class Keys:
     def unknown_machines(self) -> str:
         """Machines that may be of another fleet."""
         return f"{self.prefix}gpuflow.machines.unknown"
+
+    @property
+    def schedules(self) -> str:
+        """Schedules by name."""
+        return f"{self.prefix}gpuflow.schedules"
+
+    @property
+    def schedule_runs(self) -> str:
+        """How far each schedule has come."""
+        return f"{self.prefix}gpuflow.schedules.runs"
 
     @property
     def fleet_id(self) -> str:

@@ -134,8 +134,8 @@ class ScalingStore:
         keys += [self.keys.worker(machine.id), self.keys.heartbeat(machine.id), self.keys.scaling, self.keys.fleet_id]
         counters = [part for name, amount in (add or {}).items() for part in (name, amount)]
         text = decision_text(leader, **decision) if decision else ""
-        arguments = [what, machine.id, machine.to_json(), leader.name, leader.epoch, text, MOST_DECISIONS]
-        arguments += [leader.fleet_id, *counters]
+        arguments: list[str | int | float] = [what, machine.id, machine.to_json(), leader.name, leader.epoch, text]
+        arguments += [MOST_DECISIONS, leader.fleet_id, *counters]
         answer = str(_machine_step()(self.client, keys, arguments))
         if answer == "fenced":
             raise NoLeader

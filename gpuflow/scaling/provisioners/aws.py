@@ -194,7 +194,7 @@ class Ec2Machines:
     def _instances(self, tag: str, value: str, *, live_only: bool = True) -> Iterator[Mapping[str, Any]]:
         """Return the instances of this fleet with a tag."""
         asked = {FLEET_TAG: self._tag, tag: value}
-        filters = [{"Name": f"tag:{key}", "Values": [wanted]} for key, wanted in asked.items()]
+        filters: list[Mapping[str, Any]] = [{"Name": f"tag:{key}", "Values": [wanted]} for key, wanted in asked.items()]
         return self._describe([*filters, _states()] if live_only else filters)
 
     def _describe(self, filters: list[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
