@@ -98,7 +98,7 @@ def scaling_status(app: GPUFlow) -> dict[str, Any]:
         "counts": {name: count for name, count in sorted(counts.items()) if not name.startswith("retry_at:")},
         "machines": [one.public() for one in machines],
         "unknown": [
-            {**asdict(one), "end": f"gpuflow workers drain {one.id}" if one.id in serving else one.end}
+            {**asdict(one), "end": f"gpuflow workers drain {one.id}" if one.id in serving else one.end_command()}
             for one in store.unknown()
         ],
     }

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import base64
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from gpuflow.scaling.provisioners import ProvisionerError, Wanted
+from gpuflow.scaling.provisioners import ProvisionerError, UnknownMachine, Wanted
 from tests.support.ec2 import INSTANCE, Ec2Server
 
 WANTED = Wanted(id="gpu-1", family="gpu", worker_options=("--label", "zone=a b"))
@@ -116,6 +117,20 @@ def test_many_machines_are_listed_page_by_page(ec2: Ec2Server) -> None:
     assert len(ec2.sent("DescribeInstances")) == 2
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"region": "eu-west-1; reboot", "instance": "i-12"},
+        {"region": "eu-west-1", "instance": "i-12 $(reboot)"},
+        {"pid": 7, "host": "a; reboot"},
+        {"pid": 1, "host": "a"},
+        {},
+    ],
+)
+def test_no_command_is_made_of_what_somebody_else_has_written(fields: dict[str, Any]) -> None:
+    assert UnknownMachine(id="x", **fields).end_command() == ""
+
+
 def test_two_fleets_of_one_account_leave_each_other_alone(ec2: Ec2Server) -> None:
     first, second = ec2.machines("gpuflow-a"), ec2.machines("gpuflow-b")
     first.launch(WANTED)
@@ -125,7 +140,7 @@ def test_two_fleets_of_one_account_leave_each_other_alone(ec2: Ec2Server) -> Non
     (seen,) = second.unknown()
     (instance_id,) = _instance_ids(ec2)
     assert (seen.id, seen.fleet) == ("gpu-1", "gpuflow-a")
-    assert seen.end == f"aws ec2 terminate-instances --region eu-west-1 --instance-ids {instance_id}"
+    assert seen.end_command() == f"aws ec2 terminate-instances --region eu-west-1 --instance-ids {instance_id}"
     assert first.unknown() == []
 
 

@@ -124,7 +124,7 @@ def test_two_fleets_of_one_state_folder_leave_each_other_alone(tmp_path: Path) -
         assert first.machines() == {"gpu-1": "gpu"} and first.unknown() == []
         (seen,) = second.unknown()
         assert (seen.id, seen.family, seen.fleet) == ("gpu-1", "gpu", "gpuflow-a")
-        assert seen.end == f"kill {first._children[0].pid}"
+        assert seen.pid == first._children[0].pid and seen.end_command().startswith(f"kill {seen.pid}  # on ")
         second.launch(Wanted(id="gpu-2", family="gpu"))
         assert first.machines() == {"gpu-1": "gpu"} and second.machines() == {"gpu-2": "gpu"}
     finally:

@@ -151,7 +151,7 @@ class Pretended:
         return dict(self.there)
 
     def unknown(self) -> list[UnknownMachine]:
-        return [UnknownMachine(id="box-old", family="box", fleet="gpuflow-old", end="kill 7")]
+        return [UnknownMachine(id="box-old", family="box", fleet="gpuflow-old", host="gpu-box-2", pid=7)]
 
 
 def scaler(fleet: TestFleet, provisioner: Pretended, name: str = "a", deadline: float = 60.0, **knobs: Any) -> Any:
@@ -280,8 +280,9 @@ def test_machines_of_others_are_listed_with_what_ends_them(fleet: TestFleet) -> 
     provider = Pretended()
     scaler(fleet, provider).round()
     assert provider.calls == []
-    shown = scaling_status(fleet.app)["unknown"]
-    assert shown == [{"id": "box-old", "family": "box", "fleet": "gpuflow-old", "end": "kill 7"}]
+    (shown,) = scaling_status(fleet.app)["unknown"]
+    assert (shown["id"], shown["fleet"]) == ("box-old", "gpuflow-old")
+    assert shown["end"] == "kill 7  # on gpu-box-2"
 
 
 def test_the_snapshot_counts_by_priority_and_keeps_the_prefix(tmp_path: Path) -> None:

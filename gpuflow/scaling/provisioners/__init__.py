@@ -5,6 +5,7 @@ Every provisioner passes tests/conformance/test_provisioners.py.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 #: Placeholders of user data: the command that starts the worker, and the machine's id.
 COMMAND_MARK: Final = "@WORKER_COMMAND@"
 MACHINE_MARK: Final = "@MACHINE_ID@"
+_REGION: Final = re.compile(r"[a-z]{2}(-[a-z]+)+-\d")
+_INSTANCE: Final = re.compile(r"i-[0-9a-f]{1,40}")
+_HOST: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,252}")
 
 
 class ProvisionerError(GPUFlowError):
@@ -46,13 +50,24 @@ class Wanted:
 class UnknownMachine:
     """A machine of gpuflow that bears the tag of another fleet, or of an earlier broker of this one; nobody ends it.
 
-    `end` is what an operator types to end it.
+    `host` and `pid` are those of a process of some machine, `region` and `instance` those of an EC2 instance.
     """
 
     id: str
     family: str = ""
     fleet: str = ""
-    end: str = ""
+    host: str = ""
+    pid: int = 0
+    region: str = ""
+    instance: str = ""
+
+    def end_command(self) -> str:
+        """Return what an operator types to end it; made of checked parts, since others may have written them."""
+        if _REGION.fullmatch(self.region) and _INSTANCE.fullmatch(self.instance):
+            return f"aws ec2 terminate-instances --region {self.region} --instance-ids {self.instance}"
+        if self.pid > 1 and _HOST.fullmatch(self.host):
+            return f"kill {self.pid}  # on {self.host}"
+        return ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,6 @@ be listed only some time after its launch, and a client remembers the instances 
 from __future__ import annotations
 
 import itertools
-import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
@@ -35,6 +34,8 @@ FAULTS: Final = (ClientError, BotoCoreError, ResponseParserError)
 FLEET_TAG: Final = "gpuflow-fleet"
 MACHINE_TAG: Final = "gpuflow-machine"
 FAMILY_TAG: Final = "gpuflow-family"
+#: So many kinds and subnets are tried for one launch at most.
+MOST_PLACES: Final = 24
 #: Tries of one request, by boto3 itself, which waits between them where requests are throttled.
 REQUEST_ATTEMPTS: Final = 5
 #: An instance may be listed only so long after its launch, in seconds.
@@ -67,7 +68,6 @@ _NOT_ALLOWED: Final = frozenset(
         "UnauthorizedOperation",
     }
 )
-_INSTANCE_ID: Final = re.compile(r"i-[0-9a-f]{1,40}")
 #: So many machines that this client has launched or ended are remembered.
 _REMEMBERED: Final = 10_000
 _MOST_MESSAGE: Final = 300
@@ -141,22 +141,22 @@ class Ec2Machines:
         found = []
         for one in self._describe([{"Name": "tag-key", "Values": [FLEET_TAG]}, _states()]):
             tags, instance_id = _tags(one), str(one["InstanceId"])
-            if tags.get(FLEET_TAG) == self._tag or not _INSTANCE_ID.fullmatch(instance_id):
-                continue
-            end = f"aws ec2 terminate-instances --region {self._instance.region} --instance-ids {instance_id}"
-            found.append(
-                UnknownMachine(
-                    id=tags.get(MACHINE_TAG, instance_id),
-                    family=tags.get(FAMILY_TAG, ""),
-                    fleet=tags.get(FLEET_TAG, ""),
-                    end=end,
+            if tags.get(FLEET_TAG) != self._tag:
+                found.append(
+                    UnknownMachine(
+                        id=tags.get(MACHINE_TAG, instance_id),
+                        family=tags.get(FAMILY_TAG, ""),
+                        fleet=tags.get(FLEET_TAG, ""),
+                        region=self._instance.region,
+                        instance=instance_id,
+                    )
                 )
-            )
         return found
 
     def _places(self) -> Iterator[tuple[str, str]]:
         """Return what is tried, in this order: each type in every subnet; empty: that of the launch template."""
-        yield from itertools.product(self._instance.types or ("",), self._instance.subnets or ("",))
+        places = itertools.product(self._instance.types or ("",), self._instance.subnets or ("",))
+        yield from itertools.islice(places, MOST_PLACES)
 
     def _request(self, wanted: Wanted, number: int, kind: str, subnet: str) -> dict[str, Any]:
         """Return the request; the client token differs for each place, as one token means one request."""

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -94,7 +95,8 @@ class LocalProcesses:
                 id=path.stem,
                 family=str(record.get("family", "")),
                 fleet=path.parent.name if path.parent != root else "",
-                end=f"kill {process.pid}",
+                host=socket.gethostname(),
+                pid=process.pid,
             )
             for path, record in records
             if (process := _process(record)) is not None
