@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -531,3 +532,83 @@ def test_up_ends_what_one_that_was_killed_has_launched_and_not_that_of_one_that_
         for machine_id in launched.machines():
             launched.terminate(machine_id)
         fleet.close()
+
+
+#: A provider of worker processes whose every second launch fails, the first one too.
+PROVIDER = """
+import json, os, pathlib, signal, subprocess, sys
+asked, folder = json.load(sys.stdin), pathlib.Path(sys.argv[1])
+machine = asked.get("machine", {})
+def pids():
+    found = {}
+    for path in folder.glob("*.pid"):
+        pid = int(path.read_text())
+        try:
+            alive = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        except OSError:
+            alive = False
+        if alive:
+            found[path.stem] = pid
+    return found
+if asked["action"] == "launch":
+    with (folder / "launches").open("a+") as tries:
+        tries.write("x")
+    if (folder / "launches").stat().st_size % 2:
+        sys.exit("no quota")
+    if not (folder / f"{machine['id']}.pid").exists():
+        argv = [sys.executable, "-m", "celery", "-A", "gpuflow", "worker", "--name", machine["id"], "--without-mingle"]
+        with (folder / "workers.log").open("ab") as log:
+            streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            worker = subprocess.Popen([*argv, *machine["workerOptions"]], start_new_session=True, **streams)
+        (folder / f"{machine['id']}.pid").write_text(str(worker.pid))
+    print("{}")
+elif asked["action"] == "terminate":
+    pid = pids().get(machine["id"])
+    if pid:
+        os.kill(pid, signal.SIGKILL)
+    print("{}")
+else:
+    print(json.dumps({"machines": [{"id": name, "family": "box"} for name in pids()]}))
+"""
+FAILING = """
+schema: 1
+families:
+  - name: box
+    provisioner: {{kind: command, command: [{python}, {program}, {folder}]}}
+    capability: {{cpus: 64, memory: 64GiB, disk: 64GiB}}
+    max: 2
+    maxJobs: 4
+    launchDeadline: 60
+    targetBacklog: 1s
+    workerOptions: [-c, "8"]
+"""
+
+
+def test_forty_tasks_while_beats_die_and_every_second_launch_fails(quick: TestFleet) -> None:
+    # Given two beats, and a provider of which every second launch fails
+    fleet, folder = quick, quick.folder / "provider"
+    folder.mkdir()
+    (folder / "provider.py").write_text(PROVIDER)
+    policy = FAILING.format(python=sys.executable, program=folder / "provider.py", folder=folder)
+    (fleet.folder / "scaling.yaml").write_text(policy)
+    first, _ = beat(fleet, "first"), beat(fleet, "second")
+    store = ScalingStore(fleet.app.redis, fleet.app.keys)
+    try:
+        # When forty tasks come, and a beat is killed in the middle and another one comes
+        tasks = [submit(fleet.echo(sleep_seconds=0.2), app=fleet.app) for _ in range(40)]
+        eventually(lambda: fleet.state(tasks[0].id) == "SUCCEEDED", within=60, what="the first result")
+        first.send(signal.SIGKILL)
+        beat(fleet, "third")
+        # Then each has run once, undisturbed
+        for task in tasks:
+            task.get(timeout=patient(60))
+        assert {task.record().attempt for task in tasks} == {1}
+        # And the fleet is empty in the end
+        eventually(lambda: store.machines() == [], within=60, what="the end of the machines")
+        counts = store.counts()
+        assert counts["launch_failures"] >= 1 and counts.get("never_registered", 0) == 0
+        assert counts["launched"] == counts["terminated"], "each launch is accounted for"
+    finally:
+        for path in folder.glob("*.pid"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(path.read_text()), signal.SIGKILL)

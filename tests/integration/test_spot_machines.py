@@ -7,6 +7,7 @@ from gpuflow.routing.capability import Capability
 from gpuflow.scaling.autoscaler import Autoscaler
 from gpuflow.scaling.model import Family, Policy
 from gpuflow.scaling.policy_file import Launching, LoadedPolicy
+from gpuflow.scaling.provisioners import Wanted
 from gpuflow.scaling.store import ScalingStore
 from tests.support.ec2 import INSTANCE, Ec2Server, ec2, ec2_server  # noqa: F401  (two fixtures)
 from tests.support.fleet import TestFleet
@@ -52,3 +53,22 @@ def test_a_notice_drains_the_work_goes_on_elsewhere_and_the_instance_goes(
     fleet.start_worker("stays")
     assert task.get(timeout=patient(120))["resumed_from_step"] == 2
     assert task.record().attempt == 2
+
+
+def test_an_instance_that_no_record_knows_is_ended_and_that_of_another_fleet_is_not(
+    fleet: TestFleet,
+    ec2: Ec2Server,  # noqa: F811
+) -> None:
+    loaded = LoadedPolicy(policy=Policy(min_active=0), launching=(Launching(family="box", instance=INSTANCE),))
+    scaler = Autoscaler(fleet.app, loaded, lambda one, tag: ec2.machines(tag), name="a")
+    assert scaler._leader.lead()
+    scaler.round()
+    ours, theirs = ec2.machines(scaler._tag), ec2.machines("gpuflow-0123456789abcdef")
+    ours.launch(Wanted(id="box-lost", family="box"))
+    theirs.launch(Wanted(id="box-theirs", family="box"))
+    scaler._looks_at = 0.0
+    scaler.round()
+    assert ours.machines() == {} and theirs.machines() == {"box-theirs": "box"}
+    store = ScalingStore(fleet.app.redis, fleet.app.keys)
+    assert store.counts()["orphans"] == 1
+    assert [one.id for one in store.unknown()] == ["box-theirs"]
