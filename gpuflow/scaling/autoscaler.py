@@ -105,7 +105,7 @@ class Autoscaler(threading.Thread):
                     self.round()
             except NoLeader:
                 log.warning("scaling_round_ended", cause="another beat leads by now, or this one was paused")
-            except (RedisError, OperationalError) as error:
+            except (RedisError, OperationalError, GPUFlowError) as error:
                 log.warning("scaling_not_done", cause=str(error))
             except Exception:
                 log.exception("scaling_stumbled")
@@ -340,7 +340,7 @@ def _provisioners(
     shared: dict[Any, Provisioner] = {}
     found = {}
     for one in loaded.launching:
-        how = (one.command, one.instance, one.timeout_seconds)
+        how = (one.command, one.instance, one.container, one.timeout_seconds)
         if how not in shared:
             shared[how] = make(one, tag)
         found[one.family] = shared[how]

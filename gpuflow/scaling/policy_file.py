@@ -20,7 +20,7 @@ from gpuflow.routing.capability import Capability, GpuCapability
 from gpuflow.routing.catalogue import identify
 from gpuflow.routing.units import gpu_memory_gb, host_memory_mib
 from gpuflow.scaling.model import Family, Policy
-from gpuflow.scaling.provisioners import COMMAND_MARK, AwsInstance
+from gpuflow.scaling.provisioners import COMMAND_MARK, AwsInstance, ContainerImage
 from gpuflow.scaling.worker_options import read_worker_options
 from gpuflow.settings import Settings
 from gpuflow.spec.presets import list_presets, preset_path
@@ -90,10 +90,18 @@ class _Instance(_Model):
         return self
 
 
+class _Container(_Model):
+    image: str = Field(min_length=1, max_length=500, pattern=r"^[^-\s]\S*$")
+    engine: Literal["docker", "podman"] = "docker"
+    options: tuple[str, ...] = ()
+    environment: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], ...] = ()
+
+
 class _Provisioner(_Model):
-    kind: Literal["local", "command", "aws"]
+    kind: Literal["local", "command", "aws", "container"]
     command: tuple[str, ...] = ()
     instance: _Instance | None = None
+    container: _Container | None = None
     timeout: Duration = 120.0
 
     @model_validator(mode="after")
@@ -102,6 +110,8 @@ class _Provisioner(_Model):
             raise ValueError("a provisioner of kind command has a `command`, one of another kind has none")
         if (self.kind == "aws") != (self.instance is not None):
             raise ValueError("a provisioner of kind aws has an `instance`, one of another kind has none")
+        if (self.kind == "container") != (self.container is not None):
+            raise ValueError("a provisioner of kind container has a `container`, one of another kind has none")
         if self.kind == "aws" and find_spec("boto3") is None:
             raise ValueError("kind aws needs boto3; run pip install 'gpuflow[aws]'")
         return self
@@ -164,11 +174,12 @@ class _File(_Model):
 
 @dataclass(frozen=True, kw_only=True)
 class Launching:
-    """How the machines of a family come to be: by `command`, as `instance` of EC2, else as processes here."""
+    """How the machines of a family come to be: by `command`, as EC2 `instance`, as `container`, else as processes."""
 
     family: str
     command: tuple[str, ...] = ()
     instance: AwsInstance | None = None
+    container: ContainerImage | None = None
     timeout_seconds: float = 120.0
     deadline_seconds: float = 300.0
     worker_options: tuple[str, ...] = ()
@@ -319,7 +330,7 @@ def _user_data(name: str, policy: Path) -> str:
 
 
 def _launching(family: _Family, policy: Path) -> Launching:
-    options = list(family.worker_options)
+    options, container = list(family.worker_options), family.provisioner.container
     if family.max_jobs is not None:
         options += ["--max-jobs", str(family.max_jobs)]
     for key, value in sorted((family.capability.labels if family.capability is not None else {}).items()):
@@ -330,6 +341,7 @@ def _launching(family: _Family, policy: Path) -> Launching:
         family=family.name,
         command=family.provisioner.command,
         instance=_aws_instance(family, policy),
+        container=ContainerImage(**container.model_dump()) if container is not None else None,
         timeout_seconds=family.provisioner.timeout,
         deadline_seconds=family.launch_deadline,
         worker_options=tuple(options),

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import re
 import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from gpuflow.scaling.provisioners import Provisioner, ProvisionerError, Wanted
+from gpuflow.scaling.provisioners import ContainerImage, Provisioner, ProvisionerError, Wanted
 from gpuflow.scaling.provisioners.aws import Ec2Machines
 from gpuflow.scaling.provisioners.command import CommandProvisioner
+from gpuflow.scaling.provisioners.containers import Containers
 from gpuflow.scaling.provisioners.local import LocalProcesses
 from gpuflow.settings import Settings
 from tests.support.ec2 import Ec2Server
+from tests.support.scripted_engine import scripted_engine
 from tests.support.waiting import eventually
 
 #: A provider in one file: its machines are files of a folder.
@@ -53,8 +58,24 @@ def idle(tmp_path: Path) -> Iterator[Idle]:
         child.wait()
 
 
-@pytest.fixture(params=["local", "command", "aws"])
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A scripted `docker` in PATH; the folder of its containers."""
+    place = scripted_engine(tmp_path)
+    monkeypatch.setenv("PATH", str(place), prepend=os.pathsep)
+    return place / "state"
+
+
+def containers(tag: str = "gpuflow", **image: Any) -> Containers:
+    settings = Settings(key_prefix="team:")
+    return Containers(ContainerImage(image="ours:1", **image), settings, "redis://:secret@broker:1/0", tag)
+
+
+@pytest.fixture(params=["local", "command", "aws", "container"])
 def provisioner(request: pytest.FixtureRequest, tmp_path: Path) -> Provisioner:
+    if request.param == "container":
+        request.getfixturevalue("engine")
+        return containers()
     if request.param == "aws":
         there: Ec2Server = request.getfixturevalue("ec2")
         return there.machines("gpuflow")
@@ -103,12 +124,60 @@ def test_another_object_sees_the_same_machines(provisioner: Provisioner, tmp_pat
         other = Idle(Settings(state_dir=tmp_path), "redis://127.0.0.1:1/0", "gpuflow")
     elif isinstance(provisioner, Ec2Machines):
         other = ec2.machines("gpuflow")
+    elif isinstance(provisioner, Containers):
+        other = containers()
     else:
         other = CommandProvisioner([sys.executable, str(tmp_path / "provider.py"), str(tmp_path)], tag="gpuflow")
     assert other.machines() == {"gpu-1": "gpu"}
     other.launch(Wanted(id="gpu-1", family="gpu"))
     other.terminate("gpu-1")
     assert provisioner.machines() == {}
+
+
+def test_a_container_gets_the_broker_by_its_environment_and_no_argument(engine: Path) -> None:
+    machines = containers(options=("--gpus", "all"), environment=("HF_HOME",))
+    machines.launch(Wanted(id="gpu-1", family="gpu", worker_options=("--max-jobs", "1")))
+    words, environment = json.loads((engine / "calls").read_text().splitlines()[0])
+    assert "secret" not in " ".join(words)
+    assert environment["REDIS_URL"].endswith("secret@broker:1/0") and environment["GPUFLOW_KEY_PREFIX"] == "team:"
+    assert [words[n + 1] for n, word in enumerate(words) if word == "--env"] == [
+        "REDIS_URL",
+        "GPUFLOW_KEY_PREFIX",
+        "HF_HOME",
+    ]
+    assert words[-11:] == [
+        *("--gpus", "all", "ours:1", "celery", "-A", "gpuflow", "worker", "--name", "gpu-1", "--max-jobs", "1"),
+    ]
+
+
+def test_two_fleets_of_one_engine_leave_each_other_alone(engine: Path) -> None:
+    first, second = containers("gpuflow-a"), containers("gpuflow-b")
+    first.launch(Wanted(id="gpu-1", family="gpu"))
+    assert second.machines() == {}
+    second.terminate("gpu-1")
+    assert first.machines() == {"gpu-1": "gpu"} and first.unknown() == []
+    (seen,) = second.unknown()
+    assert (seen.id, seen.fleet) == ("gpu-1", "gpuflow-a")
+    assert re.fullmatch(r"docker stop [0-9a-f]{12}  # on \S+", seen.end_command())
+
+
+def test_what_is_left_of_containers_is_bounded(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpuflow.scaling.provisioners.containers._KEPT", 2)
+    machines = containers()
+    for number in range(4):
+        machines.launch(Wanted(id=f"gpu-{number}", family="gpu"))
+        machines.terminate(f"gpu-{number}")
+    left = [json.loads(path.read_text())["name"] for path in engine.glob("*.json")]
+    assert sorted(left) == ["gpuflow.gpuflow.gpu-2", "gpuflow.gpuflow.gpu-3"]
+
+
+def test_an_engine_that_fails_says_why(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (engine / "broken").touch()
+    with pytest.raises(ProvisionerError, match="'docker' failed to list: Cannot connect to the Docker daemon"):
+        containers().machines()
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ProvisionerError, match="cannot be started"):
+        containers().machines()
 
 
 # -- of each by itself -----------------------------------------------------------------------------------------------

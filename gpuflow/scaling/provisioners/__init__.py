@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 #: Placeholders of user data: the command that starts the worker, and the machine's id.
 COMMAND_MARK: Final = "@WORKER_COMMAND@"
 MACHINE_MARK: Final = "@MACHINE_ID@"
+#: Tags and labels of machines.
+FLEET_LABEL: Final = "gpuflow-fleet"
+MACHINE_LABEL: Final = "gpuflow-machine"
+FAMILY_LABEL: Final = "gpuflow-family"
+ENGINES: Final = ("docker", "podman")
+_CONTAINER: Final = re.compile(r"[0-9a-f]{12,64}")
 _REGION: Final = re.compile(r"[a-z]{2}(-[a-z]+)+-\d")
 _INSTANCE: Final = re.compile(r"i-[0-9a-f]{1,40}")
 _HOST: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,252}")
@@ -50,7 +56,8 @@ class Wanted:
 class UnknownMachine:
     """A machine of gpuflow that bears the tag of another fleet, or of an earlier broker of this one; nobody ends it.
 
-    `host` and `pid` are those of a process of some machine, `region` and `instance` those of an EC2 instance.
+    `host` and `pid` are those of a process of some machine, `host`, `engine` and `container` those of a container,
+    `region` and `instance` those of an EC2 instance.
     """
 
     id: str
@@ -60,11 +67,15 @@ class UnknownMachine:
     pid: int = 0
     region: str = ""
     instance: str = ""
+    engine: str = ""
+    container: str = ""
 
     def end_command(self) -> str:
         """Return what an operator types to end it; made of checked parts, since others may have written them."""
         if _REGION.fullmatch(self.region) and _INSTANCE.fullmatch(self.instance):
             return f"aws ec2 terminate-instances --region {self.region} --instance-ids {self.instance}"
+        if self.engine in ENGINES and _CONTAINER.fullmatch(self.container) and _HOST.fullmatch(self.host):
+            return f"{self.engine} stop {self.container}  # on {self.host}"
         if self.pid > 1 and _HOST.fullmatch(self.host):
             return f"kill {self.pid}  # on {self.host}"
         return ""
@@ -87,6 +98,19 @@ class AwsInstance:
     instance_profile: str = ""
     key_name: str = ""
     user_data: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContainerImage:
+    """What is started by a container engine: an image with gpuflow in it.
+
+    `options` are further ones of the engine's `run`, `environment` the names of variables of beat that are passed on.
+    """
+
+    image: str
+    engine: str = "docker"
+    options: tuple[str, ...] = ()
+    environment: tuple[str, ...] = ()
 
 
 class Provisioner(Protocol):
@@ -117,6 +141,10 @@ def provisioner_of(launching: Launching, settings: Settings, url: str, tag: str)
         from gpuflow.scaling.provisioners.aws import Ec2Machines
 
         return Ec2Machines(launching.instance, tag=tag, timeout_seconds=launching.timeout_seconds)
+    if launching.container is not None:
+        from gpuflow.scaling.provisioners.containers import Containers
+
+        return Containers(launching.container, settings, url, tag, timeout_seconds=launching.timeout_seconds)
     from gpuflow.scaling.provisioners.command import CommandProvisioner
     from gpuflow.scaling.provisioners.local import LocalProcesses
 

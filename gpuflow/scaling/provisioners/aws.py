@@ -14,6 +14,9 @@ from typing import Any, Final
 
 from gpuflow.scaling.provisioners import (
     COMMAND_MARK,
+    FAMILY_LABEL,
+    FLEET_LABEL,
+    MACHINE_LABEL,
     MACHINE_MARK,
     AwsInstance,
     ProvisionerError,
@@ -31,9 +34,6 @@ except ImportError as error:
 
 #: What a request may raise; the last one for what no AWS has written, such as the page of a proxy.
 FAULTS: Final = (ClientError, BotoCoreError, ResponseParserError)
-FLEET_TAG: Final = "gpuflow-fleet"
-MACHINE_TAG: Final = "gpuflow-machine"
-FAMILY_TAG: Final = "gpuflow-family"
 #: So many kinds and subnets are tried for one launch at most.
 MOST_PLACES: Final = 24
 #: Tries of one request, by boto3 itself, which waits between them where requests are throttled.
@@ -99,7 +99,7 @@ class Ec2Machines:
 
     def launch(self, wanted: Wanted) -> None:
         """Launch an instance, of the first kind and subnet that has capacity."""
-        if wanted.id in self._launched or any(self._instances(MACHINE_TAG, wanted.id, live_only=False)):
+        if wanted.id in self._launched or any(self._instances(MACHINE_LABEL, wanted.id, live_only=False)):
             return
         causes = []
         for number, (kind, subnet) in enumerate(self._places()):
@@ -116,7 +116,7 @@ class Ec2Machines:
 
     def terminate(self, machine_id: str) -> None:
         """Terminate every instance of a machine."""
-        listed = (one["InstanceId"] for one in self._instances(MACHINE_TAG, machine_id))
+        listed = (one["InstanceId"] for one in self._instances(MACHINE_LABEL, machine_id))
         found = sorted({*self._launched.get(machine_id, ()), *listed})
         if found:
             try:
@@ -130,23 +130,23 @@ class Ec2Machines:
     def machines(self) -> dict[str, str]:
         """Return the machines of this fleet."""
         found = {}
-        for one in self._instances(FLEET_TAG, self._tag):
+        for one in self._instances(FLEET_LABEL, self._tag):
             tags = _tags(one)
-            if MACHINE_TAG in tags:
-                found[tags[MACHINE_TAG]] = tags.get(FAMILY_TAG, "")
+            if MACHINE_LABEL in tags:
+                found[tags[MACHINE_LABEL]] = tags.get(FAMILY_LABEL, "")
         return found
 
     def unknown(self) -> list[UnknownMachine]:
         """Return the instances of other fleets of this account and region."""
         found = []
-        for one in self._describe([{"Name": "tag-key", "Values": [FLEET_TAG]}, _states()]):
+        for one in self._describe([{"Name": "tag-key", "Values": [FLEET_LABEL]}, _states()]):
             tags, instance_id = _tags(one), str(one["InstanceId"])
-            if tags.get(FLEET_TAG) != self._tag:
+            if tags.get(FLEET_LABEL) != self._tag:
                 found.append(
                     UnknownMachine(
-                        id=tags.get(MACHINE_TAG, instance_id),
-                        family=tags.get(FAMILY_TAG, ""),
-                        fleet=tags.get(FLEET_TAG, ""),
+                        id=tags.get(MACHINE_LABEL, instance_id),
+                        family=tags.get(FAMILY_LABEL, ""),
+                        fleet=tags.get(FLEET_LABEL, ""),
                         region=self._instance.region,
                         instance=instance_id,
                     )
@@ -161,7 +161,7 @@ class Ec2Machines:
     def _request(self, wanted: Wanted, number: int, kind: str, subnet: str) -> dict[str, Any]:
         """Return the request; the client token differs for each place, as one token means one request."""
         asked = self._instance
-        tags = {FLEET_TAG: self._tag, MACHINE_TAG: wanted.id, FAMILY_TAG: wanted.family, "Name": wanted.id}
+        tags = {FLEET_LABEL: self._tag, MACHINE_LABEL: wanted.id, FAMILY_LABEL: wanted.family, "Name": wanted.id}
         listed = [{"Key": key, "Value": value} for key, value in tags.items()]
         request: dict[str, Any] = {
             "MinCount": 1,
@@ -193,7 +193,7 @@ class Ec2Machines:
 
     def _instances(self, tag: str, value: str, *, live_only: bool = True) -> Iterator[Mapping[str, Any]]:
         """Return the instances of this fleet with a tag."""
-        asked = {FLEET_TAG: self._tag, tag: value}
+        asked = {FLEET_LABEL: self._tag, tag: value}
         filters: list[Mapping[str, Any]] = [{"Name": f"tag:{key}", "Values": [wanted]} for key, wanted in asked.items()]
         return self._describe([*filters, _states()] if live_only else filters)
 

@@ -137,6 +137,15 @@ def test_what_the_options_of_its_workers_say_is_known_of_a_family(tmp_path: Path
             "schema: 1\nfamilies: [{name: a, provisioner: {kind: command, command: [x]}, max: 1}]",
             "capability is missing",
         ),
+        (
+            "schema: 1\nfamilies: [{name: a, provisioner: {kind: container}, capability: {}, max: 1}]",
+            "kind container has a `container`",
+        ),
+        (
+            "schema: 1\nfamilies: [{name: a, provisioner: {kind: container, container: {image: --privileged}}, "
+            "capability: {}, max: 1}]",
+            "container.image",
+        ),
         ("schema: 1\nfamilies: [{name: a, provisioner: {kind: magic}, max: 1}]", "provisioner.kind"),
         (
             "schema: 1\nfamilies: [{name: a, provisioner: {kind: local}, max: 1}, "
