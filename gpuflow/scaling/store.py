@@ -151,7 +151,11 @@ class ScalingStore:
 
     def unknown(self) -> list[UnknownMachine]:
         """Return the machines that a provisioner sees and that are not provably of this fleet."""
-        return [UnknownMachine(**one) for one in json.loads(self.client.get(self.keys.unknown_machines) or "[]")]
+        try:
+            found = json.loads(self.client.get(self.keys.unknown_machines) or "[]")
+            return [UnknownMachine.from_dict(one) for one in found]
+        except (ValueError, TypeError, AttributeError):
+            return []  # written by something else than a beat; the next look of one writes it anew
 
     def count(self, name: str, amount: float = 1) -> None:
         """Add to a counter."""

@@ -284,6 +284,17 @@ def test_machines_of_others_are_listed_with_what_ends_them(fleet: TestFleet) -> 
     (shown,) = scaling_status(fleet.app)["unknown"]
     assert (shown["id"], shown["fleet"]) == ("box-old", "gpuflow-old")
     assert shown["end"] == "kill 7  # on gpu-box-2"
+    for text in (
+        "[",
+        "7",
+        "[7]",
+        '[{"id": "x", "pid": "seven"}]',
+        '[{"id": "x", "newer": 1, "pid": "7", "host": "a"}]',
+    ):
+        fleet.app.redis.set(fleet.app.keys.unknown_machines, text)
+        assert [one["end"] for one in scaling_status(fleet.app)["unknown"]] == (
+            ["kill 7  # on a"] if "newer" in text else []
+        )
 
 
 def test_the_snapshot_counts_by_priority_and_keeps_the_prefix(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ Every provisioner passes tests/conformance/test_provisioners.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from gpuflow.errors import GPUFlowError
@@ -69,6 +69,13 @@ class UnknownMachine:
     instance: str = ""
     engine: str = ""
     container: str = ""
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> UnknownMachine:
+        """Read what was kept, of a newer version too. Raises ValueError, TypeError, AttributeError."""
+        known = {one.name: data.get(one.name, one.default) for one in fields(cls) if one.name != "id"}
+        texts = {name: str(value) for name, value in known.items() if name != "pid"}
+        return cls(id=str(data.get("id", "")), pid=int(known["pid"]), **texts)
 
     def end_command(self) -> str:
         """Return what an operator types to end it; made of checked parts, since others may have written them."""
