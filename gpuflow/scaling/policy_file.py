@@ -72,7 +72,7 @@ class _Capability(_Model):
 
 
 class _Instance(_Model):
-    region: str = Field(pattern=r"^[a-z]{2}(-[a-z]+)+-\d$")
+    region: str = Field(pattern=r"^[a-z]{2}(-[a-z]+)+-[0-9]$")
     launch_template: str = Field(default="", max_length=128)
     launch_template_version: str = Field(default="$Default", max_length=20)
     image: str = Field(default="", pattern=r"^(ami-[0-9a-f]+)?$")

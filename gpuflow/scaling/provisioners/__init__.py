@@ -25,7 +25,7 @@ MACHINE_LABEL: Final = "gpuflow-machine"
 FAMILY_LABEL: Final = "gpuflow-family"
 ENGINES: Final = ("docker", "podman")
 _CONTAINER: Final = re.compile(r"[0-9a-f]{12,64}")
-_REGION: Final = re.compile(r"[a-z]{2}(-[a-z]+)+-\d")
+_REGION: Final = re.compile(r"[a-z]{2}(-[a-z]+)+-[0-9]")
 _INSTANCE: Final = re.compile(r"i-[0-9a-f]{1,40}")
 _HOST: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,252}")
 
