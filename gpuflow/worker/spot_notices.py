@@ -20,7 +20,7 @@ from gpuflow.logs import get_logger
 log = get_logger("gpuflow.spot")
 
 POLL_SECONDS: Final = 5.0
-#: A metadata service that does not answer is asked so often.
+#: A metadata service that does not answer twice is asked so often.
 RETRY_SECONDS: Final = 30.0
 ANSWER_SECONDS: Final = 2.0
 #: AWS gives so many seconds of notice; an announced time that is further away, or cannot be read, is taken for this.
@@ -67,7 +67,8 @@ class SpotNotices(threading.Thread):
                         self._drain(f"spot notice: {action} in {left:.0f} s", left)
                         return
                 except (httpx.HTTPError, httpx.InvalidURL) as error:
-                    wait = max(wait, RETRY_SECONDS)
+                    # One lost answer must not cost half a minute of a notice of two.
+                    wait = max(wait, RETRY_SECONDS) if self._is_away else wait
                     self._say_away(str(error) or type(error).__name__)
                 except Exception:
                     wait = max(wait, RETRY_SECONDS)
