@@ -354,6 +354,12 @@ def worker_options() -> list[CeleryOption]:
             help_group="gpuflow",
         ),
         CeleryOption(
+            ("--spot-notices",),
+            type=Choice(["none", "aws"]),
+            help="Drain when the provider takes this machine away (default: GPUFLOW_SPOT_NOTICES).",
+            help_group="gpuflow",
+        ),
+        CeleryOption(
             ("--max-jobs",),
             type=int,
             metavar="N",
@@ -368,6 +374,7 @@ def _on_beat(sender: Any, **_: Any) -> None:
     if isinstance(sender.app, GPUFlow):
         guard_process(sender.app.settings.umask_bits)
         symbol_by_name("gpuflow.upkeep.duties:start")(sender.app)
+        symbol_by_name("gpuflow.schedules.duty:start")(sender.app)
 
 
 signals.beat_init.connect(_on_beat)

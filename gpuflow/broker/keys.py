@@ -49,6 +49,10 @@
 | `gpuflow.scaling.leader` | hash | which beat scales: `owner`, `epoch`, `until` |
 | `gpuflow.scaling.decisions` | list | the newest decisions of scaling with their reasons, JSON |
 | `gpuflow.machines` | hash | machine id -> JSON of a machine that scaling has launched |
+| `gpuflow.machines.unknown` | string | JSON list of machines that may be of another fleet; it expires |
+| `gpuflow.fleet` | string | the random id of this fleet |
+| `gpuflow.schedules` | hash | name -> JSON of a schedule: its cron expression and its template |
+| `gpuflow.schedules.runs` | hash | name -> JSON of the last run of a schedule |
 
 No queue may be named like one of them; `gpuflow.control` and `gpuflow.notices` are the only queues whose names begin
 with `gpuflow.`.
@@ -251,6 +255,26 @@ class Keys:
     def machines(self) -> str:
         """Machines that scaling has launched."""
         return f"{self.prefix}gpuflow.machines"
+
+    @property
+    def unknown_machines(self) -> str:
+        """Machines that may be of another fleet."""
+        return f"{self.prefix}gpuflow.machines.unknown"
+
+    @property
+    def schedules(self) -> str:
+        """Schedules by name."""
+        return f"{self.prefix}gpuflow.schedules"
+
+    @property
+    def schedule_runs(self) -> str:
+        """How far each schedule has come."""
+        return f"{self.prefix}gpuflow.schedules.runs"
+
+    @property
+    def fleet_id(self) -> str:
+        """The random id of this fleet."""
+        return f"{self.prefix}gpuflow.fleet"
 
     def wish(self, machine: str) -> str:
         """What a task of some worker of a machine finds no GPU for."""

@@ -33,6 +33,7 @@ SECTIONS: Final[dict[str, dict[str, tuple[str, str, str]]]] = {
         "queues": ("fleet", "queues", "List the queues: what waits, what runs, who serves."),
         "workers": ("fleet", "workers", "List the workers; show, enable, disable or drain one."),
         "scaling": ("scaling", "scaling", "Show what scales the fleet, and its decisions."),
+        "schedules": ("schedules", "schedules", "Submit templates at set times: list, add, remove."),
         "hardware": ("hardware", "hardware", "Show the GPUs, CPUs and memory of this machine."),
         "gateway": ("gateway", "gateway", "Serve the results of tasks over HTTP."),
         "presets": ("presets", "presets", "List what is shipped: pipelines, models, data sets, environments."),

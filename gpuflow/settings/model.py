@@ -162,6 +162,10 @@ class Settings(BaseModel):
         "GPUFLOW_PREPARE_SEC", 3600, "seconds that an attempt may take to fetch what it reads, such as 3600"
     )
     notice_seconds: Seconds = _setting("GPUFLOW_NOTICE_SEC", 30, "seconds a preempted task has to save its state")
+    spot_notices: Literal["none", "aws"] = _setting("GPUFLOW_SPOT_NOTICES", "none", "none or aws")
+    spot_metadata_url: str = _setting(
+        "GPUFLOW_SPOT_METADATA_URL", "http://169.254.169.254", "a URL such as http://169.254.169.254"
+    )
     submit_timeout_seconds: Seconds = _setting(
         "GPUFLOW_SUBMIT_TIMEOUT_SEC",
         30,

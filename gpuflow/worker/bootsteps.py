@@ -44,6 +44,7 @@ from gpuflow.worker.runtime import Runtime, current, find, install
 from gpuflow.worker.sessions.neighbours import Neighbours
 from gpuflow.worker.sessions.setup import make_sessions, yield_to
 from gpuflow.worker.slots import Limits
+from gpuflow.worker.spot_notices import SpotNotices
 from gpuflow.worker.stopping import Stopper
 from gpuflow.worker.user_environments import environments_of
 
@@ -188,8 +189,11 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
         """Say what was found."""
         runtime = current()
         names = ", ".join(gpu.name for gpu in runtime.hardware.gpus) or runtime.hardware.nvml or "no GPU"
+        settings = runtime.app.settings
         if runtime.stopper is not None:
             runtime.stopper.start()
+            if settings.spot_notices == "aws":
+                SpotNotices(settings.spot_metadata_url, runtime.stopper.drain).start()
         log.info("machine", worker=runtime.worker_id, gpus=names, cpus=runtime.hardware.cpu_count)
 
     def terminate(self, worker: Any) -> None:
