@@ -44,6 +44,8 @@ _NETWORK: Final = frozenset(
         "LocalEntryNotFoundError", "SSLError", "ProtocolError", "MaxRetryError", "NewConnectionError",
     }
 )  # fmt: skip
+#: What transformers says of a repository that is not there, in a process (of vLLM's) whose causes are lost.
+_NO_MODEL: Final = "is not a valid model identifier listed on"
 _MENDS: Final = {
     "NotAuthorized": (
         "; name the token in the task (`secrets: [HF_TOKEN]`) and give it to the worker (GPUFLOW_SECRET_HF_TOKEN "
@@ -100,7 +102,7 @@ def _known_remote(error: BaseException, names: set[str]) -> tuple[str, bool] | N
         return "Offline", False
     if names & _HUB_AUTH or (status in (401, 403) and not names & _HUB_MISSING):
         return "NotAuthorized", False
-    if names & _HUB_MISSING or status == 404:
+    if names & _HUB_MISSING or status == 404 or _NO_MODEL in str(error):
         return "NotFound", False
     if status is not None and (status == 429 or status >= 500):
         return "Network", True

@@ -14,15 +14,17 @@ from pydantic import ValidationError
 
 from gpuflow.protocol import is_user_type
 from gpuflow.spec.fields import check_section
-from gpuflow.spec.graph_template import render
+from gpuflow.spec.graph_template import check_template, render
 from gpuflow.spec.models_task import TaskSpec
-from gpuflow.spec.normalise import Renames, normalise
+from gpuflow.spec.multimodal import check_multimodal
+from gpuflow.spec.normalise import normalise
 from gpuflow.spec.plain_secrets import check_plain_secrets
 from gpuflow.spec.pydantic_report import report
 from gpuflow.spec.ranks import check_ranks
 from gpuflow.spec.reading import read_mapping
-from gpuflow.spec.references import is_pending
-from gpuflow.spec.report import Findings, Path, one_of, show, suggest
+from gpuflow.spec.references import is_pending, walk_references
+from gpuflow.spec.report import Findings, Path, Renames, one_of, show, suggest
+from gpuflow.spec.results_out import check_destination
 from gpuflow.spec.retrieval import check_retrieval
 from gpuflow.spec.sections import (
     ENGINE,
@@ -67,21 +69,27 @@ def check_spec(
     spec = {key: copy.deepcopy(value) for key, value in given.items() if value is not None}
     renamed = normalise(spec, findings, foreign=foreign)
     findings = findings.within(_through(findings, renamed))
+    check_multimodal(spec, findings)
+    check_destination(spec, findings)
     task_type = _task_type(spec, findings)
     if task_type is not None:
         _check_use(spec, task_type, findings, foreign=foreign)
         _check_needs(spec, task_type, findings)
+        _warn_of_unused(spec, findings)
         check_retrieval(spec, task_type, findings)
     _library_sections(spec, task_type, findings, foreign=foreign, at_dispatch=at_dispatch)
     if task_type in TRAINING_SCHEMAS:
         check_ranks(spec, findings)
     elif isinstance(spec.get("checkpoint"), dict) and spec["checkpoint"].get("merge_first") is not None:
         findings.add(("checkpoint", "merge_first"), f"is for trainings that begin from an adapter, not for {task_type}")
+    _check_template(spec, findings)
     if at_dispatch:
         _render_template(spec, findings)
     else:
         check_plain_secrets(spec, findings, foreign=foreign)
+    known = len(findings.mistakes)
     done = _validate(spec, findings, foreign=foreign, at_dispatch=at_dispatch)
+    _check_further(done, findings, known)
     if task_type is not None:
         check_parallel(done, findings, foreign=foreign, at_dispatch=at_dispatch)
     return done
@@ -134,6 +142,12 @@ def _check_needs(spec: dict[str, Any], task_type: str, findings: Findings) -> No
             findings.add((choice[0],), f"is missing: taskType {task_type} needs {what}")
 
 
+def _warn_of_unused(spec: Mapping[str, Any], findings: Findings) -> None:
+    """Say what is read and changes nothing; that the author has counted on it is for them to tell."""
+    if spec.get("sloSeconds") is not None:
+        findings.warn(("sloSeconds",), "is not used: no task is put before others for it; give priority, or timeout")
+
+
 def _has(spec: Mapping[str, Any], section: str) -> bool:
     """Whether a section is there; a model may also come whole from a checkpoint."""
     value = spec.get(section)
@@ -161,10 +175,31 @@ def _library_sections(
             holder[path[-1]] = check_section(given, section, path, findings, lenient=foreign, at_dispatch=at_dispatch)
 
 
+def _check_template(spec: Mapping[str, Any], findings: Findings) -> None:
+    data = spec.get("data")
+    template = data.get("template") if isinstance(data, Mapping) else None
+    if isinstance(template, Mapping):
+        for path, message in check_template(template):
+            findings.add(("data", "template", *path), message)
+
+
+def _check_further(spec: Mapping[str, Any], findings: Findings, known: int) -> None:
+    """Run the checks that layers above this package bring, on parts in which nothing is wrong so far."""
+    wrong = [mistake.path for mistake in findings.mistakes[known:]]
+    for name, check in findings.checks.items():
+        value = spec.get(name)
+        if value is None or any(True for _ in walk_references(value)) or any(name in path for path in wrong):
+            continue
+        for path, message in check(value):
+            findings.add((name, *path), message)
+
+
 def _render_template(spec: dict[str, Any], findings: Findings) -> None:
     """Replace a graph template whose values are known by the list of its prompts."""
     data = spec.get("data")
     if not isinstance(data, dict) or data.get("type") != "graph_template" or not isinstance(data.get("template"), dict):
+        return
+    if any(mistake.path.startswith("spec.data.template") for mistake in findings.mistakes):
         return
     try:
         items = render(data["template"])
