@@ -91,7 +91,7 @@ def check_spec(
     done = _validate(spec, findings, foreign=foreign, at_dispatch=at_dispatch)
     _check_further(done, findings, known)
     if task_type is not None:
-        check_parallel(done, findings, foreign=foreign, at_dispatch=at_dispatch)
+        check_parallel(done, findings, at_dispatch=at_dispatch)
     return done
 
 
@@ -146,6 +146,14 @@ def _warn_of_unused(spec: Mapping[str, Any], findings: Findings) -> None:
     """Say what is read and changes nothing; that the author has counted on it is for them to tell."""
     if spec.get("sloSeconds") is not None:
         findings.warn(("sloSeconds",), "is not used: no task is put before others for it; give priority, or timeout")
+    data = spec.get("data")
+    if isinstance(data, Mapping) and data.get("trust_remote_code"):
+        findings.warn(("data", "trust_remote_code"), "is not used: the code of a data set is never run")
+    model = spec.get("model")
+    adapters = model.get("adapters") if isinstance(model, Mapping) else None
+    for index, adapter in enumerate(adapters if isinstance(adapters, list) else ()):
+        if isinstance(adapter, Mapping) and adapter.get("name") is not None:
+            findings.warn(("model", "adapters", index, "name"), "is not used: an adapter is known by its path or url")
 
 
 def _has(spec: Mapping[str, Any], section: str) -> bool:

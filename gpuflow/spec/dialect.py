@@ -44,6 +44,7 @@ def translate(spec: dict[str, Any], findings: Findings, renamed: Renames) -> Non
     if any(isinstance(found, ValueError) for _, found in walk_references(spec)):
         for key, value in spec.items():
             spec[key] = _env_style(value)
+    _parallel(spec, findings)
     _sampling(spec)
     _structured(spec, findings, renamed)
     _model(spec, findings)
@@ -65,6 +66,25 @@ def _enforce_cpu(spec: dict[str, Any], renamed: Renames) -> None:
         if isinstance(hardware, dict):
             hardware["gpu"] = {"count": 0}
             renamed["resources", "hardware", "gpu"] = ("enforce_cpu",)
+
+
+def _parallel(spec: dict[str, Any], findings: Findings) -> None:
+    """Where nothing says how many tasks share the rows, or two numbers do, it is told; no result depends on it."""
+    parallel, resources = spec.get("parallel"), spec.get("resources")
+    if not isinstance(parallel, dict) or parallel.get("enabled") is False:
+        return
+    most, replicas = parallel.get("max_shards"), _mapping(resources).get("replicas")
+    several = isinstance(replicas, int) and replicas > 1
+    if parallel.get("enabled") is True and most is None and not several:
+        findings.warn(
+            ("parallel", "max_shards"), "is missing: one task runs; give the number of tasks that share the data"
+        )
+        del spec["parallel"]
+    elif isinstance(resources, dict) and several and isinstance(most, int) and most != replicas:
+        findings.warn(
+            ("resources", "replicas"), f"is {replicas}, but parallel.max_shards is {most}, which counts; keep one"
+        )
+        spec["resources"] = {name: value for name, value in resources.items() if name != "replicas"}
 
 
 def _sampling(spec: dict[str, Any]) -> None:
@@ -139,6 +159,8 @@ def _by_url(entry: dict[str, Any], at: Path, renamed: Renames) -> None:
         if found:
             del entry[name]
             entry["url"] = f"${{{found[1]}_url}}"
+            if entry.get("type") in ("path", "local"):
+                entry["type"] = "http"
             renamed[(*at, "url")] = (*at, name)
 
 
