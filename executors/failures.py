@@ -61,9 +61,20 @@ def classify(error: BaseException) -> dict[str, Any]:
     for link in causes(error):
         known = _known(link, first=link is error)
         if known is not None:
-            kind, retryable = known
+            kind, retryable = _answered(error) or known if known[0] in ("Network", "Offline") else known
             return _record(kind, link if isinstance(link, ExecutorError) else error, retryable)
     return _record(type(error).__name__, error, False)
+
+
+def _answered(error: BaseException) -> tuple[str, bool] | None:
+    """Return what a server has said for good, behind an error that tells of a connection; None for nothing.
+
+    A hub or a mirror that answers a bare 404 is for its library a hub that cannot be reached.
+    """
+    statuses = {_http_status(link) for link in causes(error)}
+    if 404 in statuses:
+        return "NotFound", False
+    return ("NotAuthorized", False) if statuses & {401, 403} else None
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

@@ -56,9 +56,14 @@ def test_links_of_the_task_are_not_followed(tmp_path: Path, aliases: dict[str, s
 
 def test_rows_are_exported_by_field(tmp_path: Path) -> None:
     fields = {
-        "question": "prompt", "answer": {"from": "output", "fallback": "-"}, "id": "metadata.id", "why": "item.finish_reason",
-        "kind": "fixed", "whole": {"from": "metadata"}, "n": 3,
-    }  # fmt: skip
+        "question": "prompt",
+        "answer": {"from": "output", "fallback": "-"},
+        "id": "metadata.id",
+        "why": "item.finish_reason",
+        "kind": "fixed",
+        "whole": {"from": "metadata"},
+        "n": 3,
+    }
     spec = {"postprocess": {"jsonl_export": {"path": "out/rows.jsonl", "fields": fields}}}
     sealed = seal_results(tmp_path, {"items": ITEMS}, [], spec, lambda name: f"http://store/{name}")
 

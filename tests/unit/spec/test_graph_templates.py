@@ -93,11 +93,27 @@ def test_a_text_names_its_columns_by_number():
         (formatted(ROWS, [{"role": "robot", "content": "x"}]), "options.format.messages.0.role", "it must be system"),
         (formatted(ROWS, [{"content": "x"}]), "options.format.messages.0", "has no role"),
         (formatted(ROWS, [{"role": "user"}]), "options.format.messages.0", "content that is text"),
-        (formatted(ROWS, [{"role": "user", "content": "x"}], [{"label": "s", "function": "lambda a: a"}]), "options.format.steps.0.function", "is not run"),
-        (formatted(ROWS, [{"role": "user", "content": "x"}], [{"label": "s", "template": "{a}"}]), "options.format.steps.0.template", "{a}"),
-        (formatted(ROWS, [{"role": "user", "content": "x"}], [{"label": "s", "template": "{a}", "arguments": [{"label": "a", "value": "Nope"}]}]), "options.format.steps.0.arguments.0.value", "are Day or City"),
+        (
+            formatted(ROWS, [{"role": "user", "content": "x"}], [{"label": "s", "function": "lambda a: a"}]),
+            "options.format.steps.0.function",
+            "is not run",
+        ),
+        (
+            formatted(ROWS, [{"role": "user", "content": "x"}], [{"label": "s", "template": "{a}"}]),
+            "options.format.steps.0.template",
+            "{a}",
+        ),
+        (
+            formatted(
+                ROWS,
+                [{"role": "user", "content": "x"}],
+                [{"label": "s", "template": "{a}", "arguments": [{"label": "a", "value": "Nope"}]}],
+            ),
+            "options.format.steps.0.arguments.0.value",
+            "are Day or City",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_said_before_anything_has_run(template, path, words):
     assert words in wrong(template)[path]
 
