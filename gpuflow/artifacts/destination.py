@@ -70,7 +70,7 @@ def _store(given: Mapping[str, Any], settings: Settings) -> Store | None:
         raise ArtifactError(f"output.destination is {kind!r} and this worker is offline; use `local`")
     if kind == "callback" and not is_own_store(given.get("url"), settings):
         return None  # a notice carries the result, see `upkeep.notices`
-    if kind == "http" and not given.get("url") and settings.store_url:
+    if kind == "http" and settings.store_url and not (given.get("url") or settings.gateway_url):
         return open_fleet_store(settings.store_url, settings)
     if kind in ("http", "callback"):
         url = given.get("url") or (settings.gateway_url and f"{settings.gateway_url}/api/v1/results")
