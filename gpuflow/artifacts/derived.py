@@ -5,6 +5,7 @@ Used by `manifest`. The folder is the child's, who may have left links in it: no
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -16,10 +17,13 @@ from gpuflow.errors import ArtifactError
 from gpuflow.private_files import open_new
 
 _PLACES: Final = ("metadata", "item")
+#: Most values, and bytes, of one export: it is written by the worker, which has other work, and may repeat an item.
+MOST_VALUES: Final = 10_000_000
+MOST_BYTES: Final = 1 << 30
 
 
 def write_aliases(folder: Path, aliases: Mapping[str, str]) -> None:
-    """Write copies of artifacts under further names; a file that is there under such a name stays.
+    """Give artifacts further names (hard links, else copies); a file that is there under such a name stays.
 
     Raises ArtifactError, OSError.
     """
@@ -28,6 +32,9 @@ def write_aliases(folder: Path, aliases: Mapping[str, str]) -> None:
         if os.path.lexists(target) or not source.is_file():
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):
+            os.link(source, target, follow_symlinks=False)
+            continue
         with source.open("rb") as reading, open_new(target) as writing:
             shutil.copyfileobj(reading, writing)
 
@@ -49,6 +56,9 @@ def export_rows(
         )
     target.parent.mkdir(parents=True, exist_ok=True)
     required = list(export.get("required_fields") or ())
+    if len(items) * len(export["fields"]) > MOST_VALUES:
+        raise ArtifactError(f"postprocess.jsonl_export has more than {MOST_VALUES} values; export fewer fields")
+    left = MOST_BYTES
     with open_new(target) as file:
         for index, item in enumerate(items):
             row = {name: _field(wanted, item) for name, wanted in export["fields"].items()}
@@ -57,7 +67,11 @@ def export_rows(
                 raise ArtifactError(
                     f"postprocess.jsonl_export: item {index} has no {', '.join(lacking)}, which is required"
                 )
-            file.write(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+            line = json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+            left -= len(line)
+            if left < 0:
+                raise ArtifactError(f"postprocess.jsonl_export has more than {MOST_BYTES} bytes; export fewer fields")
+            file.write(line)
     name = target.relative_to(folder).as_posix()
     url = target.as_uri() if url_of is None else url_of(name)
     return {"path": str(target), "url": url, "record_count": len(items), "fields": list(export["fields"])}

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from gpuflow.spec.formatting import MAX_TEXTS, fill, names_in, text_of
+from gpuflow.spec.formatting import Room, fill, names_in, text_of
 from gpuflow.spec.report import Path, one_of, show
 
 #: Most steps and messages of one template.
@@ -95,43 +95,39 @@ def _check_step(step: Any, known: Sequence[str], at: Path) -> Iterator[tuple[Pat
 def render_format(columns: Sequence[tuple[str, Any]], given: Mapping[str, Any]) -> Iterator[list[dict[str, Any]]]:
     """Yield one chat a row. Raises ValueError for columns that do not go together, or a value that does not fit."""
     values = {label: value if isinstance(value, list) else [value] for label, value in columns}
-    room = MAX_TEXTS
+    room = Room()
     for step in given.get("steps") or ():
-        wanted = {one["label"]: one["value"] for one in step.get("arguments") or ()}
-        texts = []
-        for row in range(_rows({label: values[label] for label in wanted.values()})):
-            arguments = {name: text_of(_at(values[label], row)) for name, label in wanted.items()}
-            texts.append(fill(step["template"], arguments, strict=True))
-            room = _left(room, len(texts[-1]))
-        values[step["label"]] = texts
+        used = set(names_in(step["template"]))
+        wanted = {one["label"]: one["value"] for one in step.get("arguments") or () if one["label"] in used}
+        rows = _rows({label: values[label] for label in wanted.values()})
+        values[step["label"]] = [
+            room.take(fill(step["template"], _texts(wanted, values, row), strict=True)) for row in range(rows)
+        ]
     for row in range(_rows(values)):
-        chat = list(_messages(given["messages"], {label: _at(found, row) for label, found in values.items()}))
-        room = _left(room, sum(len(str(message["content"])) for message in chat))
-        yield chat
+        yield list(_messages(given["messages"], values, row, room))
 
 
-def _left(room: int, size: int) -> int:
-    if size > room:
-        raise ValueError(
-            f"the texts of the template have more than {MAX_TEXTS} characters together; give it fewer rows"
-        )
-    return room - size
+def _texts(wanted: Mapping[str, str], values: Mapping[str, Sequence[Any]], row: int) -> dict[str, str]:
+    return {name: text_of(_at(values[label], row)) for name, label in wanted.items()}
 
 
-def _messages(wanted: Sequence[Mapping[str, Any]], row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    texts: dict[str, str] | None = None
+def _messages(
+    wanted: Sequence[Mapping[str, Any]], values: Mapping[str, Sequence[Any]], row: int, room: Room
+) -> Iterator[dict[str, Any]]:
     for message in wanted:
         content, role = message["content"], message.get("role")
         if role is None:
-            chat = row[content]
+            chat = _at(values[content], row)
             if not isinstance(chat, list) or not all(isinstance(one, Mapping) and "role" in one for one in chat):
                 raise ValueError(f"{content!r} is no chat, and the message that takes it has no role")
-            yield from (dict(one) for one in chat)
-        elif content in row:
-            yield {"role": role, "content": text_of(row[content])}
+            for one in chat:
+                room.take(str(one.get("content")))
+                yield dict(one)
+        elif content in values:
+            yield {"role": role, "content": room.take(text_of(_at(values[content], row)))}
         else:
-            texts = texts or {label: text_of(value) for label, value in row.items()}
-            yield {"role": role, "content": fill(content, texts, strict=False)}
+            names = {name: name for name in names_in(content) if name in values}
+            yield {"role": role, "content": room.take(fill(content, _texts(names, values, row), strict=False))}
 
 
 def _rows(values: Mapping[str, Sequence[Any]]) -> int:

@@ -11,6 +11,8 @@ from typing import Any, Final
 MAX_TEXT: Final = 10 << 20
 #: Most that the prompts of one template hold together, in characters.
 MAX_TEXTS: Final = 64 << 20
+#: Most texts that one template makes, those of its steps included: a worker makes them between other work.
+MAX_MADE: Final = 1_000_000
 _PART: Final = re.compile(r"\{\{|\}\}|\{([A-Za-z_][\w-]{0,99})\}")
 
 
@@ -37,6 +39,23 @@ def fill(text: str, values: Mapping[str, str], *, strict: bool) -> str:
         if size > MAX_TEXT:
             raise ValueError(f"the text has more than the {MAX_TEXT} characters of a prompt")
     return "".join([*pieces, text[position:]])
+
+
+class Room:
+    """What is left of the texts that one template may make."""
+
+    def __init__(self) -> None:
+        self._characters, self._texts = MAX_TEXTS, MAX_MADE
+
+    def take(self, text: str) -> str:
+        """Return the text. Raises ValueError once there are too many, or too long ones."""
+        self._characters -= len(text)
+        self._texts -= 1
+        if self._characters < 0 or self._texts < 0:
+            raise ValueError(
+                f"the template makes more than {MAX_TEXTS} characters or {MAX_MADE} texts; give it fewer rows"
+            )
+        return text
 
 
 def names_in(text: str) -> Iterator[str]:

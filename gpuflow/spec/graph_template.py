@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from gpuflow.spec.format_template import check_format, render_format
-from gpuflow.spec.formatting import fill, text_of
+from gpuflow.spec.formatting import Room, fill, text_of
 from gpuflow.spec.report import Path, one_of, show, suggest
 
 #: Names of the templates; without one it is `columns`.
@@ -71,19 +71,12 @@ def _blocks(columns: Sequence[tuple[str, Any]], options: Mapping[str, Any]) -> l
         listed = ", ".join(f"{label!r} has {length}" for label, length in lengths.items())
         raise ValueError(f"columns that are lists must be equally long, but {listed}")
     intro, closing = _lines(options.get("intro")), _lines(options.get("closing"))
-    rows = next(iter(lengths.values()), 1)
-    return [
-        "\n\n".join(
-            part
-            for part in (
-                intro,
-                *(f"{label}:\n{text_of(v[row] if isinstance(v, list) else v)}" for label, v in columns),
-                closing,
-            )
-            if part
-        )
-        for row in range(rows)
-    ]
+    room = Room()
+    prompts = []
+    for row in range(next(iter(lengths.values()), 1)):
+        blocks = [f"{label}:\n{text_of(v[row] if isinstance(v, list) else v)}" for label, v in columns]
+        prompts.append(room.take("\n\n".join(part for part in (intro, *blocks, closing) if part)))
+    return prompts
 
 
 def _briefing(columns: Sequence[tuple[str, Any]], options: Mapping[str, Any]) -> list[str]:

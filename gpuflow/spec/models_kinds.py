@@ -309,5 +309,5 @@ class Output(Strict):
     destination: Destination | None = None
     artifacts: list[RelativePath] | None = Field(None, max_length=1000)
     aliases: dict[RelativePath, RelativePath] | None = Field(
-        None, max_length=100, description="Further names of artifacts: name -> the file that it is a copy of"
+        None, max_length=20, description="Further names of artifacts: name -> the file that it is a copy of"
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from gpuflow.artifacts import derived
 from gpuflow.artifacts.derived import export_rows, write_aliases
 from gpuflow.artifacts.manifest import seal_results
 from gpuflow.errors import ArtifactError
@@ -93,3 +94,12 @@ def test_what_cannot_be_exported_fails(tmp_path: Path, result: dict, export: dic
     (tmp_path / "taken").touch()
     with pytest.raises(ArtifactError, match=words):
         export_rows(tmp_path, result, export, None)
+
+
+@pytest.mark.parametrize(("bound", "value"), [("MOST_VALUES", 3), ("MOST_BYTES", 100)])
+def test_an_export_that_repeats_its_items_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str, value: int
+) -> None:
+    monkeypatch.setattr(derived, bound, value)
+    with pytest.raises(ArtifactError, match="export fewer fields"):
+        export_rows(tmp_path, {"items": ITEMS}, {"path": "a", "fields": {"x": {"from": "item"}, "y": "output"}}, None)

@@ -146,3 +146,13 @@ def test_steps_that_double_a_text_end_early():
 @pytest.mark.parametrize("text", ["{0}", "{a.__class__}", "{a!r}", "{a[0]}", "{a:>10000000000}", "{", "}"])
 def test_no_part_of_a_value_can_be_named(text):
     assert fill(text, {"a": "value"}, strict=True) == text
+
+
+def test_columns_that_no_text_names_cost_nothing_and_many_texts_end_early():
+    long = column("long", "x" * (MAX_TEXT // 2))
+    many = column("many", ["row"] * 1000)
+    assert len(render(formatted([long, many], [{"role": "user", "content": "Say {many}"}]))) == 1000
+    with pytest.raises(ValueError, match="characters or"):
+        render(formatted([long, many], [{"role": "user", "content": "Say {long}"}]))
+    with pytest.raises(ValueError, match="characters or"):
+        render({"columns": [long, many]})
