@@ -44,6 +44,8 @@ _NETWORK: Final = frozenset(
         "LocalEntryNotFoundError", "SSLError", "ProtocolError", "MaxRetryError", "NewConnectionError",
     }
 )  # fmt: skip
+#: A file that a model may have or not: its absence is no answer about the model.
+_OPTIONAL_FILE: Final = "RemoteEntryNotFoundError"
 #: What transformers says of a repository that is not there, in a process (of vLLM's) whose causes are lost.
 _NO_MODEL: Final = "is not a valid model identifier listed on"
 _MENDS: Final = {
@@ -71,7 +73,8 @@ def _answered(error: BaseException) -> tuple[str, bool] | None:
 
     A hub or a mirror that answers a bare 404 is for its library a hub that cannot be reached.
     """
-    statuses = {_http_status(link) for link in causes(error)}
+    links = [link for link in causes(error) if type(link).__name__ != _OPTIONAL_FILE]
+    statuses = {_http_status(link) for link in links}
     if 404 in statuses:
         return "NotFound", False
     return ("NotAuthorized", False) if statuses & {401, 403} else None

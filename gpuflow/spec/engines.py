@@ -46,6 +46,9 @@ def choose_engine(spec: dict[str, Any], findings: Findings) -> None:
         return
     for engine, names in named.items():
         given = spec.get("engine")
+        if spec["taskType"] == "rag" and engine != "transformers":
+            findings.add(("inference", names[0]), f"is of the {engine} engine alone, and rag answers by transformers")
+            continue
         if given in (None, "auto"):
             if spec.get("environment") is None and spec["taskType"] == "inference":
                 spec["engine"] = engine

@@ -129,6 +129,11 @@ def check_parallel(spec: Mapping[str, Any], findings: Findings, *, at_dispatch: 
         findings.add(
             ("resources", "replicas"), f"is {replicas}, but parallel.max_shards is {most}, which counts; keep one"
         )
+    if count > 1 and _mapping(spec.get("postprocess")).get("jsonl_export") is not None:
+        findings.add(
+            ("postprocess", "jsonl_export"),
+            "makes one file of all rows, which several tasks share; leave parallel and replicas out, or the file",
+        )
     if "shard" in data and not at_dispatch:
         findings.add(("data", "shard"), "is set by gpuflow; give parallel, which splits the data")
     elif count > 1:

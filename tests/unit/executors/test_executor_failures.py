@@ -67,6 +67,7 @@ CASES = [
         "Network",
         True,
     ),
+    (_caused(_named("ConnectError")("x"), _named("RemoteEntryNotFoundError", _HTTPError)(404)), "Network", True),
     (_caused(RuntimeError("could not save"), OSError(errno.ENOSPC, "full")), "DiskFull", True),
     (ConnectionResetError("reset by peer"), "Network", True),
     (TimeoutError("timed out"), "Network", True),

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from gpuflow.errors import InvalidTemplate
+from gpuflow.secrets import public_spec
 from gpuflow.spec import pick, resolve
 from gpuflow.spec.checking import canonical
 from gpuflow.templates import parse
@@ -278,6 +279,20 @@ def test_a_url_is_called_back():
     ]
     assert canonical(found) == found
     assert any("60 s at most" in line for line in told(asked))
+
+
+def test_the_path_of_a_callback_is_not_shown_to_others():
+    shown = public_spec(
+        canonical({**ASK, "output": {"destination": {"type": "callback", "url": "https://h/key-of-it"}}})
+    )
+    assert "key-of-it" not in str(shown)
+    assert shown["output"]["destination"]["url"] == shown["notify"][0]["url"] == "https://h/***"
+
+
+def test_one_file_of_all_rows_is_not_made_by_several_tasks():
+    export = {"jsonl_export": {"path": "a.jsonl", "fields": {"a": "output"}}}
+    refused = mistakes({**ASK, "postprocess": export, "parallel": {"max_shards": 2}})
+    assert "one file of all rows" in refused["postprocess.jsonl_export"]
 
 
 def test_a_mistake_of_a_callback_stands_where_it_was_written():
