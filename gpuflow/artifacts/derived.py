@@ -97,10 +97,12 @@ def _field(wanted: Any, item: Any) -> Any:
 def _at(item: Any, place: str, key: str | None) -> Any:
     if not isinstance(item, Mapping):
         return None
+    metadata = item.get("metadata")
     found = {
         "prompt": item.get("input"),
         "output": item.get("output"),
-        "metadata": item.get("metadata"),
+        # FlowMesh's metadata hold the prompt too
+        "metadata": {"prompt": item.get("input"), **(metadata if isinstance(metadata, Mapping) else {})},
         "item": item,
     }.get(place)
     return found if not key else found.get(key) if isinstance(found, Mapping) else None

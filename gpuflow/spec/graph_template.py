@@ -37,6 +37,9 @@ def check_template(template: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
             not isinstance(rows, Mapping) or set(rows) - {"type", "items"} or not isinstance(rows.get("items"), list)
         ):
             yield ("columns", index, "data"), f"is {show(rows)}; it must be {{type: list, items: [...]}}"
+    if not isinstance(template.get("options") or {}, Mapping):
+        yield ("options",), f"is {show(template['options'])}; options must be a mapping"
+        return
     known = {"columns": {"intro", "closing"}, "two_column_briefing": {"intro", "closing", "role"}, "format": {"format"}}
     for option in sorted(set(map(str, template.get("options") or {})) - known.get(name, set())):
         fields = one_of(sorted(known.get(name, ()))) if known.get(name) else "none"

@@ -70,8 +70,16 @@ def test_rows_are_exported_by_field(tmp_path: Path) -> None:
 
     rows = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()]
     assert rows == [
-        {"question": "a", "answer": "A", "id": 7, "why": None, "kind": "fixed", "whole": {"id": 7}, "n": 3},
-        {"question": "b", "answer": "-", "id": None, "why": "stop", "kind": "fixed", "whole": None, "n": 3},
+        {
+            "question": "a",
+            "answer": "A",
+            "id": 7,
+            "why": None,
+            "kind": "fixed",
+            "whole": {"prompt": "a", "id": 7},
+            "n": 3,
+        },
+        {"question": "b", "answer": "-", "id": None, "why": "stop", "kind": "fixed", "whole": {"prompt": "b"}, "n": 3},
     ]
     assert sealed.result["jsonl_export"] == {
         "path": str(tmp_path / "out" / "rows.jsonl"),
