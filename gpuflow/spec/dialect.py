@@ -26,6 +26,7 @@ _SEPARATOR: Final = "\n\n"
 _SUPERVISED: Final = ("sft", "lora_sft")
 _ENGINES: Final = ("vllm", "transformers")
 _WITH_ENGINES: Final = ("inference", "embedding")
+_OF_THE_CONFIG: Final = ("rope_scaling", "rope_theta")
 _TEMPLATES: Final = ("two_column_briefing", "format")
 #: Their name of the result file, and ours.
 _THEIR_RESULTS, _OUR_RESULTS = "results.json", "responses.json"
@@ -47,7 +48,7 @@ def translate(spec: dict[str, Any], findings: Findings, renamed: Renames) -> Non
     _parallel(spec, findings)
     _sampling(spec)
     _structured(spec, findings, renamed)
-    _model(spec, findings)
+    _model(spec, findings, renamed)
     _archives(spec, renamed)
     _joined_text(spec)
     _output(spec)
@@ -115,7 +116,7 @@ def _structured(spec: dict[str, Any], findings: Findings, renamed: Renames) -> N
         renamed["inference", "structured_outputs"] = ("inference", "templates")
 
 
-def _model(spec: dict[str, Any], findings: Findings) -> None:
+def _model(spec: dict[str, Any], findings: Findings, renamed: Renames) -> None:
     """A preset by its bare name; and the section of an engine is a word for that engine."""
     model = spec.get("model")
     if not isinstance(model, dict):
@@ -127,6 +128,7 @@ def _model(spec: dict[str, Any], findings: Findings) -> None:
         and names_preset(source.get("identifier"))
     ):
         source["type"] = "preset"
+    _overrides(_mapping(model.get("vllm")), renamed)
     if spec.get("taskType") not in _WITH_ENGINES or spec.get("engine") or spec.get("environment"):
         return
     meant = [name for name in _ENGINES if model.get(name)]
@@ -138,6 +140,14 @@ def _model(spec: dict[str, Any], findings: Findings) -> None:
             "asks for vLLM: on a worker without it transformers answers, these arguments are not used, and the result "
             "says so; `engine: vllm` keeps the task from such workers",
         )
+
+
+def _overrides(engine: dict[str, Any], renamed: Renames) -> None:
+    """Arguments of the model's own configuration stand among vLLM's there."""
+    for name in _OF_THE_CONFIG:
+        if engine.get(name) is not None and isinstance(engine.setdefault("hf_overrides", {}), dict):
+            engine["hf_overrides"].setdefault(name, engine.pop(name))
+            renamed["model", "vllm", "hf_overrides"] = ("model", "vllm", name)
 
 
 def _archives(spec: dict[str, Any], renamed: Renames) -> None:

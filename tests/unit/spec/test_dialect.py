@@ -66,6 +66,12 @@ def test_the_section_of_an_engine_is_a_word_for_that_engine():
     assert told({**on_vllm, "engine": "vllm"}) == []
 
 
+def test_arguments_of_the_models_configuration_go_there():
+    vllm = {"rope_theta": 10000.0, "rope_scaling": {"factor": 2.0}, "hf_overrides": {"rope_theta": 5.0}}
+    found = spec_of({**ASK, "engine": "vllm", "model": {**MODEL, "vllm": vllm}})
+    assert found["model"]["vllm"] == {"hf_overrides": {"rope_theta": 5.0, "rope_scaling": {"factor": 2.0}}}
+
+
 def test_a_field_of_one_engine_chooses_it_or_is_refused():
     ngrams = {"no_repeat_ngram_size": 3}
     assert spec_of({**ASK, "inference": ngrams})["engine"] == "transformers"
