@@ -45,8 +45,10 @@ def run(
 
     def start(app: GPUFlow) -> PipelineRun:
         from gpuflow.client import submit_pipeline
+        from gpuflow.settings import Settings
 
-        return submit_pipeline(template, app=app)
+        # On a broker of our own nobody else will come: what these workers cannot serve would wait for ever.
+        return submit_pipeline(template, fail_fast=not Settings.load().redis_url, app=app)
 
     return run_local(start, workers=workers, max_jobs=max_jobs, keep=keep, as_json=as_json)
 

@@ -155,5 +155,10 @@ def test_run_keeps_results_here_and_says_so(tmp_path: Path) -> None:
     assert "missing: plot.png" in done.stdout
     # The worker of that run is gone: a template is compared with this machine.
     explained = gpuflow("explain", "theirs.json")
+    # Nobody else will come to a cluster of one command: what its worker cannot serve ends it.
+    (tmp_path / "far.json").write_text(json.dumps(flowmesh({**spec, "resources": {"accelerators": "H100:8"}})))
+    refused = gpuflow("run", "far.json")
+    assert refused.returncode == 1
+    assert "no live worker can run" in refused.stderr
     assert explained.returncode == 0, explained.stdout + explained.stderr
     assert "this machine" in explained.stdout
