@@ -120,6 +120,9 @@ def test_a_foreign_url_is_called_back_and_without_a_store_nothing_else_goes_away
     )
     nowhere = submit(flowmesh({**fleet.echo(output=1), "output": {"destination": {"type": "http"}}}), app=fleet.app)
 
+    closed = {"type": "callback", "url": "http://127.0.0.1:9/key-of-a-hook", "retries": 0}
+    unheard = submit({**fleet.echo(output=1), "output": {"destination": closed}}, app=fleet.app)
+
     result = task.get(timeout=patient(30))
     with pytest.raises(TaskFailed, match="GPUFLOW_STORE_URL"):
         nowhere.get(timeout=patient(30))
@@ -128,6 +131,12 @@ def test_a_foreign_url_is_called_back_and_without_a_store_nothing_else_goes_away
     assert sent["X-Kind"] == "theirs"
     assert json.loads(content)["task_id"] == task.id
     assert result["missing_artifacts"] == ["plot.png"]
+    told = eventually(
+        lambda: [one for one in fleet.app.event_log.read(unheard.id) if "not delivered" in str(one.data)],
+        within=30,
+        what="the event of a callback that nobody has heard",
+    )
+    assert "key-of-a-hook" not in str(told)
     home = Path(result["result_dir"])
     assert (home / "results.json").read_bytes() == (home / "responses.json").read_bytes()
 
