@@ -65,18 +65,7 @@ def parse_reference(inside: str) -> Reference:
         mend = f"for the whole result of stage {inside!r} write ${{{inside}.result}}"
     else:
         mend = "write ${stage.result.field} or ${env:NAME}"
-    first = re.match(_NAME, inside)
-    raise NotAReference(
-        f"{text!r} is not a reference; {mend}, or $${{...}} for the text itself", first[0] if first else ""
-    )
-
-
-class NotAReference(ValueError):
-    """What stands between `${` and `}` is no reference. `first` is the name that it begins with, "" for none."""
-
-    def __init__(self, message: str, first: str = "") -> None:
-        super().__init__(message)
-        self.first = first
+    raise ValueError(f"{text!r} is not a reference; {mend}, or $${{...}} for the text itself")
 
 
 def _step(found: re.Match[str]) -> str | int:

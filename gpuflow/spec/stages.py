@@ -16,7 +16,7 @@ from gpuflow.spec.models_task import TaskSpec
 from gpuflow.spec.models_types import Strict
 from gpuflow.spec.overlay import stage_spec, written_at
 from gpuflow.spec.pydantic_report import report
-from gpuflow.spec.references import Reference, escape_malformed, walk_references
+from gpuflow.spec.references import Reference, escape_malformed, parse_reference, walk_references
 from gpuflow.spec.report import Findings, Path, one_of, show, suggest
 from gpuflow.spec.sections import USED_BY
 from gpuflow.spec.stage_matrix import check_matrix
@@ -27,6 +27,7 @@ MAX_STAGES: Final = 1000
 #: Sections whose texts programs read that have such braces of their own.
 _READ_BY_OTHERS: Final = frozenset({"command", "container", "env"})
 _PLACEHOLDER: Final = re.compile(r"\{\{\s{0,9}([A-Za-z0-9][\w-]{0,62})((?:\.[\w-]{1,99}|\[\d{1,9}\]){1,20})\s{0,9}\}\}")
+_NAMED: Final = re.compile(r"(?<!\$)\$\{(\s{0,9}([A-Za-z0-9][\w-]{0,62})[^{}\n]{0,300})\}")
 STAGE_NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}", re.I)
 
 
@@ -190,7 +191,7 @@ def _fill(
     else:
         draft.spec = check_spec(merged, inside, foreign=foreign)
     note_placeholders(draft.spec, inside, stages, foreign=foreign)
-    draft.spec, draft.references = collect_references(draft.spec, inside, stages, foreign=foreign)
+    draft.spec, draft.references = collect_references(draft.spec, inside, foreign=foreign)
     if draft.matrix:
         under = findings.within(_under(findings, (*draft.at, "matrix")))
         draft.matrix, more = collect_references(draft.matrix, under, foreign=foreign)
@@ -203,17 +204,24 @@ def _fill(
 
 
 def note_placeholders(spec: Any, findings: Findings, stages: Collection[str], *, foreign: bool) -> None:
-    """Note `{{stage.field}}`, which is no reference and would go to the model as text.
+    """Note what names a stage and is no reference: it would go to the model as text.
 
-    A mistake in a foreign template; in one of ours a warning, since another reader of the text may mean it so.
+    `{{stage.field}}` is a mistake in a foreign template; in one of ours a warning, since another reader of the text may
+    mean it so. A malformed `${stage...}`, which is a mistake of ours anyway, is one of theirs too.
     """
     for path, text in _texts(spec):
-        if "{{" not in text or path[0] in _READ_BY_OTHERS or "chat_template" in path:
+        if path[0] in _READ_BY_OTHERS or "chat_template" in path:
             continue
-        for found in _PLACEHOLDER.finditer(text):
+        for found in _PLACEHOLDER.finditer(text) if "{{" in text else ():
             if found[1] in stages:
                 note = findings.add if foreign else findings.warn
                 note(path, f"has {found[0]!r}, which stays text; write ${{{found[1]}{found[2]}}}")
+        for found in _NAMED.finditer(text) if foreign and "${" in text else ():
+            if found[2] in stages:
+                try:
+                    parse_reference(found[1])
+                except ValueError as error:
+                    findings.add(path, str(error))
 
 
 def _texts(value: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
@@ -227,11 +235,9 @@ def _texts(value: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
             yield from _texts(item, (*path, index))
 
 
-def collect_references(
-    value: Any, findings: Findings, stages: Collection[str] = (), *, foreign: bool
-) -> tuple[Any, list[tuple[Path, Reference]]]:
+def collect_references(value: Any, findings: Findings, *, foreign: bool) -> tuple[Any, list[tuple[Path, Reference]]]:
     """Return the value and its references to stages, each with its path as located; malformed ones are mistakes, or, in
-    foreign templates, plain text with a warning, unless they begin with the name of one of the `stages`."""
+    foreign templates, plain text with a warning."""
     found: list[tuple[Path, Reference]] = []
     malformed = False
     for path, reference in walk_references(value):
@@ -239,7 +245,7 @@ def collect_references(
             break
         if isinstance(reference, ValueError):
             malformed = True
-            if foreign and getattr(reference, "first", "") not in stages:
+            if foreign:
                 findings.warn(path, f"is taken as plain text: {reference}")
             else:
                 findings.add(path, str(reference))
