@@ -41,6 +41,8 @@ from gpuflow.spec.sharding import check_parallel
 
 #: Longest path of unknown fields that are taken out one after the other before giving up.
 _MAX_PASSES: Final = 4
+#: Type of a place that weights or an index are fetched from -> the field that says where it is.
+_PLACES: Final = {"http": "url", "s3": "url", "path": "path", "local": "path"}
 #: Sections of which one field is what a task needs.
 _SHOWN: Final = {"model": "model.source", "embedding": "embedding.model"}
 
@@ -149,6 +151,14 @@ def _warn_of_unused(spec: Mapping[str, Any], findings: Findings) -> None:
     data = spec.get("data")
     if isinstance(data, Mapping) and data.get("trust_remote_code"):
         findings.warn(("data", "trust_remote_code"), "is not used: the code of a data set is never run")
+    for section, name in (("checkpoint", "load"), ("search", "index")):
+        holder = spec.get(section)
+        load = holder.get(name) if isinstance(holder, Mapping) else None
+        place = _PLACES.get(str(load.get("type"))) if isinstance(load, Mapping) else None
+        if isinstance(load, Mapping) and place is not None and load.get(place) is None:
+            findings.warn(
+                (section, name, "type"), f"is not used: {load['type']} is named by {place}, and none is given"
+            )
     model = spec.get("model")
     adapters = model.get("adapters") if isinstance(model, Mapping) else None
     for index, adapter in enumerate(adapters if isinstance(adapters, list) else ()):

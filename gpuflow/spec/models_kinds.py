@@ -64,10 +64,6 @@ class Model(Strict):
     transformers: dict[str, Any] | None = None
 
 
-#: Type of a place -> the field that says where it is.
-_PLACES = {"http": "url", "s3": "url", "path": "path", "local": "path"}
-
-
 class Load(Strict):
     """Weights to begin from."""
 
@@ -80,8 +76,6 @@ class Load(Strict):
     def _one_place(self) -> Load:
         if (self.url is None) == (self.path is None):
             raise ValueError("needs url or path, one of them")
-        if self.type is not None and getattr(self, _PLACES[self.type]) is None:
-            raise ValueError(f"is of type {self.type}, which is named by {_PLACES[self.type]}; correct one of them")
         return self
 
 

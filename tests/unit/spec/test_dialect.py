@@ -256,6 +256,12 @@ def test_an_archive_that_another_machine_fetches_is_named_by_its_url():
     assert found["checkpoint"]["load"]["url"] == "${one.result.final_model_archive_url}"
 
 
+def test_a_type_that_its_place_contradicts_is_told():
+    load = {"type": "path", "url": "http://h/x.tar.gz"}
+    (line,) = told({**ASK, "checkpoint": {"load": load}})
+    assert "path is named by path" in line
+
+
 def test_results_json_is_another_name_of_ours():
     found = spec_of({**ASK, "output": {"artifacts": ["results.json", "logs"]}})
     assert found["output"]["aliases"] == {"results.json": "responses.json"}

@@ -79,7 +79,7 @@ READERS: dict[str, str | dict[str, str]] = {
     },
     "Checkpoint": {"load": "gpuflow/artifacts/inputs.py", "merge_first": "executors/training/beginning.py"},
     "Load": {
-        "type": "gpuflow/spec/models_kinds.py",
+        "type": "gpuflow/spec/checking.py",
         "url": "gpuflow/artifacts/inputs.py",
         "path": "gpuflow/artifacts/inputs.py",
         "headers": "gpuflow/artifacts/inputs.py",
