@@ -13,6 +13,7 @@ import pytest
 from pydantic import BaseModel
 
 from gpuflow.spec import canonical, parse
+from gpuflow.spec.models_kinds import Adapter
 from gpuflow.spec.models_task import TaskSpec
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -71,7 +72,7 @@ READERS: dict[str, str | dict[str, str]] = {
     },
     "ModelSource": "executors/modeling/location.py",
     "Adapter": {
-        "type": "gpuflow/spec/models_kinds.py",
+        "type": "one value",
         "url": "gpuflow/artifacts/inputs.py",
         "path": "executors/sessions/adapters.py",
         "name": "told",
@@ -248,7 +249,9 @@ def test_a_field_has_a_reader(place: str, name: str) -> None:
     file = reader(place)
 
     assert file is not None, f"{place} is new: name who reads it, or tell in gpuflow.spec that nobody does"
-    if file == "told":
+    if file == "one value":
+        assert Adapter.model_fields["type"].annotation == typing.Literal["lora"], "others are refused"
+    elif file == "told":
         warnings = parse({"apiVersion": "gpuflow/v1", "spec": TOLD[place]}).warnings
         assert any(one.path.endswith(name) and "is not used" in one.message for one in warnings)
         assert canonical(TOLD[place])
