@@ -17,6 +17,52 @@ SCHEMA_HEADER: Final = "gpuflow_schema"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What an attempt, or all attempts of a task, have used; docs/howto/usage-and-cost.md says how each is measured.
+
+    `gpu_seconds`: GPUs times seconds, a share of a GPU by its part. `energy_joules`: of whole GPUs, 0 where the driver
+    tells none. `cost` is in the unit of the worker's `--cost`.
+    """
+
+    seconds: float = 0.0
+    gpu_seconds: float = 0.0
+    energy_joules: float = 0.0
+    cost: float = 0.0
+    artifact_bytes: float = 0
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(**{name: getattr(self, name) + getattr(other, name) for name in _USAGE_FIELDS})
+
+    def times(self, share: float) -> Usage:
+        """Return a share of it."""
+        return Usage(**{name: getattr(self, name) * share for name in _USAGE_FIELDS})
+
+    def public(self) -> dict[str, float]:
+        """Return what was used, without what is 0."""
+        values = {shown: round(getattr(self, name), 6) for name, shown in _USAGE_FIELDS.items()}
+        return {shown: value for shown, value in values.items() if value}
+
+    def to_json(self) -> str:
+        """Return it for the Lua steps."""
+        return json.dumps(self.public())
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any] | None) -> Usage:
+        """Read what the Lua steps have written."""
+        values: dict[str, Any] = {name: (raw or {}).get(shown, 0) for name, shown in _USAGE_FIELDS.items()}
+        return cls(**{name: value for name, value in values.items() if isinstance(value, int | float)})
+
+
+_USAGE_FIELDS: Final = {
+    "seconds": "seconds",
+    "gpu_seconds": "gpuSeconds",
+    "energy_joules": "energyJoules",
+    "cost": "cost",
+    "artifact_bytes": "artifactBytes",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
 class TaskRecord:
     """One task. Times are Unix seconds on the server's clock; `spec` is the task spec as submitted.
 
@@ -54,6 +100,7 @@ class TaskRecord:
     run: str | None = None
     call: str | None = None
     is_run: bool = False
+    usage: Usage = Usage()
     schema: int = RECORD_SCHEMA
 
     @classmethod
@@ -96,6 +143,7 @@ class TaskRecord:
             run=raw.get("run") or None,
             call=raw.get("call") or None,
             is_run="merge_tokens" in raw,
+            usage=Usage.from_dict(parsed("usage")),
             schema=int(raw.get("schema", RECORD_SCHEMA)),
         )
 
@@ -124,6 +172,7 @@ class TaskRecord:
             "lost": self.lost or None,
             "coalescedInto": self.run,
             "isRun": self.is_run or None,
+            "usage": self.usage.public() or None,
         }
         return {key: value for key, value in shown.items() if value not in (None, "")}
 
@@ -139,6 +188,7 @@ class AttemptEntry:
     outcome: str
     error: Mapping[str, Any] | None = None
     log_tail: str = ""
+    usage: Usage = Usage()
 
     @classmethod
     def from_json(cls, text: str) -> AttemptEntry:
@@ -152,6 +202,7 @@ class AttemptEntry:
             outcome=raw["outcome"],
             error=raw.get("error"),
             log_tail=raw.get("logTail", ""),
+            usage=Usage.from_dict(raw.get("usage")),
         )
 
     def public(self) -> dict[str, Any]:
@@ -164,6 +215,7 @@ class AttemptEntry:
             "outcome": self.outcome,
             "error": self.error,
             "logTail": self.log_tail,
+            "usage": self.usage.public() or None,
         }
         return {key: value for key, value in shown.items() if value not in (None, "")}
 

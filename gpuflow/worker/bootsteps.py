@@ -107,13 +107,14 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
         gpus: str | None = None,
         executors: str | None = None,
         max_jobs: int | None = None,
-        cost: float = 0.0,
+        cost: float | None = None,
         worker_token_file: str | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(worker, **kwargs)
         app = worker.app
         shadowing_check(Path.cwd())
+        cost = app.settings.cost_per_hour if cost is None else cost
         if cost < 0:
             raise InvalidSettings(f"--cost {cost:g} is below 0; give what an hour of this machine costs")
         if max_jobs is not None and max_jobs < 0:
