@@ -1,8 +1,8 @@
 """The one place that talks to the NVIDIA driver, through NVML (module pynvml of nvidia-ml-py).
 
 Called by `gpuflow.fleet.hardware`, `gpuflow.fleet.gpu_usage` and `gpuflow.fleet.gpu_energy` only. NVML is initialised
-once per process and never shut down; every call is safe from any thread. Every value is read on its own: what one GPU cannot tell is
-None, a GPU that is lost becomes a problem, and the others are read all the same.
+once per process and never shut down; every call is safe from any thread. Every value is read on its own: what one GPU
+cannot tell is None, a GPU that is lost becomes a problem, and the others are read all the same.
 """
 
 from __future__ import annotations

@@ -143,7 +143,10 @@ def test_queues_beyond_the_bound_are_summed() -> None:
 @pytest.mark.parametrize(
     ("load", "used", "leased", "foreign"),
     [
-        ({"gpus": {"GPU-box-0": {"freeMib": 900}}, "freeGpus": ["GPU-box-0"], "roomMib": {"GPU-box-0": 1000}}, 100, 0, 0),
+        (
+            {"gpus": {"GPU-box-0": {"freeMib": 900}}, "freeGpus": ["GPU-box-0"], "roomMib": {"GPU-box-0": 1000}},
+            100, 0, 0,
+        ),
         ({"gpus": {"GPU-box-0": {"freeMib": 100}}, "freeGpus": [], "roomMib": {"GPU-box-0": 0}}, 900, 1000, 0),
         ({"gpus": {"GPU-box-0": {"freeMib": 500}}, "freeGpus": [], "roomMib": {"GPU-box-0": 600}}, 500, 400, 0),
         (
