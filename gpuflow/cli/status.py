@@ -16,16 +16,28 @@ if TYPE_CHECKING:
 
 @click.command(short_help="Show a pipeline or task, or all recent ones.")
 @click.argument("record_id", metavar="[ID]", required=False)
-@click.option("--watch", "-w", "watching", is_flag=True, help="Show live progress until it ends; exit code 0 or 1.")
+@click.option(
+    "--watch", "-w", "watching", is_flag=True, help="Live, until it ends (exit code 0 or 1); without ID: the fleet."
+)
 @click.option("--limit", default=20, show_default=True, type=click.IntRange(1, 1000), help="How many recent ones.")
 @json_option
 def status(record_id: str | None, watching: bool, limit: int, as_json: bool) -> int:
-    """Show the state of a pipeline or task; without ID, the recent ones."""
-    from gpuflow.cli.session import connected
+    """Show the state of a pipeline or task; without ID, the recent ones.
 
-    if watching and record_id is None:
-        raise bad_input("--watch needs the ID of a pipeline or task; `gpuflow status` lists them")
+    --watch without ID shows workers, queues, running tasks and rates until Ctrl-C; where there is no terminal, a line
+    whenever they change.
+    """
+    from gpuflow.cli.session import connected, signals_interrupt
+
+    if watching and record_id is None and as_json:
+        raise bad_input("--watch --json needs the ID of a pipeline or task; `gpuflow workers --json` shows the fleet")
     with connected() as app:
+        if watching and record_id is None:
+            from gpuflow.cli.fleet_watch import watch_fleet
+
+            with signals_interrupt():
+                watch_fleet(app)
+            return DONE
         if record_id is None:
             _recent(app, limit, as_json)
             return DONE

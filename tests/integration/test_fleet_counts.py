@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import uuid
 from collections.abc import Iterator
 
 import pytest
 
-from gpuflow.broker.leases import LeaseTable
 from gpuflow.broker.scripts import broker_script, script_text
 from gpuflow.client import submit
-from gpuflow.ledger.ledger import Holder, ledger_script
+from gpuflow.ledger.ledger import ledger_script
 from gpuflow.ledger.records import Usage
 from gpuflow.ledger.states import TaskState
 from gpuflow.metrics.collector import FleetCollector
 from gpuflow.metrics.counters import parse
 from tests.support.fleet import TestFleet
-from tests.support.pops import POP_ONE, lose
+from tests.support.pops import begin, lose
 
-LEASE_SECONDS = 600.0
 USED = Usage(seconds=2.5, gpu_seconds=5, energy_joules=100.25, cost=0.5, artifact_bytes=10)
 
 
@@ -39,22 +35,6 @@ def brokered(server: TestFleet) -> TestFleet:
     return server
 
 
-def begin(fleet: TestFleet, owner: str = "w1:1") -> tuple[Holder, str]:
-    """Take the waiting message and start its task, each twice; return the attempt and the delivery tag."""
-    keys, client = fleet.app.keys, fleet.broker.client
-    table = LeaseTable(keys, LEASE_SECONDS, owner=owner)
-    table.connect(client, keep=False)
-    table.sweeper.sweep(client)
-    names = [keys.leases, keys.unacked, keys.owners, keys.ready, keys.returned, keys.sweep, table.bell]
-    taken = broker_script("pop")(client, [*names, f"{keys.prefix}cpu"], [owner, LEASE_SECONDS, POP_ONE])
-    message = json.loads(taken[1])
-    tag, task = message["properties"]["delivery_tag"], message["headers"]["id"]
-    call = {"owner_token": owner, "tag": tag, "call": uuid.uuid4().hex, "returned": taken[5]}
-    started = fleet.app.ledger.start(task, worker=owner, **call)
-    assert fleet.app.ledger.start(task, worker=owner, **call) == started
-    return Holder(attempt=started.attempt, token=owner), tag
-
-
 def counted(fleet: TestFleet, name: str) -> dict[tuple[str, ...], int]:
     """Return the counts of one name, by label, type and queue where they have them."""
     raw = fleet.broker.client.hgetall(fleet.app.keys.metrics)
@@ -66,7 +46,7 @@ def test_a_task_is_counted_from_submit_to_end(brokered: TestFleet) -> None:
     ledger = brokered.app.ledger
     task = submit(brokered.echo(output=1), app=brokered.app)
     assert counted(brokered, "submitted") == {("echo", "cpu"): 1}
-    holder, _ = begin(brokered)
+    holder, _ = begin(brokered, "w1:1")
     assert counted(brokered, "started") == {("echo",): 1}
     assert sum(counted(brokered, "wait_bucket").values()) == 1
     for _ in range(2):  # the second as if the answer of the first had been lost
@@ -86,12 +66,12 @@ def test_the_use_of_all_attempts_is_that_of_the_task(brokered: TestFleet) -> Non
     ledger = brokered.app.ledger
     task = submit(brokered.echo(output=1), app=brokered.app)
     error = {"type": "Bad", "message": "bad", "retryable": True}
-    holder, tag = begin(brokered)
+    holder, tag = begin(brokered, "w1:1")
     ledger.give_back(task.id, holder, tag, reason="failed", error=error, usage=USED)
     assert ledger.give_back(task.id, holder, tag, reason="failed", error=error, usage=USED) == "refused"
-    holder, tag = begin(brokered)
+    holder, tag = begin(brokered, "w1:1")
     lose(brokered.app.keys, brokered.broker.client, tag)
-    holder, _ = begin(brokered)
+    holder, _ = begin(brokered, "w1:1")
     assert ledger.commit(task.id, TaskState.FAILED, holder=holder, error=error, usage=USED)
     assert counted(brokered, "attempts") == {("failed", "echo"): 2, ("lost", "echo"): 1}
     assert counted(brokered, "ended") == {("FAILED", "echo", "cpu"): 1}

@@ -23,6 +23,8 @@ import pytest
 import redis
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from gpuflow.broker.embedded import _shipped_program
 from tests.support.fleet import ROOT, keep_log
@@ -145,6 +147,7 @@ class Composed:
             password=password,
             decode_responses=True,
             single_connection_client=True,
+            retry=Retry(NoBackoff(), 0),
         )
 
     def url(self, path: str) -> str:
@@ -201,10 +204,12 @@ def test_a_task_runs_through_the_services(composed: Composed) -> None:
         found = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
         return {f"{one.name} {' '.join(sorted(one.labels.values()))}".strip(): one.value for one in found}
 
-    found = eventually(
-        lambda: (now := metrics()).get("gpuflow_tasks_total SUCCEEDED cpu echo") == 1 and now, what="the metrics"
-    )
-    assert found["gpuflow_workers IDLE"] + found["gpuflow_workers BUSY"] == 1
+    def all_there() -> dict[str, float] | None:
+        found = metrics()
+        workers = found["gpuflow_workers IDLE"] + found["gpuflow_workers BUSY"]
+        return found if found.get("gpuflow_tasks_total SUCCEEDED cpu echo") == workers == 1 else None
+
+    found = eventually(all_there, what="the task and its worker in the metrics")
     assert found["gpuflow_broker_aof_enabled"] == 1
 
 
