@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -40,7 +41,7 @@ class Usage:
     def public(self) -> dict[str, float]:
         """Return what was used, without what is 0."""
         values = {shown: round(getattr(self, name), 6) for name, shown in _USAGE_FIELDS.items()}
-        return {shown: value for shown, value in values.items() if value}
+        return {shown: value for shown, value in values.items() if value and math.isfinite(value)}
 
     def to_json(self) -> str:
         """Return it for the Lua steps."""

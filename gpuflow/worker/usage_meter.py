@@ -23,7 +23,7 @@ from gpuflow.worker.slots import Allocation
 class UsageMeter:
     """Measures one attempt from its construction on; `stop` ends it.
 
-    `cpus` is what a task without GPUs has asked for. `sharers` tells how many requests use the GPUs now (1: a child of
+    `cpus` is what a task without GPUs holds. `sharers` tells how many requests use the GPUs now (1: a child of
     its own). `cost_per_hour` is that of the whole machine.
     """
 
@@ -96,7 +96,7 @@ def meter_of(admission: Admission, tag: str, hold: Hold, allocation: Allocation 
     return UsageMeter(
         admission.capability,
         hold,
-        cpus=(asked.cpu if asked is not None else None) or 1.0,
+        cpus=(asked.cpu if asked is not None else None) or admission.capability.cpu_count / admission.limits.cpu_jobs,
         cost_per_hour=admission.demands.cost,
         sharers=(lambda: 1) if sessions is None else (lambda: sessions.sharers(tag)),
     )

@@ -110,6 +110,20 @@ def test_names_that_users_choose_are_bounded(brokered: TestFleet) -> None:
     assert counted(brokered, "ended") == {("CANCELLED", "other", "other"): 1}
 
 
+def test_a_count_that_cannot_be_kept_fails_no_step(brokered: TestFleet) -> None:
+    client, keys = brokered.broker.client, brokered.app.keys
+    task = submit(brokered.echo(output=1), app=brokered.app)
+    holder, _ = begin(brokered, "w1:1")
+    client.hset(keys.metrics, "gpu_ms\n\necho", 2**63 - 1)  # it would overflow
+    assert brokered.app.ledger.commit(task.id, TaskState.SUCCEEDED, holder=holder, result={}, usage=USED)
+    client.delete(keys.metrics)
+    client.set(keys.metrics, "no hash")
+    task = submit(brokered.echo(output=1), app=brokered.app)
+    holder, _ = begin(brokered, "w1:1")
+    assert brokered.app.ledger.commit(task.id, TaskState.SUCCEEDED, holder=holder, result={}, usage=USED)
+    assert task.record().usage == USED
+
+
 def test_a_label_cannot_forge_another_count(brokered: TestFleet) -> None:
     client, keys = brokered.broker.client, brokered.app.keys
     for task_type in ("a\nb", "x" * 200):

@@ -15,7 +15,7 @@ end
 
 -- Counts of the fleet, for metrics (metrics/counters.py): the hash `gpuflow.metrics` has `<name>\n<label>\n<task type>`,
 -- and for some `\n<queue>` -> a whole number that only grows. Task types and queues are named by users: beyond so many
--- combinations, new ones are counted as 'other'.
+-- combinations, new ones are counted as 'other'. A count that cannot be kept fails no step.
 local MOST_SERIES = 5000
 local LONGEST_LABEL = 120
 
@@ -27,9 +27,9 @@ end
 local function count(prefix, amount, name, label, task_type, queue)
   local key = prefix .. 'gpuflow.metrics'
   local field = name .. '\n' .. label .. '\n' .. label_of(task_type) .. (queue and '\n' .. label_of(queue) or '')
-  if redis.call('HINCRBY', key, field, amount) == tonumber(amount) and redis.call('HLEN', key) > MOST_SERIES then
+  if redis.pcall('HINCRBY', key, field, amount) == tonumber(amount) and redis.call('HLEN', key) > MOST_SERIES then
     redis.call('HDEL', key, field)
-    redis.call('HINCRBY', key, name .. '\n' .. label .. '\nother' .. (queue and '\nother' or ''), amount)
+    redis.pcall('HINCRBY', key, name .. '\n' .. label .. '\nother' .. (queue and '\nother' or ''), amount)
   end
 end
 

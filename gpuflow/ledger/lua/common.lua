@@ -27,7 +27,8 @@ local UNITS = {gpuSeconds = 1e3, energyJoules = 1e3, cost = 1e6, artifactBytes =
 
 local function add_usage(record, prefix, task_type, used)
   local total = cjson.decode(redis.call('HGET', record, 'usage') or '{}')
-  for name, amount in pairs(used) do
+  for name, given in pairs(used) do
+    local amount = tonumber(given) or 0
     total[name] = (total[name] or 0) + amount
     if USED[name] then
       count(prefix, string.format('%.0f', math.max(0, amount) * UNITS[name]), USED[name], '', task_type)

@@ -109,3 +109,4 @@ def test_use_is_added_divided_and_read_back() -> None:
     assert Usage.from_dict(one.public()) == one
     assert Usage().public() == {} and Usage.from_dict(None) == Usage()
     assert Usage.from_dict({"cost": "much", "unknown": 1}) == Usage()
+    assert Usage(seconds=1, cost=float("inf"), energy_joules=float("nan")).to_json() == '{"seconds": 1}'
