@@ -1,6 +1,7 @@
 """The collector of one fleet for prometheus_client: the gateway registers it, and whoever else serves `/metrics`.
 
-Nothing is kept in the process but the last answer, for a second or two: many scrapers cost the broker no more than one.
+Nothing is kept in the process but the last answer, or error, for a second or two: many scrapers cost the broker no more
+than one, and of those that come at once only the first waits for a broker that does not answer.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Final
 import redis
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+from redis.exceptions import RedisError
 
 from gpuflow.broker.keys import Keys
 from gpuflow.metrics.families import families
@@ -34,17 +36,26 @@ class FleetCollector(Collector):
         self._clock = clock
         self._lock = threading.Lock()
         self._metrics: list[Metric] = []
+        self._error: RedisError | OSError | None = None
         self._read_at: float | None = None
 
     def collect(self) -> Iterator[Metric]:
         """Yield each metric once. Raises redis errors."""
         with self._lock:
-            now = self._clock()
-            if self._read_at is None or now - self._read_at >= FRESH_SECONDS:
-                self._metrics = families(read(self._client, self._keys, self._plain_queue))
-                self._read_at = now
-            metrics = self._metrics
+            if self._read_at is None or self._clock() - self._read_at >= FRESH_SECONDS:
+                self._read()
+            metrics, error = self._metrics, self._error
+        if error is not None:
+            raise error.with_traceback(None)
         yield from metrics
+
+    def _read(self) -> None:
+        try:
+            self._metrics, self._error = families(read(self._client, self._keys, self._plain_queue)), None
+        except (RedisError, OSError) as error:
+            self._error = error
+        finally:
+            self._read_at = self._clock()
 
     def describe(self) -> list[Metric]:
         """Return nothing: to register the collector must not ask the broker."""

@@ -151,19 +151,19 @@ def _gpus(readings: Readings, found: Found) -> None:
         if worker.state is WorkerState.OFFLINE:
             continue
         for gpu in worker.capability.get("gpus") or ():
-            key, at = (worker.hostname, str(gpu["uuid"])), _number(worker.load.get("gpusSeenAt")) or 0.0
+            key, at = (worker.hostname, str(gpu.get("uuid"))), _number(worker.load.get("gpusSeenAt")) or 0.0
             first.setdefault(key, worker.id)
             if key not in newest or at > newest[key][0]:
                 newest[key] = (at, worker.id, worker)
     for key, (_, _, worker) in newest.items():
-        gpu = next(one for one in worker.capability["gpus"] if str(one["uuid"]) == key[1])
+        gpu = next(one for one in worker.capability["gpus"] if str(one.get("uuid")) == key[1])
         labels = (first[key], key[1], str((gpu.get("names") or [""])[0]))
         for name, value in _gpu_values(worker.load, gpu).items():
             found[name][labels] = value
 
 
 def _gpu_values(load: Mapping[str, Any], gpu: Mapping[str, Any]) -> dict[str, float]:
-    uuid, size = str(gpu["uuid"]), _number(gpu.get("total_mib")) or 0.0
+    uuid, size = str(gpu.get("uuid")), _number(gpu.get("total_mib")) or 0.0
     values = {"gpu_memory_size_bytes": size * _MIB}
     now = _of(load.get("gpus"), uuid)
     free = _number(now.get("freeMib")) if isinstance(now, Mapping) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import redis
 
 from gpuflow.broker.scripts import broker_script, script_text
 from gpuflow.client import submit
@@ -151,6 +152,25 @@ def test_the_collector_reads_the_broker_once_for_many_scrapers(brokered: TestFle
     assert {one.labels["queue"]: one.value for one in waiting.samples if one.labels["state"] == "waiting"}["cpu"] == 1
     served = next(metric for metric in collector.collect() if metric.name == "gpuflow_queue_workers")
     assert {one.labels["queue"]: one.value for one in served.samples}["cpu"] == 0
+
+
+def test_an_error_of_the_broker_is_told_to_all_who_asked_at_that_time(brokered: TestFleet) -> None:
+    now, asked = [0.0], []
+
+    class Away:
+        def pipeline(self, **_: object) -> object:
+            asked.append(now[0])
+            raise redis.ConnectionError("away")
+
+    collector = FleetCollector(Away(), brokered.app.keys, "tasks", clock=lambda: now[0])  # type: ignore[arg-type]
+    for _ in range(3):
+        with pytest.raises(redis.ConnectionError):
+            list(collector.collect())
+    assert asked == [0.0]
+    now[0] += 2.0
+    with pytest.raises(redis.ConnectionError):
+        list(collector.collect())
+    assert asked == [0.0, 2.0]
 
 
 def test_a_login_that_may_not_ask_the_server_gets_all_else(brokered: TestFleet) -> None:
