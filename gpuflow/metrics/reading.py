@@ -1,4 +1,4 @@
-"""Reads all that the metrics tell of a fleet, in three round trips. Read-only."""
+"""Reads all that the metrics tell of a fleet, in four round trips. Read-only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpuflow.broker.keys import RECONCILED_AT, Keys
 from gpuflow.broker.leases import UNSWEPT_SECONDS
 from gpuflow.broker.priorities import queue_of
 from gpuflow.broker.scripts import load_script, script_text
-from gpuflow.fleet.registry import WorkerEntry
+from gpuflow.fleet.registry import Fleet, WorkerEntry
 from gpuflow.fleet.serving import serving_classes
 from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUE
 from gpuflow.routing.queues import is_demand_queue
@@ -71,7 +71,6 @@ def read(client: Any, keys: Keys, plain_queue: str) -> Readings:
     pipe.llen(keys.unreadable)
     pipe.zrange(keys.leases, 0, -1, withscores=True)
     pipe.hget(keys.scaling_leader, "until")
-    pipe.smembers(keys.workers)
     pipe.info()
     answers = pipe.execute(raise_on_error=False)
     *answers, info = answers
@@ -79,13 +78,13 @@ def read(client: Any, keys: Keys, plain_queue: str) -> Readings:
         if isinstance(answer, Exception):
             raise answer
     (seconds, micros), counts, merge, scaling, repairs, machines, owners, kept, delayed, dead, *rest = answers
-    unfinished, unreadable, ends, led_until, worker_ids = rest
+    unfinished, unreadable, ends, led_until = rest
     if isinstance(info, Exception):
         if not isinstance(info, ResponseError):
             raise info
         info = {}  # this login may not ask
     now = seconds + micros / 1e6
-    workers = _workers(client, keys, sorted(worker_ids))
+    workers = tuple(Fleet(client, keys).workers())
     live = {tag for tag, end in ends if end > now - UNSWEPT_SECONDS}
     running, lost = _held(owners, live, keys.prefix)
     return Readings(
@@ -107,16 +106,6 @@ def read(client: Any, keys: Keys, plain_queue: str) -> Readings:
         queues=_queues(client, keys, plain_queue, workers, running, lost),
         info=info,
     )
-
-
-def _workers(client: Any, keys: Keys, ids: list[str]) -> tuple[WorkerEntry, ...]:
-    pipe = client.pipeline(transaction=False)
-    for worker_id in ids:
-        pipe.hgetall(keys.worker(worker_id))
-        pipe.pttl(keys.heartbeat(worker_id))
-    answers = pipe.execute()
-    pairs = zip(answers[::2], answers[1::2], strict=True)
-    return tuple(WorkerEntry.from_hash(raw, left_ms=left) for raw, left in pairs if raw.get("state"))
 
 
 def _held(owners: Mapping[str, str], live: set[str], prefix: str) -> tuple[Counter[str], Counter[str]]:

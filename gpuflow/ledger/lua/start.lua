@@ -40,8 +40,9 @@ if not state then
   count(prefix_of(KEYS[9]), 1, 'submitted', '', task_type, in_queue or '')
   state = 'QUEUED'
 end
-local schema, attempt, tag, worker, until_, failures, call, alone = unpack(redis.call('HMGET', KEYS[1],
-  'schema', 'attempt', 'tag', 'avoid_worker', 'avoid_until', 'failures', 'start_call', 'alone'))
+local schema, attempt, tag, worker, until_, failures, call, alone, task_type, queued_since, not_before = unpack(
+  redis.call('HMGET', KEYS[1], 'schema', 'attempt', 'tag', 'avoid_worker', 'avoid_until', 'failures', 'start_call',
+    'alone', 'task_type', 'updated_at', 'not_before'))
 alone = alone and 1 or 0
 attempt, failures = tonumber(attempt or '0'), tonumber(failures or '0')
 if tonumber(schema or '1') > tonumber(ARGV[7]) then return {'newer', state, attempt, failures, alone} end
@@ -72,7 +73,6 @@ if runs(state) then
     return {'final', 'DEAD', attempt, failures, alone}
   end
 end
-local task_type, queued_since, not_before = unpack(redis.call('HMGET', KEYS[1], 'task_type', 'updated_at', 'not_before'))
 count(prefix_of(KEYS[9]), 1, 'started', '', task_type)
 if state == 'QUEUED' and queued_since then
   observe(prefix_of(KEYS[9]), 'wait', task_type, seconds - math.max(tonumber(queued_since), tonumber(not_before or '0')))
