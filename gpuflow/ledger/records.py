@@ -13,6 +13,11 @@ from gpuflow.protocol import whole_text
 
 #: Schema number of a record; readers accept this one and the one before. 2: merged calls and their runs.
 RECORD_SCHEMA: Final = 2
+#: Fields of a record that are small whatever its task is: what lists and filters look at.
+HEAD_FIELDS: Final = (
+    *("schema", "id", "state", "queue", "name", "owner", "labels", "task_type", "attempt", "worker", "pipeline"),
+    *("stage", "created_at", "started_at", "finished_at", "updated_at", "error", "tag", "run", "call", "merge_tokens"),
+)
 #: Message header that carries the schema number of a supervised task's message.
 SCHEMA_HEADER: Final = "gpuflow_schema"
 
@@ -68,7 +73,8 @@ class TaskRecord:
     """One task. Times are Unix seconds on the server's clock; `spec` is the task spec as submitted.
 
     `lost`: its worker has gone, and it waits for another one (`Ledger.as_seen`). `run`: the run of merged calls that
-    answers it, `call` the key of its call there; `is_run`: it is such a run.
+    answers it, `call` the key of its call there; `is_run`: it is such a run. `labels` are the `metadata.labels` of the
+    template.
     """
 
     id: str
@@ -102,6 +108,7 @@ class TaskRecord:
     call: str | None = None
     is_run: bool = False
     usage: Usage = Usage()
+    labels: Mapping[str, str] = field(default_factory=dict)
     schema: int = RECORD_SCHEMA
 
     @classmethod
@@ -145,6 +152,7 @@ class TaskRecord:
             call=raw.get("call") or None,
             is_run="merge_tokens" in raw,
             usage=Usage.from_dict(parsed("usage")),
+            labels=parsed("labels") or {},
             schema=int(raw.get("schema", RECORD_SCHEMA)),
         )
 
@@ -156,6 +164,7 @@ class TaskRecord:
             "queue": self.queue,
             "name": self.name,
             "owner": self.owner,
+            "labels": dict(self.labels) or None,
             "taskType": self.task_type,
             "attempt": self.attempt,
             "worker": self.worker,
@@ -230,6 +239,7 @@ def new_record_fields(
     owner: str = "",
     pipeline: str | None = None,
     stage: str | None = None,
+    labels: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Return the fields of a new record as strings, for the publish step."""
     fields = {
@@ -243,5 +253,6 @@ def new_record_fields(
         "attempt": "0",
         "pipeline": pipeline or "",
         "stage": stage or "",
+        "labels": json.dumps(dict(labels), ensure_ascii=False) if labels else "",
     }
     return {key: whole_text(value) for key, value in fields.items() if value != ""}

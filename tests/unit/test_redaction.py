@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from executors import failures
 from executors.data import hub
 from gpuflow.errors import NotAllowed
-from gpuflow.logs import get_logger, mask_handlers
+from gpuflow.logs import dress, get_logger
 from gpuflow.secrets import (
     Redactor,
     is_secret_variable,
@@ -318,8 +318,8 @@ def test_log_lines_and_tracebacks_are_masked(caplog: pytest.LogCaptureFixture) -
     redactor = Redactor(["canaryword"])
     known.add(redactor)
     try:
-        mask_handlers(logger)
-        mask_handlers(logger)
+        dress("text", logger.name)
+        dress("text", logger.name)
         get_logger("gpuflow.test_secrets").info("seen", cause="canaryword", url="http://a:b@h", why=["canaryword"])
         try:
             raise ValueError("canaryword")
