@@ -318,8 +318,9 @@ def worker_options() -> list[CeleryOption]:
         CeleryOption(
             ("--cost",),
             type=float,
-            default=0.0,
-            help="What an hour of this machine costs; of machines that fit, the cheapest is woken first.",
+            default=None,
+            help="What an hour of this machine costs (GPUFLOW_COST_PER_HOUR); of machines that fit, the cheapest is "
+            "woken first.",
             help_group="gpuflow",
         ),
         CeleryOption(("--ephemeral",), is_flag=True, help="Run one job, then exit.", help_group="gpuflow"),

@@ -37,11 +37,12 @@ _WORKING_FOLDERS: Final = frozenset({"checkpoints", "work"})
 
 @dataclass(frozen=True, kw_only=True)
 class SealedResults:
-    """The result value with the places of its archives, the SHA-256 of the manifest, and the names in it."""
+    """The result value with the places of its archives, the SHA-256 of the manifest, its names and their bytes."""
 
     result: dict[str, Any]
     digest: str
     names: tuple[str, ...]
+    total_bytes: int = 0
 
 
 def seal_results(
@@ -91,7 +92,9 @@ def seal_results(
     path = folder / "manifest.json"
     write_json(path, manifest)
     names = tuple(entry["name"] for entry in manifest["artifacts"] if "missing" not in entry)
-    return SealedResults(result=value, digest=hashlib.sha256(path.read_bytes()).hexdigest(), names=names)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    total_bytes = sum(entry.get("bytes", 0) for entry in manifest["artifacts"])
+    return SealedResults(result=value, digest=digest, names=names, total_bytes=total_bytes)
 
 
 def digests_in(manifest: Path) -> dict[str, str]:

@@ -26,6 +26,7 @@
 | `celery-task-meta-<id>` | string | Celery's result entry |
 | `gpuflow.dead` | zset | task id -> when it died (dead letters) |
 | `gpuflow.repairs` | hash | kind of repair -> how often the reconciler made it |
+| `gpuflow.metrics` | hash | counts of tasks and attempts (`metrics.counters`); `reconciled_at` |
 | `gpuflow.tasks` | zset | task id -> when it was submitted |
 | `gpuflow.unfinished` | set | ids of the tasks that are not final |
 | `gpuflow.merge` | hash | counts of merged calls: `calls`, `new`, `coalesced`, `batched`, `hit`, ...; `kept_bytes` |
@@ -62,6 +63,10 @@ The optional global prefix (GPUFLOW_KEY_PREFIX) stands before every one of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
+
+#: Field of `gpuflow.metrics`: when the reconciler ran last (Unix seconds on the server's clock).
+RECONCILED_AT: Final = "reconciled_at"
 
 
 @dataclass(frozen=True)
@@ -151,6 +156,11 @@ class Keys:
     def repairs(self) -> str:
         """Counts of repairs."""
         return f"{self.prefix}gpuflow.repairs"
+
+    @property
+    def metrics(self) -> str:
+        """Counts of tasks and attempts."""
+        return f"{self.prefix}gpuflow.metrics"
 
     @property
     def unfinished(self) -> str:

@@ -32,6 +32,7 @@ SECTIONS: Final[dict[str, dict[str, tuple[str, str, str]]]] = {
     "Fleet": {
         "queues": ("fleet", "queues", "List the queues: what waits, what runs, who serves."),
         "workers": ("fleet", "workers", "List the workers; show, enable, disable or drain one."),
+        "usage": ("usage", "usage", "Show what was used, by owner, pipeline, model, worker or type."),
         "scaling": ("scaling", "scaling", "Show what scales the fleet, and its decisions."),
         "schedules": ("schedules", "schedules", "Submit templates at set times: list, add, remove."),
         "hardware": ("hardware", "hardware", "Show the GPUs, CPUs and memory of this machine."),

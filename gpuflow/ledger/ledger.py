@@ -17,7 +17,7 @@ from gpuflow.broker.leases import live_leases
 from gpuflow.broker.scripts import Script, load_script, script_text
 from gpuflow.broker.sweeper import BELL_SECONDS
 from gpuflow.errors import UnknownTask
-from gpuflow.ledger.records import HEAD_FIELDS, RECORD_SCHEMA, AttemptEntry, TaskRecord
+from gpuflow.ledger.records import HEAD_FIELDS, RECORD_SCHEMA, AttemptEntry, TaskRecord, Usage
 from gpuflow.ledger.states import TaskState, lua_preamble
 
 #: So many lost workers end a task: it may be the task that takes its machines down.
@@ -263,6 +263,7 @@ class Ledger:
         error: Mapping[str, Any] | None = None,
         manifest: str = "",
         log_tail: str = "",
+        usage: Usage | None = None,
     ) -> bool:
         """Set the final state, if `holder` runs the current attempt (None: if no attempt runs). False when refused."""
         keys = self.keys
@@ -280,6 +281,7 @@ class Ledger:
                 self.events_maxlen,
                 self.retention_seconds,
                 uuid.uuid4().hex,
+                "" if usage is None else usage.to_json(),
             ],
         )
         return bool(done)
@@ -297,6 +299,7 @@ class Ledger:
         avoid: str = "",
         avoid_seconds: float = 0,
         alone: bool = False,
+        usage: Usage | None = None,
     ) -> Literal["queued", "cancel", "refused"]:
         """End an attempt but not its task (YIELD): record and message wait again, in one step.
 
@@ -331,6 +334,7 @@ class Ledger:
                 self.events_maxlen,
                 BELL_SECONDS,
                 int(alone),
+                "" if usage is None else usage.to_json(),
             ],
         )
         return answer

@@ -165,6 +165,7 @@ class Autoscaler(threading.Thread):
         if answer == "fenced":
             raise NoLeader
         if answer == "written":
+            self._store.count(str(action.kind))
             log.info("scaled", **fields)
         return answer == "written"
 

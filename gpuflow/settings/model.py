@@ -116,6 +116,7 @@ class Settings(BaseModel):
     scaling_policy: str | None = _setting(
         "GPUFLOW_SCALING_POLICY", None, "the path of a scaling policy, or a preset such as local"
     )
+    cost_per_hour: Duration = _setting("GPUFLOW_COST_PER_HOUR", 0.0, "what an hour of this machine costs, such as 2.5")
     lease_seconds: Seconds = _setting("GPUFLOW_LEASE_SEC", 60, "seconds, such as 60")
     key_prefix: str = _setting("GPUFLOW_KEY_PREFIX", "", "letters, digits, '.', '_', '-' and ':'")
     worker_token: SecretStr | None = _setting("GPUFLOW_WORKER_TOKEN", None, "a worker token", secret=True)

@@ -434,6 +434,8 @@ def test_a_disabled_worker_takes_nothing_and_by_hand_wins(quick: TestFleet) -> N
     found = json.loads(gpuflow(fleet, "scaling", "decisions", "--json"))
     reasons = {entry["action"]: entry["reason"] for entry in found}
     assert set(reasons) == {"enable", "disable"}
+    counts = ScalingStore(fleet.app.redis, fleet.app.keys).counts()
+    assert counts["enable"] >= 1 and counts["disable"] >= 1
     assert reasons["enable"] == "1 task waits in cpu and no enabled worker serves it"
     gpuflow(fleet, "workers", "enable", "w1")
     assert "enabled by hand" in gpuflow(fleet, "workers")
