@@ -23,7 +23,7 @@ from executors.training.health import find_warnings
 from executors.training.memory import Batch, free_memory, is_out_of_memory, without_room
 from executors.training.requirements import check_requirements, quantised
 from executors.training.rows import RowCounts, without_empty
-from executors.training.tracking import declare_tracking, prepare_tracking
+from executors.training.tracking import finish_tracking, prepare_tracking
 from gpuflow.protocol import Emitter, Request, complete_checkpoints
 
 if TYPE_CHECKING:
@@ -260,7 +260,7 @@ class Training(Executor):
                 result |= self._save(job, trainer, parts)
             if trainer.is_world_process_zero():
                 _plot(job.request, progress.history, emitter)
-                declare_tracking(job.request, emitter)
+                finish_tracking(job.request, emitter)
             write_responses(job.request, emitter, {**result, "items": [], "history": progress.history})
         return result
 
@@ -366,7 +366,7 @@ class Training(Executor):
         if merges:
             model = model.merge_and_unload()
         target = Path(job.request.output_dir) / name
-        save_final(model, trainer.processing_class, target, base_name=parts.location.name, state=state)
+        save_final(model, trainer.processing_class, target, base=parts.location, state=state)
         job.emitter.artifact(name)
         return {name: name}
 

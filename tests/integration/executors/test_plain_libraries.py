@@ -51,6 +51,7 @@ def _call(name):
 
 
 CHAT_PAIRS = [{"prompt": _asked(p["prompt"]), "completion": _said(p["completion"])} for p in PAIRS]
+LONG_CHAT = {"prompt": _asked(LONG["prompt"]), "completion": _said(LONG["completion"])}
 CHATS = [{"messages": [*_asked(p["prompt"]), *_said(p["completion"])]} for p in PAIRS]
 TEXTS = [{"text": f"{p['prompt']} {p['completion']}"} for p in PAIRS]
 SEPARATED = [{"prompt": f"{p['prompt']} ", "completion": p["completion"]} for p in PAIRS]
@@ -134,7 +135,7 @@ def plain(tmp_path):
 @pytest.mark.parametrize(
     ("task_type", "write", "given", "scripted", "extra"),
     [
-        ("lora_sft", _list, [*PAIRS, LONG], [*CHAT_PAIRS, {"prompt": _asked(LONG["prompt"]), "completion": _said("Here.")}], {}),
+        ("lora_sft", _list, [*PAIRS, LONG], [*CHAT_PAIRS, LONG_CHAT], {}),
         ("sft", _jsonl, PAIRS, CHAT_PAIRS, {}),
         ("lora_sft", _jsonl, CHATS, CHATS, {}),
         ("lora_sft", _list, TEXTS, TEXTS, {}),
