@@ -179,7 +179,7 @@ def test_a_wrong_template_is_a_report_and_exit_2(invoke: Invoke, tmp_path: Path,
 @pytest.mark.parametrize("as_json", [False, True])
 def test_validate_refuses_an_upload_that_is_not_here(tmp_path: Path, invoke: Invoke, as_json: bool) -> None:
     path = tmp_path / "echo.yaml"
-    path.write_text("spec: {taskType: echo, data: {upload: ./rows.jsonl}}")
+    path.write_text("apiVersion: gpuflow/v1\nspec: {taskType: echo, data: {upload: ./rows.jsonl}}\n")
 
     told = invoke("validate", str(path), *(["--json"] if as_json else []))
     assert told.exit_code == 2
