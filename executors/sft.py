@@ -31,7 +31,7 @@ class SupervisedTuning(Training):
         """Return the section `data`; `training.dataset_text_field` is another way to write `data.column`."""
         data: Mapping[str, Any] = request.spec.get("data") or {}
         field = (request.spec.get("training") or {}).get("dataset_text_field")
-        if field is None:
+        if field in (None, "text"):  # TRL's own, which scripts name also for rows of other forms
             return data
         if data.get("columns") or data.get("column", field) != field:
             raise bad_input(
@@ -40,7 +40,7 @@ class SupervisedTuning(Training):
         return {**data, "column": field}
 
     def extra_arguments(self, request: Request) -> dict[str, Any]:
-        """The rows have the role `text`, whatever the column was called."""
+        """Return the name of the texts: rows have the role `text`, whatever their column was called."""
         return {"dataset_text_field": "text"}
 
     def check_rows(self, request: Request, rows: Rows) -> None:

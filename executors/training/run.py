@@ -408,7 +408,9 @@ def _counted(job: Job, trainer: Any) -> RowCounts:
     counts = RowCounts(read=read, trained=given, evaluated=evaluated, empty=job.empty_rows, truncated=job.cut_rows)
     if getattr(trainer.args, "packing", False):
         return counts
-    kept, kept_for_eval = len(trainer.train_dataset), len(trainer.eval_dataset) if evaluated else 0
+    is_packed = getattr(trainer.args, "eval_packing", False)
+    kept = len(trainer.train_dataset)
+    kept_for_eval = len(trainer.eval_dataset) if evaluated and not is_packed else evaluated
     if not kept:
         limit = f"training.max_length {getattr(trainer.args, 'max_length', None)}"
         raise bad_input(f"data: none of {given} rows is left within {limit}; raise it, or give shorter rows")

@@ -76,6 +76,9 @@ def test_the_column_of_the_texts_may_be_named_as_trl_does(run):
     ).result
 
     assert (result["rows_trained"], result["rows_dropped"]) == (2, {})
+    by_default = {**TRAINING, "dataset_text_field": "text"}
+    chats = run("lora_sft", {"data": _list([CHAT] * 2), "training": by_default, "lora": LORA}, out="chats").result
+    assert chats["rows_trained"] == 2
 
 
 def test_the_settings_that_were_chosen_are_in_the_result(run):
