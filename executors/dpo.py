@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from executors.data.columns import preference_rows
 from executors.training.run import Parts, Rows, Training
+
+if TYPE_CHECKING:
+    from executors.training.lengths import Fit
 
 
 class PreferenceTuning(Training):
@@ -20,6 +23,14 @@ class PreferenceTuning(Training):
     def roles(self, rows: Sequence[Mapping[str, Any]], data: Mapping[str, Any]) -> Rows:
         """Return rows with {prompt, chosen, rejected} or {chosen, rejected}."""
         return preference_rows(rows, data)
+
+    def fit(self, rows: Rows, tokenizer: Any, arguments: Any, *, separator: str | None) -> Fit:
+        """Return how rows fit into `training.max_length`."""
+        from executors.training.lengths import preferences
+        from executors.training.shaping import shape_preferences
+
+        shaped = shape_preferences(rows, chat=bool(tokenizer.chat_template), separator=separator)
+        return preferences(shaped, tokenizer, arguments)
 
     def config(self) -> type[Any]:
         """Return TRL's DPOConfig."""

@@ -10,6 +10,7 @@ from executors.training.run import Parts, Rows, Training
 
 if TYPE_CHECKING:
     from executors.modeling.location import Location
+    from executors.training.lengths import Fit
 
 
 class RewardTuning(Training):
@@ -22,6 +23,14 @@ class RewardTuning(Training):
     def roles(self, rows: Sequence[Mapping[str, Any]], data: Mapping[str, Any]) -> Rows:
         """Return rows with {prompt, chosen, rejected} or {chosen, rejected}."""
         return preference_rows(rows, data)
+
+    def fit(self, rows: Rows, tokenizer: Any, arguments: Any, *, separator: str | None) -> Fit:
+        """Return how rows fit into `training.max_length`."""
+        from executors.training.lengths import scored
+        from executors.training.shaping import shape_preferences
+
+        shaped = shape_preferences(rows, chat=bool(tokenizer.chat_template), separator=separator)
+        return scored(shaped, tokenizer, arguments)
 
     def config(self) -> type[Any]:
         """Return TRL's RewardConfig."""

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from executors.base import bad_input
 from executors.data.columns import training_rows
 from executors.training.run import Parts, Rows, Training
+from gpuflow.protocol import Request
+
+if TYPE_CHECKING:
+    from executors.training.lengths import Fit
 
 
 class SupervisedTuning(Training):
@@ -14,12 +19,75 @@ class SupervisedTuning(Training):
 
     task_types: ClassVar[tuple[str, ...]] = ("sft", "lora_sft")
     continues_adapters: ClassVar[bool] = True
+    predicts_tokens: ClassVar[bool] = True
     # Ten times what all weights take (TRL's 2e-5), as an adapter needs: Schulman et al., LoRA Without Regret, 2025.
     lora_defaults: ClassVar[Mapping[str, Any]] = {"learning_rate": 2e-4}
 
     def roles(self, rows: Sequence[Mapping[str, Any]], data: Mapping[str, Any]) -> Rows:
         """Return rows with {messages}, {prompt, completion} or {text}."""
         return training_rows(rows, data)
+
+    def data_section(self, request: Request) -> Mapping[str, Any]:
+        """Return the section `data`; `training.dataset_text_field` is another way to write `data.column`."""
+        data: Mapping[str, Any] = request.spec.get("data") or {}
+        field = (request.spec.get("training") or {}).get("dataset_text_field")
+        if field in (None, "text"):  # TRL's own, which scripts name also for rows of other forms
+            return data
+        if data.get("columns") or data.get("column", field) != field:
+            raise bad_input(
+                f"training.dataset_text_field is {field!r}, and the section data names columns too; keep one of both"
+            )
+        return {**data, "column": field}
+
+    def extra_arguments(self, request: Request) -> dict[str, Any]:
+        """Return the name of the texts: rows have the role `text`, whatever their column was called."""
+        return {"dataset_text_field": "text"}
+
+    def check_rows(self, request: Request, rows: Rows) -> None:
+        """Refuse a loss on a part of the rows that these rows do not have."""
+        training: Mapping[str, Any] = request.spec.get("training") or {}
+        if not rows:
+            return
+        if training.get("completion_only_loss") and "prompt" not in rows[0]:
+            raise bad_input(
+                f"training.completion_only_loss needs prompt and completion, and the rows have {', '.join(rows[0])}; "
+                "leave it out (for messages: assistant_only_loss)"
+            )
+        if training.get("assistant_only_loss") and "text" in rows[0]:
+            raise bad_input(
+                "training.assistant_only_loss needs messages, or prompt and completion, and the rows have text; "
+                "leave it out"
+            )
+
+    def check_tokenizer(self, request: Request, rows: Rows, tokenizer: Any, name: str) -> None:
+        """Refuse `assistant_only_loss` where nothing says which tokens are an answer's."""
+        if not (request.spec.get("training") or {}).get("assistant_only_loss"):
+            return
+        separator = self.data_section(request).get("separator")
+        if not tokenizer.chat_template or (separator is not None and rows and "prompt" in rows[0]):
+            raise bad_input(
+                f"training.assistant_only_loss needs chats: a model with a chat template ({name} has "
+                f"{'one' if tokenizer.chat_template else 'none'}) and no data.separator; leave it out"
+            )
+        from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+
+        if has_generation_markers(tokenizer.chat_template):
+            return
+        try:
+            get_training_chat_template(tokenizer)
+        except ValueError as error:
+            raise bad_input(
+                f"training.assistant_only_loss: the chat template of {name} does not mark what the assistant says "
+                "({% generation %}), and TRL knows no marked form of it; leave it out, give rows of prompt and "
+                "completion, or take a model whose template marks it"
+            ) from error
+
+    def fit(self, rows: Rows, tokenizer: Any, arguments: Any, *, separator: str | None) -> Fit:
+        """Return how rows fit into `training.max_length`."""
+        from executors.training.lengths import supervised
+        from executors.training.shaping import shape
+
+        return supervised(shape(rows, chat=bool(tokenizer.chat_template), separator=separator), tokenizer, arguments)
 
     def config(self) -> type[Any]:
         """Return TRL's SFTConfig."""

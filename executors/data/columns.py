@@ -177,15 +177,29 @@ def _roles(rows: Sequence[Row], data: Mapping[str, Any], forms: Forms) -> dict[s
             f"data.columns has the roles {', '.join(given)}; training takes {forms.words} "
             f"(the columns found are: {listed})"
         )
-    for usual in forms.usual:
-        if all(column in found for column in usual.values()):
-            return {**usual, **({_TOOLS: _TOOLS} if forms.takes_tools and _TOOLS in found else {})}
+    usual = _usual(rows[:100], found, forms)
+    if usual:
+        return {**usual, **({_TOOLS: _TOOLS} if forms.takes_tools and _TOOLS in found else {})}
     example = ", ".join(
         f"{role}: {_EXAMPLES[role]}" for role in next(form for form in forms.groups if "prompt" in form)
     )
     raise bad_input(
         f"the data has {forms.lacking}; the columns found are: {listed}; say which is which by data.columns, as in "
         f"{{{example}}}"
+    )
+
+
+def _usual(rows: Sequence[Row], found: Sequence[str], forms: Forms) -> Mapping[str, str] | None:
+    """Return the usual names that most rows have, so that a row of another form is the one to be blamed; None for none.
+
+    Of two forms of which one has all columns of the other and more, the larger one is meant.
+    """
+    there = [usual for usual in forms.usual if all(column in found for column in usual.values())]
+    whole = [one for one in there if not any(set(one.values()) < set(other.values()) for other in there)]
+    return max(
+        whole,
+        key=lambda usual: sum(all(row.get(column) is not None for column in usual.values()) for row in rows),
+        default=None,
     )
 
 

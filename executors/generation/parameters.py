@@ -87,6 +87,11 @@ def read_sampling(inference: Mapping[str, Any] | None) -> Sampling:
     """
     given = {name: value for name, value in (inference or {}).items() if value is not None}
     unknown = sorted(set(given) - _OWN - _SAMPLING - _HARMLESS)
+    if "structured_outputs" in unknown:
+        raise bad_input(
+            "inference.structured_outputs needs the engine vllm, and this is the transformers engine; set engine: vllm "
+            "(`gpuflow env create vllm` on the worker), or leave it out"
+        )
     if unknown:
         raise bad_input(
             f"inference.{unknown[0]} is not supported by the transformers engine; leave it out "

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 #: Fields of a template's `training` that are ours, not the trainer's.
-OWN: Final = frozenset({"allow_multi_gpu", "nproc_per_node", "save_model", "merge_adapter"})
+OWN: Final = frozenset({"allow_multi_gpu", "nproc_per_node", "save_model", "merge_adapter", "allow_non_finite_loss"})
 #: Up to so many steps, every one is logged.
 _LOG_EVERY_STEP: Final = 200
 #: Checkpoints that are kept of a training that saves by the clock.

@@ -14,7 +14,7 @@ FILE: Final = "loss.png"
 _CURVES: Final = (("loss", "training"), ("eval_loss", "evaluation"))
 
 
-def plot_history(history: Sequence[Mapping[str, float]], path: Path) -> bool:
+def plot_history(history: Sequence[Mapping[str, float | None]], path: Path) -> bool:
     """Write the curves of loss (and reward, where there is one) by step as PNG; False without matplotlib or points.
 
     The file appears whole, by rename. Raises OSError.
@@ -23,7 +23,7 @@ def plot_history(history: Sequence[Mapping[str, float]], path: Path) -> bool:
         return False
     names = [*_CURVES, *([("reward", "reward")] if any("reward" in entry for entry in history) else [])]
     curves = [
-        (label, [(entry["step"], entry[name]) for entry in history if name in entry and "step" in entry])
+        (label, [(entry["step"], entry[name]) for entry in history if entry.get(name) is not None and "step" in entry])
         for name, label in names
     ]
     drawn = [(label, points) for label, points in curves if points]

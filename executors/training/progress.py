@@ -36,14 +36,17 @@ _REPORTED: Final = frozenset(
 
 
 class Progress(TrainerCallback):
-    """Emits a progress event for every log of the trainer; `history` holds the same numbers, one entry a log."""
+    """Emits a progress event for every log of the trainer; `history` holds the same numbers, one entry a log.
+
+    A value that is no finite number is None in the history, and left out of the event.
+    """
 
     def __init__(self, emitter: Emitter, *, fails_on_nan: bool = False) -> None:
         self._emitter = emitter
         self._fails_on_nan = fails_on_nan
         self._tokens = 0.0
         self._at = time.monotonic()
-        self.history: list[dict[str, float]] = []
+        self.history: list[dict[str, float | None]] = []
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -69,7 +72,7 @@ class Progress(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Pass on the numbers of one log. Raises ExecutorError: NonFiniteLoss, unless the task filters such losses."""
+        """Pass on the numbers of one log. Raises ExecutorError: NonFiniteLoss, unless the task allows such losses."""
         logs = dict(logs or {})
         logs |= {name: logs[theirs] for name, theirs in _OF_PPO.items() if theirs in logs}
         if self._fails_on_nan:
@@ -81,11 +84,12 @@ class Progress(TrainerCallback):
             numbers["tokens_per_second"] = self._speed(float(logs["num_tokens"]))
         self.history.append({"step": state.global_step, **numbers})
         if state.max_steps:
-            self._emitter.progress(state.global_step, state.max_steps, "step", **numbers)
+            finite = {name: value for name, value in numbers.items() if value is not None}
+            self._emitter.progress(state.global_step, state.max_steps, "step", **finite)
 
     def mean_loss(self) -> float | None:
-        """Return the mean of the logged losses, of all attempts; None without one."""
-        losses = [entry["loss"] for entry in self.history if "loss" in entry]
+        """Return the mean of the logged losses that are numbers, of all attempts; None without one."""
+        losses = [loss for entry in self.history if (loss := entry.get("loss")) is not None]
         return fmean(losses) if losses else None
 
     def _speed(self, tokens: float) -> float:
@@ -103,13 +107,13 @@ def _check_finite(logs: Mapping[str, Any], step: int) -> None:
                 "NonFiniteLoss",
                 f"{name} is {value} at step {step}: the training has diverged; use a smaller training.learning_rate, "
                 "set max_grad_norm, or train in float32 or bf16 instead of fp16 "
-                "(training.logging_nan_inf_filter: true trains on)",
+                "(training.allow_non_finite_loss: true trains on)",
             )
 
 
-def _numbers(logs: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers of a log that are passed on; none for a log without a loss."""
+def _numbers(logs: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return the numbers of a log that are passed on, None for NaN and infinities; nothing for a log without a loss."""
     if not set(_LOSSES) & set(logs):
         return {}
     found = {name: value for name, value in logs.items() if name in _REPORTED and isinstance(value, int | float)}
-    return {name: value for name, value in found.items() if math.isfinite(value)}
+    return {name: value if math.isfinite(value) else None for name, value in found.items()}

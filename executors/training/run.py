@@ -19,13 +19,16 @@ from executors.data.hub import hub_rows
 from executors.data.sources import as_rows, eval_entries, read_rows
 from executors.data.splits import split
 from executors.modeling.libraries import prepare_libraries
+from executors.training.health import find_warnings
 from executors.training.memory import Batch, free_memory, is_out_of_memory, without_room
 from executors.training.requirements import check_requirements, quantised
-from executors.training.tracking import declare_tracking, prepare_tracking
+from executors.training.rows import RowCounts, without_empty
+from executors.training.tracking import finish_tracking, prepare_tracking
 from gpuflow.protocol import Emitter, Request, complete_checkpoints
 
 if TYPE_CHECKING:
     from executors.modeling.location import Location
+    from executors.training.lengths import Fit
 
 #: Seed of the split and of the training where the task names none; TRL's own default.
 DEFAULT_SEED = 42
@@ -41,10 +44,14 @@ class Job:
     emitter: Emitter
     train_rows: Rows
     eval_rows: Rows
+    #: Rows that hold nothing to learn from, and are in neither of both.
+    empty_rows: int
     resumed: Checkpoint | None
     batch: Batch | None = None
     #: Set once the model is loaded: from then on a smaller batch may help.
     loaded: Batch | None = None
+    #: Rows that are longer than the trainer takes, and are trained on in part.
+    cut_rows: int = 0
 
     @property
     def training(self) -> Mapping[str, Any]:
@@ -107,6 +114,8 @@ class Training(Executor):
     lora_kind: ClassVar[Literal["CAUSAL_LM", "SEQ_CLS"]] = "CAUSAL_LM"
     #: Whether the trainer can go on from a checkpoint.
     resumes: ClassVar[bool] = True
+    #: Whether `measure` is the loss of predicting the next token, in nats.
+    predicts_tokens: ClassVar[bool] = False
     #: Whether it can train an adapter on that an earlier training has left.
     continues_adapters: ClassVar[bool] = False
 
@@ -128,6 +137,13 @@ class Training(Executor):
     def check_rows(self, request: Request, rows: Rows) -> None:
         """Refuse rows that the trainer cannot use, before the model is loaded. Raises ExecutorError."""
 
+    def check_tokenizer(self, request: Request, rows: Rows, tokenizer: Any, name: str) -> None:
+        """Refuse what the tokenizer of the model `name` cannot do, before the model is loaded. Raises ExecutorError."""
+
+    def fit(self, rows: Rows, tokenizer: Any, arguments: Any, *, separator: str | None) -> Fit | None:
+        """Return how rows with roles fit into the trainer's limit of length; None for a trainer without one."""
+        return None
+
     def extra_arguments(self, request: Request) -> dict[str, Any]:
         """Return arguments of the trainer that come from other sections than `training`."""
         return {}
@@ -146,13 +162,22 @@ class Training(Executor):
         """Do the training; once more with half the batch, where memory does not suffice."""
         self.check(request)
         check_requirements(request)
-        train_rows, eval_rows = self._read_data(request, emitter)
+        train_rows, eval_rows, empty_rows = self._read_data(request, emitter)
         for rows in (train_rows, eval_rows):
             self.check_rows(request, rows)
+        if empty_rows:
+            emitter.status("loading", f"{empty_rows} rows of the data are empty; they are left out")
         resumed = to_resume(request.resume_from) if self.resumes else None
         prepare_libraries()
         prepare_tracking(request)
-        job = Job(request=request, emitter=emitter, train_rows=train_rows, eval_rows=eval_rows, resumed=resumed)
+        job = Job(
+            request=request,
+            emitter=emitter,
+            train_rows=train_rows,
+            eval_rows=eval_rows,
+            empty_rows=empty_rows,
+            resumed=resumed,
+        )
         try:
             return self._complete(job)
         except Exception as error:
@@ -173,21 +198,31 @@ class Training(Executor):
                 raise
             raise without_room(error, batch) from error
 
-    def _read_data(self, request: Request, emitter: Emitter) -> tuple[Rows, Rows]:
-        data: Mapping[str, Any] = request.spec.get("data") or {}
-        training: Mapping[str, Any] = request.spec.get("training") or {}
-        rows = self.roles(read_rows(data, request.cache_dir, emitter, bare=self.bare), data)
+    def data_section(self, request: Request) -> Mapping[str, Any]:
+        """Return the section `data`, with what other sections say of it."""
+        return request.spec.get("data") or {}
+
+    def _read_data(self, request: Request, emitter: Emitter) -> tuple[Rows, Rows, int]:
+        """Return the rows to train on and to evaluate on, and how many empty ones are left out of both."""
+        data = self.data_section(request)
+        given = self.roles(read_rows(data, request.cache_dir, emitter, bare=self.bare), data)
+        rows = without_empty(given)
+        empty = len(given) - len(rows)
         share = data.get("eval_split") or 0
-        if isinstance(share, Mapping):
-            return rows, self.roles(as_rows(eval_entries(data), bare=self.bare), data)
-        if isinstance(share, str):
-            if data.get("type") != "dataset":
-                raise bad_input(
-                    f"data.eval_split {share!r} names a split, which only hub data sets have; give a share or a file"
-                )
-            return rows, self.roles(as_rows(hub_rows(data, share), bare=self.bare), data)
-        seed = data.get("seed")
-        return split(rows, share, int(training.get("seed", DEFAULT_SEED) if seed is None else seed))
+        if isinstance(share, Mapping | str):
+            given = self.roles(self._eval_rows(data, share), data)
+            eval_rows = without_empty(given)
+            return rows, eval_rows, empty + len(given) - len(eval_rows)
+        return *split(rows, share, split_seed(request)), empty
+
+    def _eval_rows(self, data: Mapping[str, Any], named: Mapping[str, Any] | str) -> Sequence[Mapping[str, Any]]:
+        if isinstance(named, Mapping):
+            return as_rows(eval_entries(data), bare=self.bare)
+        if data.get("type") != "dataset":
+            raise bad_input(
+                f"data.eval_split {named!r} names a split, which only hub data sets have; give a share or a file"
+            )
+        return as_rows(hub_rows(data, named), bare=self.bare)
 
     def _complete(self, job: Job) -> dict[str, Any]:
         emitter, eval_rows = job.emitter, job.eval_rows
@@ -196,15 +231,15 @@ class Training(Executor):
         from executors.distributed.preparing import before_training
         from executors.training.checkpoints import saved_on_notice
 
-        trained_rows = _trained_rows(job, trainer)
+        rows = _counted(job, trainer)
         with before_training(trainer):
             before = self._evaluate(trainer, emitter, "evaluating before the training") if eval_rows else None
-        emitter.status("working", f"training on {trained_rows} rows")
+        emitter.status("working", f"training on {rows.trained} rows")
         with saved_on_notice(trainer, job.resumed, emitter) if self.resumes else nullcontext():
             outcome = _train(trainer, job.resumed)
             after = self._evaluate(trainer, emitter, "evaluating after the training") if eval_rows else None
             train_loss = progress.mean_loss() if job.resumed or outcome is None else outcome.training_loss
-            counts = {"train_loss": train_loss, "train_rows": trained_rows, "eval_rows": len(eval_rows)}
+            counts = {"train_loss": train_loss, "train_rows": rows.trained, "eval_rows": rows.evaluated}
             result: dict[str, Any] = {
                 "steps": trainer.state.global_step,
                 "resumed_from_step": job.resumed.step if job.resumed else None,
@@ -213,6 +248,9 @@ class Training(Executor):
                 f"{self.measure}_after": after,
                 "model": parts.location.name,
                 "dtype": str(parts.model.dtype).removeprefix("torch."),
+                **settings(job.request, parts.arguments),
+                **rows.record(),
+                "warnings": self._warnings(progress.history, after, trainer),
                 "metrics": {**(outcome.metrics if outcome else {}), **counts},
                 "checkpoints": [str(path) for path in complete_checkpoints(folder_of(job.request))],
             }
@@ -222,9 +260,27 @@ class Training(Executor):
                 result |= self._save(job, trainer, parts)
             if trainer.is_world_process_zero():
                 _plot(job.request, progress.history, emitter)
-                declare_tracking(job.request, emitter)
+                finish_tracking(job.request, emitter)
             write_responses(job.request, emitter, {**result, "items": [], "history": progress.history})
         return result
+
+    def _warnings(self, history: Sequence[Mapping[str, Any]], after: float | None, trainer: Any) -> list[str]:
+        vocabulary = getattr(trainer.model.config, "vocab_size", None) if self.predicts_tokens else None
+        return find_warnings(history, eval_loss=after, vocabulary=vocabulary)
+
+    def _check_lengths(self, job: Job, tokenizer: Any, arguments: Any) -> None:
+        """Count the rows that are too long. Raises ExecutorError: BadInput where none is left."""
+        from executors.training.lengths import check_fit
+
+        separator = self.data_section(job.request).get("separator")
+        for side, rows in (("evaluation", job.eval_rows), ("training", job.train_rows)):
+            fit = self.fit(rows, tokenizer, arguments, separator=separator) if rows else None
+            if fit is None:
+                continue
+            lost = check_fit(fit, arguments.max_length, side)
+            if lost:
+                job.emitter.status("loading", f"{lost}; they are left out")
+            job.cut_rows = fit.cut
 
     def _trainer(self, job: Job) -> tuple[Any, Any, Parts]:
         import datasets
@@ -257,6 +313,8 @@ class Training(Executor):
         tokenizer = load_tokenizer(location, padding_side=self.padding_side)
         for rows in (job.train_rows, job.eval_rows):
             check_tools(rows, tokenizer, location.name)
+            self.check_tokenizer(request, rows, tokenizer, location.name)
+        self._check_lengths(job, tokenizer, arguments)
         options = {
             "dtype": training_dtype(location, is_lora=job.is_lora, bf16=bool(arguments.bf16)),
             **(training.get("model_init_kwargs") or {}),
@@ -266,7 +324,7 @@ class Training(Executor):
             options.setdefault("device_map", {"": int(os.environ.get("LOCAL_RANK") or 0)})
         model = begin(self.load_model(location, options), start)
         job.loaded = job.batch or Batch.of(arguments)
-        progress = Progress(emitter, fails_on_nan=not arguments.logging_nan_inf_filter)
+        progress = Progress(emitter, fails_on_nan=not training.get("allow_non_finite_loss"))
         makes_adapter = job.is_lora and start.continued is None
         lora = request.spec.get("lora")
         parts = Parts(
@@ -308,7 +366,7 @@ class Training(Executor):
         if merges:
             model = model.merge_and_unload()
         target = Path(job.request.output_dir) / name
-        save_final(model, trainer.processing_class, target, base_name=parts.location.name, state=state)
+        save_final(model, trainer.processing_class, target, base=parts.location, state=state)
         job.emitter.artifact(name)
         return {name: name}
 
@@ -320,19 +378,44 @@ def _dataset(rows: Rows) -> Any:
     return datasets.Dataset.from_list(rows, on_mixed_types="use_json")
 
 
-def _trained_rows(job: Job, trainer: Any) -> int:
-    """Return how many rows are trained on: a trainer drops those of which its limit of length leaves nothing."""
-    given = len(job.train_rows)
+def split_seed(request: Request) -> int:
+    """Return the seed by which rows are put aside for the evaluation."""
+    seed = (request.spec.get("data") or {}).get("seed")
+    return int((request.spec.get("training") or {}).get("seed", DEFAULT_SEED) if seed is None else seed)
+
+
+def settings(request: Request, arguments: Any) -> dict[str, Any]:
+    """Return what was chosen for a training and changes its numbers: for the result."""
+    ranks = int(os.environ.get("WORLD_SIZE") or 1)
+    size, accumulation = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps
+    compute = "bfloat16" if arguments.bf16 else "float16" if arguments.fp16 else None
+    return {
+        "compute_dtype": compute,
+        "batch": {
+            "per_device_train_batch_size": size,
+            "gradient_accumulation_steps": accumulation,
+            "ranks": ranks,
+            "effective": size * accumulation * ranks,
+        },
+        "seeds": {"training": arguments.seed, "data": arguments.data_seed, "split": split_seed(request)},
+    }
+
+
+def _counted(job: Job, trainer: Any) -> RowCounts:
+    """Return the rows that are used: the trainer's own count, where it has dropped some by its limit of length."""
+    given, evaluated = len(job.train_rows), len(job.eval_rows)
+    read = given + evaluated + job.empty_rows
+    counts = RowCounts(read=read, trained=given, evaluated=evaluated, empty=job.empty_rows, truncated=job.cut_rows)
     if getattr(trainer.args, "packing", False):
-        return given
+        return counts
+    is_packed = getattr(trainer.args, "eval_packing", False)
     kept = len(trainer.train_dataset)
-    if kept < given:
+    kept_for_eval = len(trainer.eval_dataset) if evaluated and not is_packed else evaluated
+    if not kept:
         limit = f"training.max_length {getattr(trainer.args, 'max_length', None)}"
-        said = f"{given - kept} of {given} rows have nothing left to train on within {limit}"
-        if not kept:
-            raise bad_input(f"data: {said}; raise it, or give shorter rows")
-        job.emitter.status("working", f"{said}; they are left out")
-    return kept
+        raise bad_input(f"data: none of {given} rows is left within {limit}; raise it, or give shorter rows")
+    lost = given - kept + evaluated - kept_for_eval
+    return replace(counts, trained=kept, evaluated=kept_for_eval, too_long=lost)
 
 
 def _train(trainer: Any, resumed: Checkpoint | None) -> Any:
@@ -345,7 +428,7 @@ def _train(trainer: Any, resumed: Checkpoint | None) -> Any:
     return trainer.train(resume_from_checkpoint=str(resumed.path))
 
 
-def _plot(request: Request, history: Sequence[Mapping[str, float]], emitter: Emitter) -> None:
+def _plot(request: Request, history: Sequence[Mapping[str, float | None]], emitter: Emitter) -> None:
     from executors.training.plots import FILE, plot_history
 
     if plot_history(history, Path(request.output_dir) / FILE):

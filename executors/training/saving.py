@@ -14,19 +14,22 @@ from executors.checkpoints import flush
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from executors.modeling.location import Location
+
 
 def save_final(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
     target: Path,
     *,
-    base_name: str,
+    base: Location,
     state: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a model or an adapter to `target`.
 
-    An adapter names its base model as the user did (`base_name`), not by a path of this machine. `state` holds the
-    weights where the model itself has only a part of them (`executors.distributed.gathering`).
+    An adapter names its base model by what `from_pretrained` takes: the id of the hub and its revision, or the folder
+    of this machine that it was trained on. PEFT loads it by that; the name of a preset would mean nothing to it.
+    `state` holds the weights where the model itself has only a part of them (`executors.distributed.gathering`).
     """
     fresh = target.with_name(f".{target.name}.new")
     shutil.rmtree(fresh, ignore_errors=True)
@@ -38,7 +41,8 @@ def save_final(
         adapter = fresh / "adapter_config.json"
         if adapter.is_file():
             config = json.loads(adapter.read_text("utf-8"))
-            write_json_atomically(adapter, {**config, "base_model_name_or_path": base_name})
+            revision = base.options.get("revision", config.get("revision"))
+            write_json_atomically(adapter, {**config, "base_model_name_or_path": base.place, "revision": revision})
             (fresh / "README.md").unlink(missing_ok=True)
         flush(fresh)
         fresh.rename(target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -36,10 +37,17 @@ def prepare_tracking(request: Request) -> None:
             os.environ.setdefault("MLFLOW_TRACKING_URI", folder.absolute().as_uri())
 
 
-def declare_tracking(request: Request, emitter: Emitter) -> None:
-    """Declare the folders that trackers have written to."""
+def finish_tracking(request: Request, emitter: Emitter) -> None:
+    """End the runs of the trackers, so that all of it is written, and declare the folders that they wrote to."""
     training: Mapping[str, Any] = request.spec.get("training") or {}
     for name in trackers_of(training):
+        # Only what the trainer has loaded: a rank that reports nothing has no run.
+        library = sys.modules.get(name)
+        if library is not None and name == "wandb":
+            library.finish()
+            library.teardown()
+        elif library is not None and name == "mlflow":
+            library.end_run()
         folder = _FOLDERS.get(name)
         if folder and (Path(request.output_dir) / folder).is_dir():
             emitter.artifact(folder)

@@ -109,27 +109,37 @@ def refuse_uploads(template: Template) -> None:
         raise invalid(template.source, found)
 
 
+def checked_uploads(template: Template) -> dict[str, Path]:
+    """Return the file or folder of every `upload` and `project`, by what the template calls it.
+
+    Paths are relative to the folder of the template's file, else to the current folder. Raises InvalidTemplate for what
+    cannot be sent: no file, an empty one, one that may not be read.
+    """
+    file = Path(template.source)
+    folder = file.parent if file.is_file() else Path()
+    findings = Findings()
+    files: dict[str, Path] = {}
+    folders = {value for stage in template.stages for value in _folders(stage.spec)}
+    for path, value in upload_places(template):
+        is_folder = _name(path) == "project" or (value in folders and (folder / Path(value).expanduser()).is_dir())
+        files[value] = _project(value, folder, path, findings) if is_folder else _file(value, folder, path, findings)
+    findings.raise_if_any(template.source)
+    return files
+
+
 def with_uploads(template: Template, open_store: Callable[[], Store | None], bar: Bar) -> Template:
     """Return the template with every uploaded file stored, and `url` and `sha256` in place of `upload` or `project`.
 
     Paths are relative to the folder of the template's file, else to the current folder. Raises InvalidTemplate before
     anything is sent, for files that cannot be sent or when there is no store; ArtifactError while they are sent.
     """
-    places = list(upload_places(template))
-    if not places:
+    files = checked_uploads(template)
+    if not files:
         return template
-    file = Path(template.source)
-    folder = file.parent if file.is_file() else Path()
-    findings = Findings()
-    files: dict[str, Path] = {}
-    folders = {value for stage in template.stages for value in _folders(stage.spec)}
-    for path, value in places:
-        is_folder = _name(path) == "project" or (value in folders and (folder / Path(value).expanduser()).is_dir())
-        files[value] = _project(value, folder, path, findings) if is_folder else _file(value, folder, path, findings)
-    findings.raise_if_any(template.source)
     store = open_store()
     if store is None:
-        raise invalid(template.source, [Mistake(path=path_text(places[0][0]), message=f"cannot be sent: {NO_STORE}")])
+        first = next(path for path, _ in upload_places(template))
+        raise invalid(template.source, [Mistake(path=path_text(first), message=f"cannot be sent: {NO_STORE}")])
     sent = {value: _send(source, store, bar) for value, source in files.items()}
     stages = tuple(
         replace(stage, spec=_with_data(stage.spec, sent, stage.matrix), matrix=_matrix(stage.matrix, sent))

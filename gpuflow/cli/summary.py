@@ -24,6 +24,7 @@ COMPARE: Final = "gpuflow/compare"
 #: Rows of one table, unless all are asked for.
 _MOST_ROWS: Final = 20
 _CELL: Final = 600
+_MOST_WARNINGS: Final = 10
 
 
 @dataclass(kw_only=True)
@@ -174,6 +175,7 @@ def stage_lines(stage: StageSummary) -> list[str]:
     ]
     if counts:
         lines.append("  " + ", ".join(counts))
+    lines += _training_lines(result)
     usage = result.get("usage")
     if isinstance(usage, Mapping) and _is_number(usage.get("total_tokens")):
         lines.append(f"  {usage['total_tokens']:g} tokens")
@@ -193,6 +195,22 @@ def stage_lines(stage: StageSummary) -> list[str]:
         lines.append(
             f"  files: {stage.folders[0]}" + (f" and {len(stage.folders) - 1} more" if stage.folders[1:] else "")
         )
+    return lines
+
+
+def _training_lines(result: Mapping[str, Any]) -> list[str]:
+    """Return what a training says of its rows and of what looks wrong; nothing for other results."""
+    lines = []
+    if _is_number(result.get("rows_trained")) and _is_number(result.get("rows")):
+        dropped = result.get("rows_dropped")
+        reasons = {f"left out: {key}": value for key, value in dropped.items()} if isinstance(dropped, Mapping) else {}
+        others = {"to evaluate": result.get("rows_evaluated"), **reasons, "cut": result.get("rows_truncated")}
+        said = [f"{number:g} {one_line(what, 80)}" for what, number in others.items() if _is_number(number) and number]
+        rest = f" ({', '.join(said)})" if said else ""
+        lines.append(f"  trained on {result['rows_trained']:g} of {result['rows']:g} rows{rest}")
+    warnings = result.get("warnings")
+    if isinstance(warnings, list):
+        lines += [f"  warning: {one_line(str(warning), 500)}" for warning in warnings[:_MOST_WARNINGS]]
     return lines
 
 

@@ -12,13 +12,15 @@ from gpuflow.cli.options import json_option, load_template, show_warnings, templ
 @template_options
 @json_option
 def validate(source: str, overrides: tuple[str, ...], labels: tuple[str, ...], as_json: bool) -> int | None:
-    """Check a template and list every mistake, each with its line and path. Nothing is submitted."""
+    """Check a template, and that the files it uploads are here; list every mistake. Nothing is submitted."""
+    from gpuflow.artifacts.uploads import checked_uploads
     from gpuflow.cli.output import emit_json, line, note
     from gpuflow.errors import InvalidTemplate
     from gpuflow.policy.code import kinds_of
 
     try:
         template = load_template(source, overrides, labels)
+        checked_uploads(template)
     except InvalidTemplate as error:
         if not as_json:
             raise

@@ -171,6 +171,7 @@ def training_section(task_type: str) -> Section:
             "nproc_per_node": ("int", "null"),
             "save_model": ("bool",),
             "merge_adapter": ("bool",),
+            "allow_non_finite_loss": ("bool",),
         },
         managed=_TRAINING_MANAGED,
         hints=_TRAINING_HINTS,

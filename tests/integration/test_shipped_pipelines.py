@@ -118,7 +118,8 @@ def adapter(result: Mapping[str, Any]) -> None:
     """Check the adapter of a training: for the model of the template, and no more what it began with."""
     folder = Path(result["final_lora_path"])
     config = json.loads((folder / "adapter_config.json").read_text())
-    assert (config["base_model_name_or_path"], config["r"], config["lora_alpha"]) == (CHAT, 8, 16)
+    assert (Path(config["base_model_name_or_path"]) / "config.json").is_file()
+    assert (config["r"], config["lora_alpha"]) == (8, 16)
     moved = [name for name, tensor in weights(folder).items() if "lora_B" in name and tensor.abs().max() > 0]
     assert moved, "every lora_B is zero, as it was before the training"
     assert Path(result["final_lora_archive"]).is_file()

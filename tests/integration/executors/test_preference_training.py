@@ -137,6 +137,7 @@ def test_rows_that_are_too_long_are_counted_or_refused(run):
     none = run("dpo", {"data": _data([long, long]), "training": training, "lora": LORA})
 
     assert some.result["metrics"]["train_rows"] == 3
-    assert any("1 of 4 rows have nothing left" in one["message"] for one in some.named("worker"))
+    assert (some.result["rows"], some.result["rows_trained"], some.result["rows_dropped"]) == (4, 3, {"max_length": 1})
+    assert any("1 of 4 rows have no completion left" in one["message"] for one in some.named("worker"))
     assert none.error["type"] == "BadInput"
-    assert "2 of 2 rows have nothing left to train on within training.max_length 48" in none.error["message"]
+    assert "2 of 2 rows have no completion left within training.max_length 48" in none.error["message"]

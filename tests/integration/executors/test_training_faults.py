@@ -155,6 +155,35 @@ def test_tensorboard_gets_the_losses(run, tmp_path):
     assert b"train/loss" in events.read_bytes()
 
 
+def test_wandb_without_a_key_writes_the_losses_to_a_folder_of_the_result(run, tmp_path, monkeypatch):
+    if os.environ.get("CI") != "true":
+        pytest.importorskip("wandb", reason="the extra tracking is not installed")
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_DIR", "WANDB_PROJECT"):
+        monkeypatch.delenv(name, raising=False)
+    training = {"max_steps": 2, "per_device_train_batch_size": 2, "save_model": False, "report_to": "wandb"}
+
+    ended = run("lora_sft", {"data": ROWS, "training": training, "lora": LORA})
+
+    assert ended.result["steps"] == 2
+    assert {"path": "wandb"} in ended.named("artifact")
+    (log,) = (tmp_path / "out" / "wandb").glob("offline-run-*/*.wandb")
+    assert b"train/loss" in log.read_bytes()
+
+
+def test_mlflow_writes_the_losses_to_a_folder_of_the_result(run, tmp_path, monkeypatch):
+    if os.environ.get("CI") != "true":
+        pytest.importorskip("mlflow", reason="the extra tracking is not installed")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    training = {"max_steps": 2, "per_device_train_batch_size": 2, "save_model": False, "report_to": "mlflow"}
+
+    ended = run("lora_sft", {"data": ROWS, "training": training, "lora": LORA})
+
+    assert ended.result["steps"] == 2
+    assert {"path": "mlruns"} in ended.named("artifact")
+    (losses,) = (tmp_path / "out" / "mlruns").glob("*/*/metrics/loss")
+    assert len(losses.read_text().splitlines()) == 2
+
+
 def test_a_resumed_training_gives_one_training_loss(run, tmp_path):
     training = {"max_steps": 4, "per_device_train_batch_size": 2, "save_steps": 2, "logging_steps": 1}
     spec = {"data": ROWS, "training": {**training, "save_model": False}, "lora": LORA}

@@ -178,6 +178,19 @@ def test_a_wrong_template_is_a_report_and_exit_2(invoke: Invoke, tmp_path: Path,
             assert len(lines) == 2
 
 
+@pytest.mark.parametrize("as_json", [False, True])
+def test_validate_refuses_an_upload_that_is_not_here(tmp_path: Path, invoke: Invoke, as_json: bool) -> None:
+    path = tmp_path / "echo.yaml"
+    path.write_text("apiVersion: gpuflow/v1\nspec: {taskType: echo, data: {upload: ./rows.jsonl}}\n")
+
+    told = invoke("validate", str(path), *(["--json"] if as_json else []))
+    assert told.exit_code == 2
+    assert f"{tmp_path / 'rows.jsonl'} is no file here" in told.output
+
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    assert invoke("validate", str(path)).exit_code == 0
+
+
 @pytest.mark.parametrize("command", ["run", "submit", "explain", "validate"])
 def test_a_missing_file_is_bad_input_everywhere(invoke: Invoke, command: str) -> None:
     told = invoke(command, "no-such-file.yaml")

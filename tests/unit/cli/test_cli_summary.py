@@ -70,12 +70,24 @@ def test_losses_and_folders_of_a_training() -> None:
     ]
 
 
+def test_a_training_says_which_rows_it_used_and_what_looks_wrong() -> None:
+    result = {
+        "rows": 24, "rows_trained": 16, "rows_evaluated": 4, "rows_dropped": {"max_length": 3, "empty": 1},
+        "rows_truncated": 2, "warnings": ["grad_norm is 0 in the last 3 logs: nothing is learned"],
+    }  # fmt: skip
+    assert stage_lines(StageSummary(name="tune", state="SUCCEEDED", result=result))[1:] == [
+        "  trained on 16 of 24 rows (4 to evaluate, 3 left out: max_length, 1 left out: empty, 2 cut)",
+        "  warning: grad_norm is 0 in the last 3 logs: nothing is learned",
+    ]
+
+
 def test_a_failed_stage_tells_its_cause() -> None:
     assert stage_lines(StageSummary(name="a", state="FAILED", error="no disk\nleft")) == ["a: failed: no disk left"]
 
 
 def test_odd_results_are_shown_all_the_same() -> None:
-    for result in ({}, {"items": "no list"}, {"items": [1, None]}, {"steps": "many", "usage": 3}, {"value": [1]}):
+    for result in ({}, {"items": "no list"}, {"items": [1, None]}, {"steps": "many", "usage": 3}, {"value": [1]},
+                   {"rows": 1, "rows_trained": 1, "rows_dropped": {"x": "y"}, "warnings": [None]}):  # fmt: skip
         stage = StageSummary(name="a", state="SUCCEEDED", result=result)
         assert stage_lines(stage)[0] == "a: succeeded"
         assert stage.items == []

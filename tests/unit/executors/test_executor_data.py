@@ -134,6 +134,11 @@ def test_columns_get_their_roles(row, data, expected):
         ([{"text": "t"}, {"body": "t"}], {}, "row 1 lacks 'text'; its columns are: body"),
         ([{"text": ["t"]}], {}, "row 0: text is list"),
         ([{"prompt": "p", "completion": None}], {}, "row 0 lacks 'completion'"),
+        (
+            [*[{"prompt": "p", "completion": "c"}] * 2, {"messages": [{"role": "user", "content": "x"}]}],
+            {},
+            "row 2 lacks 'prompt', 'completion'; its columns are: messages",
+        ),
         ([{"messages": "hi"}], {}, "row 0: messages must be a list"),
         ([{"messages": [{"role": "user"}]}], {}, r"row 0: messages\[0\] must have a role and a content"),
         ([{}], {}, "the columns found are: none"),

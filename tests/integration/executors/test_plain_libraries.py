@@ -1,0 +1,207 @@
+"""Trainings and answers against plain scripts of TRL and transformers with the same settings: equal numbers.
+
+Both sides run in this process, on the same weights, in float32.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+import warnings
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from tests.fixtures.tiny_model import PAIRS, make_tiny_model
+
+pytestmark = pytest.mark.ml
+
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+SETTINGS = {
+    "max_steps": 3, "per_device_train_batch_size": 4, "learning_rate": 1e-3, "max_length": 48, "seed": 5,
+    "lr_scheduler_type": "constant",
+}  # fmt: skip
+#: What a script for a CPU says beside the settings.
+SCRIPT = {"use_cpu": True, "bf16": False, "logging_steps": 1, "report_to": "none", "save_strategy": "no"}
+LONG = {"prompt": "Where is the red car? " * 20, "completion": "Here."}
+TOOL_TEMPLATE = (
+    "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}{{ m.tool_calls | tojson if m.tool_calls else '' }}"
+    "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def _asked(text):
+    return [{"role": "user", "content": text}]
+
+
+def _said(text):
+    return [{"role": "assistant", "content": text}]
+
+
+def _call(name):
+    tool = {"type": "function", "function": {"name": name, "parameters": {}}}
+    call = {"type": "function", "function": {"name": name, "arguments": {"a": 1}}}
+    return {
+        "messages": [*_asked("Add it."), {"role": "assistant", "content": "", "tool_calls": [call]}],
+        "tools": [tool],
+    }
+
+
+CHAT_PAIRS = [{"prompt": _asked(p["prompt"]), "completion": _said(p["completion"])} for p in PAIRS]
+LONG_CHAT = {"prompt": _asked(LONG["prompt"]), "completion": _said(LONG["completion"])}
+CHATS = [{"messages": [*_asked(p["prompt"]), *_said(p["completion"])]} for p in PAIRS]
+TEXTS = [{"text": f"{p['prompt']} {p['completion']}"} for p in PAIRS]
+SEPARATED = [{"prompt": f"{p['prompt']} ", "completion": p["completion"]} for p in PAIRS]
+QUESTIONS = [{"question": p["prompt"], "answer": p["completion"]} for p in PAIRS]
+CALLS = [_call("add"), _call("say")] * 4
+PREFERENCES = [{"prompt": p["prompt"], "chosen": p["completion"], "rejected": "Hello, I say no."} for p in PAIRS]
+CHAT_PREFERENCES = [
+    {"prompt": _asked(p["prompt"]), "chosen": _said(p["completion"]), "rejected": _said("Hello, I say no.")}
+    for p in PAIRS
+]
+WHOLE_CHATS = [{key: row["prompt"] + row[key] for key in ("chosen", "rejected")} for row in CHAT_PREFERENCES]
+
+
+def _jsonl(folder, rows):
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"type": "jsonl", "path": str(path)}
+
+
+def _csv(folder, rows):
+    path = folder / "rows.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    return {"type": "csv", "path": str(path)}
+
+
+def _list(_folder, rows):
+    return {"type": "list", "items": rows}
+
+
+@pytest.fixture(scope="module")
+def tool_model(tmp_path_factory):
+    from transformers import AutoTokenizer
+
+    folder = make_tiny_model(tmp_path_factory.mktemp("tools"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TOOL_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _plain(task_type, model, rows, lora, folder):
+    """Train as a script of TRL does; return its rows, steps and losses."""
+    import datasets
+    import trl
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+
+    kinds = {"dpo": (trl.DPOConfig, trl.DPOTrainer)}
+    config, trainer = kinds.get(task_type, (trl.SFTConfig, trl.SFTTrainer))
+    arguments = config(output_dir=str(folder), **SCRIPT, **SETTINGS)
+    set_seed(arguments.seed)
+    made = trainer(
+        model=AutoModelForCausalLM.from_pretrained(model, dtype="float32"),
+        args=arguments,
+        train_dataset=datasets.Dataset.from_list(rows, on_mixed_types="use_json"),
+        processing_class=AutoTokenizer.from_pretrained(model),
+        peft_config=LoraConfig(task_type="CAUSAL_LM", **LORA) if lora else None,
+    )
+    made.train()
+    losses = [(log["step"], log["loss"]) for log in made.state.log_history if "loss" in log]
+    return len(made.train_dataset), made.state.global_step, losses
+
+
+@pytest.fixture
+def plain(tmp_path):
+    """Run a script beside the tests: its libraries must not take the folder tests/vllm for vLLM."""
+
+    def run_plain(*args):
+        tests = Path(__file__).resolve().parents[2]
+        path = [folder for folder in sys.path if Path(folder or ".").resolve() != tests]
+        with warnings.catch_warnings(), mock.patch.object(sys, "path", path):
+            warnings.simplefilter("ignore")
+            return _plain(*args, tmp_path / "plain")
+
+    return run_plain
+
+
+@pytest.mark.parametrize(
+    ("task_type", "write", "given", "scripted", "extra"),
+    [
+        ("lora_sft", _list, [*PAIRS, LONG], [*CHAT_PAIRS, LONG_CHAT], {}),
+        ("sft", _jsonl, PAIRS, CHAT_PAIRS, {}),
+        ("lora_sft", _jsonl, CHATS, CHATS, {}),
+        ("lora_sft", _list, TEXTS, TEXTS, {}),
+        ("lora_sft", _csv, TEXTS, TEXTS, {}),
+        ("sft", _csv, QUESTIONS, CHAT_PAIRS, {}),
+        ("lora_sft", _csv, QUESTIONS, SEPARATED, {"separator": " "}),
+        ("lora_sft", _list, CALLS, CALLS, {}),
+        ("dpo", _list, PREFERENCES, CHAT_PREFERENCES, {"lora": True}),
+        ("dpo", _jsonl, WHOLE_CHATS, WHOLE_CHATS, {"lora": True}),
+        ("dpo", _csv, PREFERENCES, CHAT_PREFERENCES, {}),
+    ],
+    ids=[
+        "lora-pairs-list", "sft-pairs-jsonl", "lora-messages-jsonl", "lora-text-list", "lora-text-csv", "sft-pairs-csv",
+        "lora-separator-csv", "lora-tools", "dpo-lora-list", "dpo-lora-chats-jsonl", "dpo-full-csv",
+    ],
+)  # fmt: skip
+def test_a_training_has_the_rows_steps_and_losses_of_the_plain_script(
+    run, plain, tmp_path, tiny_model, tool_model, task_type, write, given, scripted, extra
+):
+    model = tool_model if given is CALLS else tiny_model
+    is_lora = task_type == "lora_sft" or extra.get("lora", False)
+    data = {**write(tmp_path, given), **({"separator": " "} if "separator" in extra else {})}
+    spec = {"data": data, "training": {**SETTINGS, "save_model": False}, **({"lora": LORA} if is_lora else {})}
+
+    ended = run(task_type, spec, model=model)
+    rows, steps, losses = plain(task_type, model, scripted, is_lora)
+
+    history = json.loads((tmp_path / "out" / "responses.json").read_text())["history"]
+    ours = [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
+    assert (ended.result["rows_trained"], ended.result["steps"]) == (rows, steps)
+    assert ours == [(step, pytest.approx(loss, abs=1e-4)) for step, loss in losses]
+    assert len(losses) == SETTINGS["max_steps"]
+    assert ended.result["rows_dropped"] == ({"max_length": 1} if len(given) > len(PAIRS) else {})
+
+
+def test_greedy_answers_are_those_of_plain_transformers(run, tiny_model):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    asked = [pair["prompt"] for pair in PAIRS[:10]] + ["Hello", "Good morning Ana, where is the green house? " * 3]
+    tokens, size = 24, 4
+
+    ended = run(
+        "inference",
+        {
+            "data": {"type": "list", "items": asked},
+            "inference": {"temperature": 0, "max_tokens": tokens, "batch_size": size},
+            "model": {"transformers": {"dtype": "float32"}},
+        },
+    )
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype="float32").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model, padding_side="left")
+    chats = [tokenizer.apply_chat_template(_asked(text), tokenize=False, add_generation_prompt=True) for text in asked]
+    expected = []
+    for start in range(0, len(chats), size):
+        batch = tokenizer(
+            chats[start : start + size],
+            return_tensors="pt",
+            padding=True,
+            add_special_tokens=False,
+            return_token_type_ids=False,
+        )
+        with torch.inference_mode():
+            made = model.generate(**batch, max_new_tokens=tokens, do_sample=False)
+        expected += tokenizer.batch_decode(made[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+
+    assert [item["output"] for item in ended.result["items"]] == expected
+    assert len({*expected}) > 1
