@@ -49,6 +49,9 @@
 | `gpuflow.scaling.leader` | hash | which beat scales: `owner`, `epoch`, `until` |
 | `gpuflow.scaling.decisions` | list | the newest decisions of scaling with their reasons, JSON |
 | `gpuflow.machines` | hash | machine id -> JSON of a machine that scaling has launched |
+| `gpuflow.audit` | stream | the audit log: one entry for each action (see `audit.entries`) |
+| `gpuflow.audit.chain` | stream | links of its chain (see `audit.chain`) |
+| `gpuflow.audit.sent:<call>` | string | a call has appended to the audit log; expires after two minutes |
 
 No queue may be named like one of them; `gpuflow.control` and `gpuflow.notices` are the only queues whose names begin
 with `gpuflow.`.
@@ -263,3 +266,17 @@ class Keys:
     def heartbeat(self, worker_id: str) -> str:
         """Heartbeat key of one worker."""
         return f"{self.prefix}worker:{worker_id}:hb"
+
+    @property
+    def audit(self) -> str:
+        """The audit log."""
+        return f"{self.prefix}gpuflow.audit"
+
+    @property
+    def audit_chain(self) -> str:
+        """The links of its chain."""
+        return f"{self.prefix}gpuflow.audit.chain"
+
+    def audit_sent(self, call: str) -> str:
+        """Key that lives while a repeat of a call to append may come."""
+        return f"{self.prefix}gpuflow.audit.sent:{call}"

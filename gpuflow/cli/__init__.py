@@ -34,6 +34,7 @@ SECTIONS: Final[dict[str, dict[str, tuple[str, str, str]]]] = {
         "workers": ("fleet", "workers", "List the workers; show, enable, disable or drain one."),
         "scaling": ("scaling", "scaling", "Show what scales the fleet, and its decisions."),
         "hardware": ("hardware", "hardware", "Show the GPUs, CPUs and memory of this machine."),
+        "audit": ("audit", "audit", "List, verify and export what was done to the fleet, and by whom."),
         "gateway": ("gateway", "gateway", "Serve the results of tasks over HTTP."),
         "presets": ("presets", "presets", "List what is shipped: pipelines, models, data sets, environments."),
         "models": ("models", "models", "List, fetch, remove, export and import models."),
