@@ -19,6 +19,7 @@ from gpuflow.audit.entries import Entry
 from gpuflow.audit.links import UnreadableChain, links
 from gpuflow.audit.sealing import entries_after
 from gpuflow.broker.keys import Keys
+from gpuflow.broker.scripts import load_script
 
 _PAGE: Final = 500
 #: Most entries that one question with a filter looks at.
@@ -100,34 +101,30 @@ class AuditLog:
             except UnreadableChain as error:
                 return Verdict(broken=str(error))
             if not verdict.broken:
-                verdict = self._counted(verdict)
+                verdict = self._counted(verdict, before)
             if not verdict.broken or self._first_link() == before:
                 break
         return verdict
 
-    def _first_link(self) -> str:
-        found = self._client.xrange(self._keys.audit_chain, count=1)
-        return str(found[0][0]) if found else ""
+    def _counts(self) -> tuple[int, int, str, str, str]:
+        found = load_script("gpuflow.audit", "counts")(self._client, [self._keys.audit, self._keys.audit_chain], [])
+        there, added, last_added, last, first_link = found
+        return int(there), int(added), str(last_added), str(last), str(first_link)
 
-    def _counted(self, verdict: Verdict) -> Verdict:
+    def _first_link(self) -> str:
+        return self._counts()[-1]
+
+    def _counted(self, verdict: Verdict, first_link: str) -> Verdict:
         """Compare with what the server has counted: entries that were removed before they were sealed."""
-        if not self._client.exists(self._keys.audit):
+        there, added, last_added, last, link = self._counts()
+        if added < 0 or link != first_link:  # before Redis 7 the server has no count
             return verdict
-        pipe = self._client.pipeline()
-        pipe.xinfo_stream(self._keys.audit)
-        pipe.xrange(self._keys.audit_chain, count=1)
-        info, first = pipe.execute()
-        added = info.get("entries-added")
-        if added is None or (str(first[0][0]) if first else "") != self._first_link():  # before Redis 7 it has no count
-            return verdict
-        missing = int(added) - int(info["length"]) - verdict.trimmed
+        missing = added - there - verdict.trimmed
         if missing:
-            return replace(
-                verdict, broken=f"{missing} entries were removed that were not trimmed, of {added} that were appended"
-            )
-        last = info["last-entry"]
-        if last is None or last[0] != info["last-generated-id"]:
-            return replace(verdict, broken=f"entries were removed at the end, through {info['last-generated-id']}")
+            broken = f"{missing} entries were removed that were not trimmed, of {added} that were appended"
+            return replace(verdict, broken=broken)
+        if (last or verdict.last) != last_added:
+            return replace(verdict, broken=f"entries were removed at the end, through {last_added}")
         return verdict
 
 

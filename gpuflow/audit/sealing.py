@@ -140,7 +140,8 @@ class Sealer:
         return found or GENESIS
 
     def _is_there(self, link: Link) -> bool:
-        return bool(self._client.xrange(self._keys.audit, link.last, link.last))
+        raw = self._client.execute_command("XRANGE", self._keys.audit, link.last, link.last, **{NEVER_DECODE: True})
+        return bool(raw)
 
     def _now(self) -> float:
         seconds, micros = self._client.time()
