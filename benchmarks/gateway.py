@@ -4,8 +4,8 @@
 
 Rows (a ratio above 1 means that ours is better):
 
-* submit_rps       tasks submitted per second over 16 connections: ours checks the template, routes it, and writes record,
-                   message and index in one step; the peer writes the body into a stream
+* submit_rps       tasks submitted per second over 16 connections: ours checks the template, routes it, and writes
+                   record, message and index in one step; the peer writes the body into a stream
 * fanout_first     seconds from one event until each of 500 readers of its stream has it
 * fanout_events    events per second that 500 readers of one stream get
 
@@ -217,7 +217,9 @@ async def measure(rounds: int, submits: int, fans: int, events: int, folder: Pat
     return [
         harness.row("submit_rps", ours["rps"], peer["rps"], "tasks/s", more_is_better=True, peer_name=PEER),
         harness.row("fanout_first", ours["first"], peer["first"], "s", more_is_better=False, peer_name=FAN_PEER),
-        harness.row("fanout_events", ours["events"], peer["events"], "events/s", more_is_better=True, peer_name=FAN_PEER),
+        harness.row(
+            "fanout_events", ours["events"], peer["events"], "events/s", more_is_better=True, peer_name=FAN_PEER
+        ),
     ]
 
 

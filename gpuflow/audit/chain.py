@@ -16,12 +16,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from gpuflow.audit.entries import Entry
+from gpuflow.audit.entries import ID, Entry
 
 #: Schema number of a record.
 CHAIN_SCHEMA: Final = 1
 #: Characters of the digest after each entry that a record keeps: they say which entry is wrong.
 _MARK: Final = 8
+#: More entries than this are no segment of any version: a check keeps no more of them.
+_MOST_WAITING: Final = 8192
 _MEMBERS: Final = frozenset(
     {"schema", "kind", "previous", "first", "last", "count", "total", "entries", "marks", "at", "key"}
 )
@@ -91,6 +93,9 @@ class Link:
         timed = isinstance(record["at"], int | float) and not isinstance(record["at"], bool)
         if not (whole and texts and timed and isinstance(digest, str) and record["kind"] in ("seal", "trim")):
             raise ValueError("a link of the chain has members of other types")
+        ids = ("first", "last") if record["kind"] == "seal" else ("last",)
+        if not all(ID.fullmatch(record[name]) for name in ids):
+            raise ValueError("a link of the chain names no entries")
         return cls(**{name: record[name] for name in _MEMBERS - {"schema"}}, digest=digest)
 
 
@@ -180,6 +185,7 @@ class Check:
         self._base: Link | None = None  # the first link, where the chain does not begin with GENESIS
         self._trim: Link | None = None
         self._waiting: list[Entry] = []
+        self._unkept = 0  # of those that wait
         self._checked = self._links = self._unkeyed = 0
         self._broken = ""
         self._anchored = not anchor
@@ -189,12 +195,18 @@ class Check:
         if not self._broken:
             try:
                 if isinstance(item, Entry):
-                    self._waiting.append(item)
+                    self._wait(item)
                 else:
                     self._link(item)
             except _Broken as error:
                 self._broken = str(error)
         return not self._broken
+
+    def _wait(self, entry: Entry) -> None:
+        if len(self._waiting) < _MOST_WAITING:
+            self._waiting.append(entry)
+        else:
+            self._unkept += 1
 
     def run(self, items: Iterable[Entry | Link]) -> Verdict:
         """Check all of them. Raises what `items` raises."""
@@ -210,7 +222,7 @@ class Check:
             broken=broken,
             entries=self._checked,
             links=self._links,
-            unsealed=len(self._waiting),
+            unsealed=len(self._waiting) + self._unkept,
             trimmed=self._base.total if self._base is not None else 0,
             unkeyed=self._unkeyed,
             head=self._before.digest if self._before is not None else "",
@@ -256,6 +268,8 @@ class Check:
         return self._plain
 
     def _segment(self, link: Link, key: Key) -> None:
+        if self._unkept:
+            raise _Broken(f"entries were inserted before {link.last}: no link closes so many")
         entries, self._waiting = self._waiting, []
         running = link.previous
         for number, entry in enumerate(entries):

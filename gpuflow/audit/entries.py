@@ -29,7 +29,8 @@ REPEAT_SECONDS: Final = 120
 _ACTION: Final = re.compile(r"[a-z]+(?:[._-][a-z]+)*")
 _DETAIL: Final = re.compile(r"[a-z][a-zA-Z_]{0,31}")
 _NAMED: Final = ("action", "actor", "target")
-_ID: Final = re.compile(r"\d{1,20}-\d{1,20}")
+#: An id of an entry.
+ID: Final = re.compile(r"\d{1,18}-\d{1,18}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ class Entry:
     def from_document(cls, document: Mapping[str, Any]) -> Entry:
         """Read what `document` has returned. Raises ValueError."""
         id, fields = document.get("id"), document.get("fields")
-        if not isinstance(id, str) or not _ID.fullmatch(id):
+        if not isinstance(id, str) or not ID.fullmatch(id):
             raise ValueError("an entry has no id of a stream")
         if set(document) != {"id", "fields"} or not isinstance(fields, dict):
             raise ValueError(f"entry {id} has other members than id and fields")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Depends, Query
 from fastapi.responses import JSONResponse
 from redis.exceptions import RedisError
 
-from gpuflow.audit.entries import record
+from gpuflow.audit.entries import ID, record
 from gpuflow.audit.reading import AuditLog, Filter
 from gpuflow.celery_app import GPUFlow
 from gpuflow.gateway.auth import Gatekeeper
@@ -26,7 +25,6 @@ log = get_logger("gpuflow.gateway")
 
 #: One entry of the audit log tells of the wrong tokens of so many seconds.
 _NOTE_SECONDS: Final = 10.0
-_ID: Final = re.compile(r"\d{1,18}-\d{1,18}")
 
 Glob = Annotated[str, Query(max_length=200, description="A name, or a glob such as `task.*`")]
 
@@ -45,7 +43,7 @@ def audit_router(calls: Calls, gatekeeper: Gatekeeper) -> APIRouter:
         since: Annotated[float, Query(ge=0, le=1e11, description="Only from this time on, Unix seconds")] = 0.0,
     ) -> JSONResponse:
         """List what was done to the fleet, the newest first. A page with filters may hold fewer than `limit`."""
-        if cursor is not None and not _ID.fullmatch(cursor):
+        if cursor is not None and not ID.fullmatch(cursor):
             raise Problem(400, "bad-cursor", "the cursor is none of this list; take it from `next` of an answer")
         wanted = Filter(actor=actor, action=action, target=target, since=since)
 

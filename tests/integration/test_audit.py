@@ -12,20 +12,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from gpuflow.audit.actors import acting, user_here
+from gpuflow.audit.actors import acting
 from gpuflow.audit.chain import Key
 from gpuflow.audit.entries import record
 from gpuflow.audit.links import links
 from gpuflow.audit.reading import AuditLog, Filter
 from gpuflow.audit.sealing import SEGMENT, Sealer
 from gpuflow.broker.keys import Keys
+from gpuflow.celery_app import GPUFlow
+from gpuflow.cli import cli
 from gpuflow.client import submit, submit_pipeline
 from gpuflow.fleet.desired import DesiredState
 from gpuflow.fleet.registry import Fleet
 from gpuflow.handles import Task
 from gpuflow.scaling.store import Leadership, Machine, ScalingStore
+from gpuflow.settings import Settings
+from gpuflow.upkeep.duties import Duties
 from tests.support.fleet import Broker, TestFleet
 from tests.support.gateway import Gateway
 from tests.support.waiting import eventually, patient
@@ -100,11 +105,12 @@ def test_what_users_do_to_tasks_is_audited_once_with_their_name(served: TestFlee
 
     running = submit(served.echo(sleep_seconds=600), app=served.app)
     eventually(lambda: served.state(running.id) == "RUNNING", what="a running task")
-    running.cancel()
+    with acting("bob@desk"):
+        running.cancel()
     ended(running)
     assert [entry[:2] for entry in entries(served, f"task:{running.id}")] == [
         ("attempt.start", "worker:w1"),
-        ("task.cancel", user_here()),
+        ("task.cancel", "bob@desk"),
         ("task.end", "worker:w1"),
     ]
 
@@ -167,8 +173,6 @@ def test_what_is_done_to_workers_and_machines_is_audited_once(served: TestFleet)
 
 
 def test_the_gateway_names_the_caller_counts_wrong_tokens_and_gives_pages(served: TestFleet) -> None:
-    import httpx
-
     task = stuck(served)
     with Gateway(served.folder, env={"REDIS_URL": served.broker.url}) as front:
         with httpx.Client(base_url=front.url, headers=front.headers, timeout=patient(30)) as http:
@@ -193,21 +197,20 @@ def test_the_gateway_names_the_caller_counts_wrong_tokens_and_gives_pages(served
     assert (noted[2]["times"], noted[2]["addresses"]) == ("5", "127.0.0.1: 5")
 
 
-def test_the_command_lists_exports_and_verifies(served: TestFleet, tmp_path: Path) -> None:
+def test_the_command_lists_exports_and_verifies(
+    served: TestFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "key").write_text("00112233445566778899aabbccddeeff\n")
+    monkeypatch.setenv("REDIS_URL", served.broker.url)
+    monkeypatch.setenv("GPUFLOW_AUDIT_KEY_FILE", str(tmp_path / "key"))
+    monkeypatch.chdir(tmp_path)
 
     def audit(*arguments: str, code: int = 0) -> str:
-        environment = {**os.environ, "REDIS_URL": served.broker.url, "GPUFLOW_AUDIT_KEY_FILE": str(tmp_path / "key")}
-        done = subprocess.run(
-            [sys.executable, "-c", "from gpuflow.cli import main; main()", "audit", *arguments],
-            env=environment,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=patient(60),
-        )
-        assert done.returncode == code, done.stdout + done.stderr
-        return done.stdout + done.stderr
+        with pytest.raises(SystemExit) as end:
+            cli(["audit", *arguments])
+        said = capsys.readouterr()
+        assert (end.value.code or 0) == code, said.out + said.err
+        return said.out
 
     listed = json.loads(audit("--json", "--action", "worker.*", "-n", "3"))
     assert {entry["action"].partition(".")[0] for entry in listed} == {"worker"}
@@ -239,7 +242,13 @@ def test_what_is_removed_by_the_broker_s_owner_is_seen(broker: Broker, keys: Key
     fill(4)
     assert not log.verify(KEY).broken
     ids = [id for id, _ in client.xrange(keys.audit)]
-    for victim, where in ((ids[2], ids[3]), (ids[0], ids[1]), (ids[5], ids[4]), (ids[7], "1 entries"), (ids[9], "1 ent")):
+    for victim, where in (
+        (ids[2], ids[3]),
+        (ids[0], ids[1]),
+        (ids[5], ids[4]),
+        (ids[7], "1 entries"),
+        (ids[9], "1 ent"),
+    ):
         client.copy(keys.audit, f"{keys.audit}.copy")
         client.xdel(keys.audit, victim)
         assert where in log.verify(KEY).broken, victim
@@ -372,3 +381,29 @@ def test_a_long_log_is_sealed_in_segments_and_a_young_one_waits(broker: Broker, 
     assert sealer.seal(least_seconds=3600) == SEGMENT
     assert sealer.seal() == 1
     assert not AuditLog(client, keys).verify(Key()).broken
+
+
+@pytest.mark.parametrize("readable", [True, False])
+def test_beat_seals_and_trims_where_it_can_read_its_key(broker: Broker, tmp_path: Path, *, readable: bool) -> None:
+    if readable:
+        (tmp_path / "key").write_bytes(KEY.secret)
+    prefix = "beats-yes:" if readable else "beats-no:"
+    keys = Keys(prefix)
+    env = {
+        "REDIS_URL": broker.url,
+        "GPUFLOW_KEY_PREFIX": prefix,
+        "GPUFLOW_AUDIT_KEY_FILE": str(tmp_path / "key"),
+        "GPUFLOW_AUDIT_MAX_ENTRIES": str(SEGMENT),
+    }
+    app = GPUFlow("beat", settings=Settings.load(env=env, cwd=tmp_path))
+    pipe = broker.client.pipeline()
+    for number in range(3 * SEGMENT):
+        pipe.xadd(keys.audit, {"action": "a", "target": str(number)})
+    pipe.execute()
+    Duties(app).seal()
+    app.redis.close()
+    app.close()
+    verdict = AuditLog(broker.client, keys).verify(KEY)
+    assert not verdict.broken
+    expected = (SEGMENT, 2 * SEGMENT, 0) if readable else (0, 0, 3 * SEGMENT)
+    assert (verdict.entries, verdict.trimmed, verdict.unsealed) == expected

@@ -15,6 +15,8 @@ from gpuflow.audit.reading import export_lines, verify_export
 
 KEY = Key(secret=b"a key of the tests, long enough")
 Items = list[Entry | Link]
+#: A link that names no entries of a stream.
+LINK = json.dumps(replace(GENESIS, first="-", last="+").sealed(KEY).document())
 
 
 def entry(number: int, **fields: str) -> Entry:
@@ -63,7 +65,7 @@ def test_a_chain_is_whole_as_it_was_sealed(key: Key) -> None:
     assert (verdict.entries, verdict.trimmed, verdict.unsealed) == (3, 6, 1)
 
 
-#: What somebody does to the chain of three segments of three (entries 0-2, 4-6, 8-10; links 3, 7, 11), and where it shows.
+#: What somebody does to three segments of three (entries 0-2, 4-6, 8-10; links 3, 7, 11), and where it shows.
 ATTACKS: dict[str, tuple[Callable[[Items], Items], str]] = {
     "change": (lambda items: changed(items, 5, fields={**items[5].fields, "actor": "x"}), "1004-0"),  # type: ignore[union-attr]
     "id": (lambda items: changed(items, 5, id="1004-1"), "1004-1"),
@@ -71,6 +73,7 @@ ATTACKS: dict[str, tuple[Callable[[Items], Items], str]] = {
     "removal of the last": (lambda items: [*items[:6], *items[7:]], "1005-0"),
     "insertion": (lambda items: [*items[:5], entry(99), *items[5:]], "1099-0"),
     "insertion at the end": (lambda items: [*items[:7], entry(99), *items[7:]], "1099-0"),
+    "flood": (lambda items: [*items[:7], *map(entry, range(100, 9000)), *items[7:]], "1005-0"),
     "order": (lambda items: [*items[:4], items[5], items[4], *items[6:]], "1004-0"),
     "moved across a link": (lambda items: [*items[:6], items[7], items[6], *items[8:]], "1004-0"),
     "a segment": (lambda items: [*items[:4], *items[8:]], "1006-0"),
@@ -136,7 +139,9 @@ def test_an_export_is_checked_without_a_broker() -> None:
     assert "1-0" in verify_export(io.StringIO("".join([json.dumps(edited) + "\n", *lines[1:]])), KEY).broken
 
 
-@pytest.mark.parametrize("line", ["[]", "{}", "x", '{"link": {}}', '{"id": "1-0"}', '{"id": 1, "fields": {}}', "[" * 9999])
+@pytest.mark.parametrize(
+    "line", ["[]", "{}", "x", '{"link": {}}', '{"id": "1-0"}', '{"id": 1, "fields": {}}', "[" * 9999, LINK]
+)
 def test_what_is_no_export_is_said_by_its_line(line: str) -> None:
     text = "".join(export_lines(chain(1))) + line + "\n"
     assert "line 3" in verify_export(io.StringIO(text), KEY).broken
