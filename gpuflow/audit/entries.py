@@ -26,6 +26,8 @@ MOST_BYTES: Final = 4096
 _MOST_DETAILS: Final = 16
 #: A repeat of a call whose answer was lost comes within so many seconds.
 REPEAT_SECONDS: Final = 120
+#: The longest detail, in characters.
+_MOST_DETAIL: Final = 1000
 _ACTION: Final = re.compile(r"[a-z]+(?:[._-][a-z]+)*")
 _DETAIL: Final = re.compile(r"[a-z][a-zA-Z_]{0,31}")
 _NAMED: Final = ("action", "actor", "target")
@@ -68,7 +70,9 @@ class Entry:
 
     def public(self) -> dict[str, Any]:
         """Return what users see, JSON-able and in clean text."""
-        details = {_clean(name): _clean(value) for name, value in self.fields.items() if name not in _NAMED}
+        details = {
+            _clean(name): _clean(value, _MOST_DETAIL) for name, value in self.fields.items() if name not in _NAMED
+        }
         return {"id": self.id, "at": self.at, **{name: self.text(name) for name in _NAMED}, "details": details}
 
     def text(self, name: str) -> str:
@@ -105,7 +109,7 @@ def entry_fields(action: str, target: str, details: Mapping[str, Any], actor: st
     for name, value in list(details.items())[:_MOST_DETAILS]:
         if not _DETAIL.fullmatch(name) or name in _NAMED:
             raise ValueError(f"{name!r} is no name of a detail")
-        text = _clean(value)
+        text = _clean(value, _MOST_DETAIL)
         left -= len(name) + len(text.encode())
         if left < 0:
             break
@@ -117,8 +121,8 @@ def _text(raw: bytes) -> str:
     return raw.decode("utf-8", "surrogateescape")
 
 
-def _clean(value: object) -> str:
-    return one_line(value, MOST_CHARACTERS).encode("utf-8", "replace").decode()
+def _clean(value: object, most: int = MOST_CHARACTERS) -> str:
+    return one_line(value, most).encode("utf-8", "replace").decode()
 
 
 def audit_preamble() -> str:

@@ -81,3 +81,6 @@ async def _note(wrong: WrongTokens, calls: Calls) -> None:
     except (Problem, RedisError) as error:
         wrong.put_back(counts)
         log.warning("wrong_tokens_not_noted", cause=str(error))
+    except Exception:  # the next round comes in any case
+        wrong.put_back(counts)
+        log.exception("wrong_tokens_not_noted")

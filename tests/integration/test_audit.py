@@ -22,6 +22,7 @@ from gpuflow.audit.links import links
 from gpuflow.audit.reading import AuditLog, Filter
 from gpuflow.audit.sealing import SEGMENT, Sealer
 from gpuflow.broker.keys import Keys
+from gpuflow.broker.scripts import load_script
 from gpuflow.celery_app import GPUFlow
 from gpuflow.cli import cli
 from gpuflow.client import submit, submit_pipeline
@@ -276,6 +277,13 @@ def test_a_trim_removes_whole_segments_and_leaves_a_whole_chain(broker: Broker, 
     assert sealer.trim(-1e9, 1) == 4  # all of them are too old
     assert (log.verify(KEY).entries, log.verify(KEY).trimmed, log.verify(KEY).broken) == (0, 13, "")
     assert Sealer(client, keys, Key()).seal() == 0, "a chain with a key goes on without it"
+
+
+def test_a_call_whose_answer_was_lost_appends_once(broker: Broker, keys: Keys) -> None:
+    append = load_script("gpuflow.audit", "append")
+    call = [keys.audit, keys.audit_sent("call")], [60, "action", "a", "actor", "b", "target", "c"]
+    assert [append(broker.client, *call) for _ in range(2)] == [1, 0]
+    assert broker.client.xlen(keys.audit) == 1
 
 
 class _Dies(BaseException):
