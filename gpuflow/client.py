@@ -73,7 +73,12 @@ def submit(
     _until_sent(
         app,
         lambda: app.send_task(
-            task_of(spec["taskType"]), kwargs={"spec": spec}, owner=who, title=template.name, task_id=task_id
+            task_of(spec["taskType"]),
+            kwargs={"spec": spec},
+            owner=who,
+            title=template.name,
+            labels=template.labels,
+            task_id=task_id,
         ),
     )
     return Task(task_id, app)

@@ -16,11 +16,12 @@ from urllib.parse import urlsplit
 from gpuflow.artifacts.here import is_here
 from gpuflow.artifacts.placeholders import filled, hiding, names_secret
 from gpuflow.artifacts.several import several
-from gpuflow.artifacts.store import Progress, Store, open_store, shown_url
+from gpuflow.artifacts.store import Progress, Store, file_url_path, open_store, shown_url
 from gpuflow.artifacts.task_policy import judge_bucket, judge_own_service, may_use_token, task_hosts, task_roots
 from gpuflow.errors import ArtifactError
 from gpuflow.policy.roots import writable
 from gpuflow.settings import Settings
+from gpuflow.terminal import log_value
 
 MANIFEST: Final = "manifest.json"
 _BEARER: Final = "bearer "
@@ -120,14 +121,31 @@ def stored_name(task_id: str, attempt: int, name: str) -> str:
     return f"{task_id}/attempt-{attempt}/{name}"
 
 
-def upload_attempt(store: Store, folder: Path, task_id: str, attempt: int, names: Iterable[str]) -> None:
+def is_at(store: Store, name: str, path: Path) -> bool:
+    """Say whether what is `name` in a store is `path` itself: its folder is the results folder of this machine."""
+    url = store.url(name)
+    return url.startswith("file:") and file_url_path(url).resolve() == path.resolve()
+
+
+def upload_attempt(
+    store: Store,
+    folder: Path,
+    task_id: str,
+    attempt: int,
+    names: Iterable[str],
+    digests: Mapping[str, str] | None = None,
+) -> None:
     """Store the files of a closed attempt, a few at once, and last, when all are there, the manifest.
 
+    No task may exchange files of the folder: `artifacts.held_files` makes one of the attempt. `digests` are the SHA-256
+    that the files have to have, in hex.
     Raises UploadFailed.
     """
 
     def put(name: str, progress: Progress | None = None) -> None:
-        store.put(folder / name, stored_name(task_id, attempt, name), progress=progress)
+        stored = store.put(folder / name, stored_name(task_id, attempt, name), progress=progress)
+        if stored.sha256 != (digests or {}).get(name, stored.sha256):
+            raise ArtifactError(f"{log_value(name)} was written to after the results were sealed; end all processes")
 
     try:
         several(put, [name for name in names if name != MANIFEST])

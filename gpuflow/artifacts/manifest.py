@@ -84,6 +84,12 @@ def seal_results(
     return SealedResults(result=value, digest=hashlib.sha256(path.read_bytes()).hexdigest(), names=names)
 
 
+def digests_in(manifest: Path) -> dict[str, str]:
+    """Return the SHA-256 of the files that a sealed manifest describes, by their names. Raises OSError."""
+    entries = json.loads(manifest.read_bytes())["artifacts"]
+    return {entry["name"]: entry["sha256"] for entry in entries if "sha256" in entry and entry["name"] != manifest.name}
+
+
 def _slim(value: dict[str, Any], folder: Path, url_of: Callable[[str], str] | None) -> dict[str, Any]:
     """Return the result with its largest fields as references, until its JSON is small enough."""
     if len(json_bytes(value)) <= INLINE_BYTES:

@@ -12,6 +12,11 @@ from gpuflow.protocol import whole_text
 
 #: Schema number of a record; readers accept this one and the one before. 2: merged calls and their runs.
 RECORD_SCHEMA: Final = 2
+#: Fields of a record that are small whatever its task is: what lists and filters look at.
+HEAD_FIELDS: Final = (
+    *("schema", "id", "state", "queue", "name", "owner", "labels", "task_type", "attempt", "worker", "pipeline"),
+    *("stage", "created_at", "started_at", "finished_at", "updated_at", "error", "tag", "run", "call", "merge_tokens"),
+)
 #: Message header that carries the schema number of a supervised task's message.
 SCHEMA_HEADER: Final = "gpuflow_schema"
 
@@ -21,7 +26,8 @@ class TaskRecord:
     """One task. Times are Unix seconds on the server's clock; `spec` is the task spec as submitted.
 
     `lost`: its worker has gone, and it waits for another one (`Ledger.as_seen`). `run`: the run of merged calls that
-    answers it, `call` the key of its call there; `is_run`: it is such a run.
+    answers it, `call` the key of its call there; `is_run`: it is such a run. `labels` are the `metadata.labels` of the
+    template.
     """
 
     id: str
@@ -54,6 +60,7 @@ class TaskRecord:
     run: str | None = None
     call: str | None = None
     is_run: bool = False
+    labels: Mapping[str, str] = field(default_factory=dict)
     schema: int = RECORD_SCHEMA
 
     @classmethod
@@ -96,6 +103,7 @@ class TaskRecord:
             run=raw.get("run") or None,
             call=raw.get("call") or None,
             is_run="merge_tokens" in raw,
+            labels=parsed("labels") or {},
             schema=int(raw.get("schema", RECORD_SCHEMA)),
         )
 
@@ -107,6 +115,7 @@ class TaskRecord:
             "queue": self.queue,
             "name": self.name,
             "owner": self.owner,
+            "labels": dict(self.labels) or None,
             "taskType": self.task_type,
             "attempt": self.attempt,
             "worker": self.worker,
@@ -177,6 +186,7 @@ def new_record_fields(
     owner: str = "",
     pipeline: str | None = None,
     stage: str | None = None,
+    labels: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Return the fields of a new record as strings, for the publish step."""
     fields = {
@@ -190,5 +200,6 @@ def new_record_fields(
         "attempt": "0",
         "pipeline": pipeline or "",
         "stage": stage or "",
+        "labels": json.dumps(dict(labels), ensure_ascii=False) if labels else "",
     }
     return {key: whole_text(value) for key, value in fields.items() if value != ""}

@@ -88,6 +88,7 @@ class Settings(BaseModel):
     worker_id: str | None = _setting("WORKER_ID", None, "a name of letters, digits, '.', '_' and '-'")
     worker_tags: Names = _setting("WORKER_TAGS", (), "tags separated by commas, such as fast,nvlink")
     log_level: LogLevel = _setting("LOG_LEVEL", "INFO", "DEBUG, INFO, WARNING, ERROR or CRITICAL")
+    log_format: Literal["text", "json"] = _setting("LOG_FORMAT", "text", "text or json")
     orchestrator_base_url: str | None = _setting("ORCHESTRATOR_BASE_URL", None, "a URL such as https://host")
     worker_network_bandwidth_bytes_per_second: PositiveCount | None = _setting(
         "WORKER_NETWORK_BANDWIDTH_BYTES_PER_SEC", None, "bytes per second, such as 125000000"
@@ -168,7 +169,9 @@ class Settings(BaseModel):
     )
     notice_seconds: Seconds = _setting("GPUFLOW_NOTICE_SEC", 30, "seconds a preempted task has to save its state")
     submit_timeout_seconds: Seconds = _setting(
-        "GPUFLOW_SUBMIT_TIMEOUT_SEC", 30, "seconds that a submit goes on trying while the broker is away"
+        "GPUFLOW_SUBMIT_TIMEOUT_SEC",
+        30,
+        "seconds that commands wait for a broker that is away, such as 30",
     )
     events_maxlen: PositiveCount = _setting("GPUFLOW_EVENTS_MAXLEN", 10_000, "a count of events a task keeps")
     events_max_bytes: Annotated[ByteSize, Field(ge=65_536)] = _setting(

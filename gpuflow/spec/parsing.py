@@ -176,8 +176,11 @@ def _single(base: dict[str, Any], spec_at: Path, name: Any, findings: Findings, 
         del given["dependsOn"]
     spec = check_spec(given, inside, foreign=foreign)
     spec, references = collect_references(spec, inside, foreign=foreign)
+    located = findings.within(lambda where: where)
     for path, reference in references:
-        findings.within(lambda where: where).add(
+        if findings.full:
+            break
+        located.add(
             path,
             f"{reference}: a single task has no stages to refer to; for the text itself write $${reference.text[1:]}",
         )

@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final, Literal
 
 from gpuflow.errors import GPUFlowError
@@ -50,6 +51,15 @@ class Reference:
 
 def parse_reference(inside: str) -> Reference:
     """Read what stands between `${` and `}`. Raises ValueError with cause and mend."""
+    read = _read_reference(inside)
+    if isinstance(read, str):
+        raise ValueError(read)
+    return read
+
+
+@lru_cache(maxsize=1024)  # a template may repeat one thousands of times
+def _read_reference(inside: str) -> Reference | str:
+    """Return a reference, or why it is none."""
     text = "${" + inside + "}"
     inside = inside.strip()
     env = _ENV.fullmatch(inside)
@@ -65,7 +75,7 @@ def parse_reference(inside: str) -> Reference:
         mend = f"for the whole result of stage {inside!r} write ${{{inside}.result}}"
     else:
         mend = "write ${stage.result.field} or ${env:NAME}"
-    raise ValueError(f"{text!r} is not a reference; {mend}, or $${{...}} for the text itself")
+    return f"{text!r} is not a reference; {mend}, or $${{...}} for the text itself"
 
 
 def _step(found: re.Match[str]) -> str | int:
@@ -80,12 +90,11 @@ def references_in(text: str) -> Iterator[Reference | ValueError]:
     for found in _OPEN.finditer(text):
         if len(found[1]) != 1:
             continue
-        try:
-            if found[2] is None:
-                raise ValueError("'${' is not closed; write ${stage.result.field}, or $${ for the text itself")
-            yield parse_reference(found[2][:-1])
-        except ValueError as error:
-            yield error
+        if found[2] is None:
+            yield ValueError("'${' is not closed; write ${stage.result.field}, or $${ for the text itself")
+            continue
+        read = _read_reference(found[2][:-1])
+        yield ValueError(read) if isinstance(read, str) else read
 
 
 def find_references(value: Any) -> list[Reference]:
@@ -209,11 +218,8 @@ def escape_malformed(value: Any) -> Any:
 
 
 def _escaped_if_malformed(found: re.Match[str]) -> str:
-    if len(found[1]) == 1:
-        try:
-            parse_reference((found[2] or " }")[:-1])
-        except ValueError:
-            return f"${found[0]}"
+    if len(found[1]) == 1 and isinstance(_read_reference((found[2] or " }")[:-1]), str):
+        return f"${found[0]}"
     return found[0]
 
 

@@ -68,9 +68,11 @@ class Findings:
         return len(self.mistakes) + len(self.warnings) >= MAX_FOUND
 
     def _note(self, notes: list[Mistake], path: Path, message: str) -> None:
+        if self.full:
+            return
         place = self.locate(path)
         note = Mistake(path=path_text(place), line=self.line_of(place), message=message)
-        if note not in self.seen and not self.full:
+        if note not in self.seen:
             self.seen.add(note)
             notes.append(note)
 

@@ -191,22 +191,25 @@ def _fill(draft: Draft, base: dict[str, Any], base_at: Path, findings: Findings,
 
 
 def collect_references(value: Any, findings: Findings, *, foreign: bool) -> tuple[Any, list[tuple[Path, Reference]]]:
-    """Return the value and its references to stages, each with its path as located; malformed ones are mistakes, or, in
+    """Return the value and its references to stages, once for each path as located; malformed ones are mistakes, or, in
     foreign templates, plain text with a warning."""
-    found: list[tuple[Path, Reference]] = []
-    malformed = False
+    found: dict[tuple[Path, Reference], None] = {}
+    malformed: set[tuple[Path, str]] = set()
     for path, reference in walk_references(value):
         if findings.full:
             break
         if isinstance(reference, ValueError):
-            malformed = True
+            wrong = (path, str(reference))
+            if wrong in malformed:
+                continue
+            malformed.add(wrong)
             if foreign:
                 findings.warn(path, f"is taken as plain text: {reference}")
             else:
                 findings.add(path, str(reference))
         elif reference.kind == "stage":
-            found.append((findings.locate(path), reference))
-    return (escape_malformed(value) if malformed and foreign else value), found
+            found[findings.locate(path), reference] = None
+    return (escape_malformed(value) if malformed and foreign else value), list(found)
 
 
 def _warn_of_unused(base: dict[str, Any], base_at: Path, drafts: Mapping[str, Draft], findings: Findings) -> None:

@@ -18,7 +18,8 @@ from gpuflow.audit.sealing import SEAL_SECONDS, Sealer, audit_key
 from gpuflow.broker.sweeper import Sweeper
 from gpuflow.celery_app import GPUFlow
 from gpuflow.errors import GPUFlowError
-from gpuflow.logs import get_logger
+from gpuflow.logs import dress, get_logger, use_level
+from gpuflow.outages import outage
 from gpuflow.scaling import autoscaler
 from gpuflow.upkeep.reconciler import Reconciler
 
@@ -54,6 +55,7 @@ class Duties(threading.Thread):
             count += 1
             try:
                 self._sweeper.sweep(self._app.redis)
+                outage.over()
                 if count % rounds == 0:
                     self.reconcile()
                     self.seal()
@@ -95,5 +97,7 @@ def _sealer(app: GPUFlow) -> Sealer | None:
 def start(app: GPUFlow) -> None:
     """Start the duties of a beat process, and its autoscaler."""
     acts_as_process(f"beat:{socket.gethostname()}")
+    use_level(app.settings.log_level)
+    dress(app.settings.log_format, None, "celery")
     Duties(app).start()
     autoscaler.start(app)

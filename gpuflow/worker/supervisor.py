@@ -9,17 +9,20 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Final, Literal, NoReturn, TypeVar
 
 from celery.exceptions import Ignore
 from redis.exceptions import RedisError
 
-from gpuflow.artifacts.destination import stored_name, upload_attempt
-from gpuflow.artifacts.manifest import SealedResults, seal_results
+from gpuflow.artifacts.destination import MANIFEST, is_at, stored_name, upload_attempt
+from gpuflow.artifacts.held_files import aside, hold_files
+from gpuflow.artifacts.manifest import SealedResults, digests_in, seal_results
+from gpuflow.artifacts.partial import file_digest
 from gpuflow.artifacts.store import Store
 from gpuflow.broker.calls import RUN_HEADER
-from gpuflow.errors import GPUFlowError
+from gpuflow.errors import ArtifactError, GPUFlowError
 from gpuflow.ledger.ledger import Holder, StartVerdict
 from gpuflow.ledger.records import RECORD_SCHEMA, SCHEMA_HEADER, TaskRecord, new_record_fields
 from gpuflow.ledger.retries import AVOID_SECONDS, Again, decide
@@ -234,7 +237,9 @@ class Delivery:
             redactor=prepared.redactor,
         )
         runtime.admission.models.used(model_key(self.spec))
-        self.uploads = begin_uploads(self.store, attempt, wanted=lambda: leases.holds(self.tag))
+        self.uploads = begin_uploads(
+            self.store, attempt, wanted=lambda: leases.holds(self.tag), rights=lambda: self._rights(number)
+        )
         runtime.begin(self.id, attempt)
         leases.start(self.tag, lambda: attempt.stop("lost"))
         if not leases.holds(self.tag):
@@ -251,7 +256,7 @@ class Delivery:
             if self.uploads is not None:
                 self.uploads.finish(upload=outcome is not None and goes_on(outcome))
             runtime.end(self.id)
-        with files_as(owner_of(runtime.app.settings, prepared.output_dir)):
+        with self._rights(number):
             return scrubbed(self._by_engine(outcome, start), prepared.output_dir, prepared.redactor)
 
     def _owned(self, others: Sequence[str], wanted: Callable[[], bool]) -> set[str]:
@@ -359,14 +364,28 @@ class Delivery:
         def url_of(name: str) -> str:
             return store.url(stored_name(self.id, number, name)) if store is not None else (folder / name).as_uri()
 
-        with files_as(owner_of(self.runtime.app.settings, folder)):
+        with self._rights(number):
             if self.is_run:
                 sealed = seal_calls(folder, outcome.result, outcome.artifacts, self.calls, url_of)
             else:
                 sealed = seal_results(folder, outcome.result, outcome.artifacts, self.spec, url_of)
-        if store is not None:
-            upload_attempt(store, folder, self.id, number, sealed.names)
+        if store is not None and not is_at(store, f"{self.id}/{folder.name}", folder):
+            self._upload(store, number, sealed)
         return sealed
+
+    def _upload(self, store: Store, number: int, sealed: SealedResults) -> None:
+        """Store the sealed results. A process of the task, or of its user, may live on: what is read is held first."""
+        with aside(self.folder.root, number) as own:
+            held, inside = own / "results", (self.folder.attempt_dir(number).name,)
+            names = [*sealed.names, MANIFEST]
+            hold_files(self.folder.root, inside, names, held, rights=lambda: self._rights(number))
+            if file_digest(held / MANIFEST) != sealed.digest:
+                raise ArtifactError(f"{MANIFEST} was written to after the results were sealed; end all processes")
+            upload_attempt(store, held, self.id, number, sealed.names, digests_in(held / MANIFEST))
+
+    def _rights(self, number: int) -> AbstractContextManager[None]:
+        """Return a context in which this thread uses files with the rights of the task."""
+        return files_as(owner_of(self.runtime.app.settings, self.folder.attempt_dir(number)))
 
     def _commit(self, step: Callable[[], bool]) -> bool:
         """COMMIT; once more if it was refused by an older snapshot that has not been told yet what runs here."""

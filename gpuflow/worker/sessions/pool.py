@@ -19,6 +19,7 @@ from gpuflow.logs import get_logger
 from gpuflow.protocol import Request
 from gpuflow.routing.requirement import Requirement
 from gpuflow.worker.child import Child
+from gpuflow.worker.engine_sockets import own_sockets
 from gpuflow.worker.handed_back import HandedBack
 from gpuflow.worker.sessions.keeper import Keeper
 from gpuflow.worker.sessions.logs import new_log
@@ -187,16 +188,17 @@ class Sessions:
     def _open(self, warm: Warm, opening: Opening) -> None:
         """Begin the process of a session. Raises OSError; the session is expected then as before."""
         path = new_log(self._log_dir, opening.title)
-        child = Child(
-            list(opening.argv),
-            request=opening.line + "\n",
-            environment=opening.environment,
-            cwd=self._log_dir,
-            keep_open=warm.hold.fds if warm.hold is not None else (),
-            at_end=opening.at_end,
-            talks=True,
-            confinement=opening.confinement,
-        )
+        with own_sockets(opening.environment, opening.at_end, opening.confinement) as started:
+            child = Child(
+                list(opening.argv),
+                request=opening.line + "\n",
+                environment=started.environment,
+                cwd=self._log_dir,
+                keep_open=warm.hold.fds if warm.hold is not None else (),
+                at_end=started.at_end,
+                talks=True,
+                confinement=opening.confinement,
+            )
         session = Session(child, log_path=path, redactor=opening.redactor, on_end=self._ended)
         with self._lock:
             self.loads += 1

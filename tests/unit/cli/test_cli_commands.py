@@ -80,7 +80,9 @@ def test_an_unreachable_broker_is_one_line(invoke: Invoke, monkeypatch: pytest.M
     monkeypatch.setenv("REDIS_URL", "redis://:secret@127.0.0.1:1/0")
     told = invoke("queues")
     assert told.exit_code == 1
-    assert told.stderr.startswith("gpuflow: the broker cannot be reached")
+    waits, ends = told.stderr.splitlines()
+    assert waits.startswith("the broker does not answer") and "waiting 0.1 s for it" in waits
+    assert ends.startswith("gpuflow: the broker cannot be reached")
     assert "secret" not in told.stderr
 
 

@@ -17,6 +17,7 @@ DOCUMENTED = {
     "WORKER_ID": None,
     "WORKER_TAGS": (),
     "LOG_LEVEL": "INFO",
+    "LOG_FORMAT": "text",
     "ORCHESTRATOR_BASE_URL": None,
     "WORKER_NETWORK_BANDWIDTH_BYTES_PER_SEC": None,
     "ENABLE_TASK_MERGE": True,
