@@ -318,8 +318,9 @@ def worker_options() -> list[CeleryOption]:
         CeleryOption(
             ("--cost",),
             type=float,
-            default=0.0,
-            help="What an hour of this machine costs; of machines that fit, the cheapest is woken first.",
+            default=None,
+            help="What an hour of this machine costs (GPUFLOW_COST_PER_HOUR); of machines that fit, the cheapest is "
+            "woken first.",
             help_group="gpuflow",
         ),
         CeleryOption(("--ephemeral",), is_flag=True, help="Run one job, then exit.", help_group="gpuflow"),
@@ -354,6 +355,12 @@ def worker_options() -> list[CeleryOption]:
             help_group="gpuflow",
         ),
         CeleryOption(
+            ("--spot-notices",),
+            type=Choice(["none", "aws"]),
+            help="Drain when the provider takes this machine away (default: GPUFLOW_SPOT_NOTICES).",
+            help_group="gpuflow",
+        ),
+        CeleryOption(
             ("--max-jobs",),
             type=int,
             metavar="N",
@@ -368,6 +375,7 @@ def _on_beat(sender: Any, **_: Any) -> None:
     if isinstance(sender.app, GPUFlow):
         guard_process(sender.app.settings.umask_bits)
         symbol_by_name("gpuflow.upkeep.duties:start")(sender.app)
+        symbol_by_name("gpuflow.schedules.duty:start")(sender.app)
 
 
 signals.beat_init.connect(_on_beat)

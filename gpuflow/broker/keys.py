@@ -26,6 +26,7 @@
 | `celery-task-meta-<id>` | string | Celery's result entry |
 | `gpuflow.dead` | zset | task id -> when it died (dead letters) |
 | `gpuflow.repairs` | hash | kind of repair -> how often the reconciler made it |
+| `gpuflow.metrics` | hash | counts of tasks and attempts (`metrics.counters`); `reconciled_at` |
 | `gpuflow.tasks` | zset | task id -> when it was submitted |
 | `gpuflow.unfinished` | set | ids of the tasks that are not final |
 | `gpuflow.merge` | hash | counts of merged calls: `calls`, `new`, `coalesced`, `batched`, `hit`, ...; `kept_bytes` |
@@ -52,6 +53,10 @@
 | `gpuflow.audit` | stream | the audit log: one entry for each action (see `audit.entries`) |
 | `gpuflow.audit.chain` | stream | links of its chain (see `audit.chain`) |
 | `gpuflow.audit.sent:<call>` | string | a call has appended to the audit log; expires after two minutes |
+| `gpuflow.machines.unknown` | string | JSON list of machines that may be of another fleet; it expires |
+| `gpuflow.fleet` | string | the random id of this fleet |
+| `gpuflow.schedules` | hash | name -> JSON of a schedule: its cron expression and its template |
+| `gpuflow.schedules.runs` | hash | name -> JSON of the last run of a schedule |
 
 No queue may be named like one of them; `gpuflow.control` and `gpuflow.notices` are the only queues whose names begin
 with `gpuflow.`.
@@ -61,6 +66,10 @@ The optional global prefix (GPUFLOW_KEY_PREFIX) stands before every one of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
+
+#: Field of `gpuflow.metrics`: when the reconciler ran last (Unix seconds on the server's clock).
+RECONCILED_AT: Final = "reconciled_at"
 
 
 @dataclass(frozen=True)
@@ -150,6 +159,11 @@ class Keys:
     def repairs(self) -> str:
         """Counts of repairs."""
         return f"{self.prefix}gpuflow.repairs"
+
+    @property
+    def metrics(self) -> str:
+        """Counts of tasks and attempts."""
+        return f"{self.prefix}gpuflow.metrics"
 
     @property
     def unfinished(self) -> str:
@@ -254,6 +268,26 @@ class Keys:
     def machines(self) -> str:
         """Machines that scaling has launched."""
         return f"{self.prefix}gpuflow.machines"
+
+    @property
+    def unknown_machines(self) -> str:
+        """Machines that may be of another fleet."""
+        return f"{self.prefix}gpuflow.machines.unknown"
+
+    @property
+    def schedules(self) -> str:
+        """Schedules by name."""
+        return f"{self.prefix}gpuflow.schedules"
+
+    @property
+    def schedule_runs(self) -> str:
+        """How far each schedule has come."""
+        return f"{self.prefix}gpuflow.schedules.runs"
+
+    @property
+    def fleet_id(self) -> str:
+        """The random id of this fleet."""
+        return f"{self.prefix}gpuflow.fleet"
 
     def wish(self, machine: str) -> str:
         """What a task of some worker of a machine finds no GPU for."""

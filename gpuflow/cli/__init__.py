@@ -32,7 +32,9 @@ SECTIONS: Final[dict[str, dict[str, tuple[str, str, str]]]] = {
     "Fleet": {
         "queues": ("fleet", "queues", "List the queues: what waits, what runs, who serves."),
         "workers": ("fleet", "workers", "List the workers; show, enable, disable or drain one."),
+        "usage": ("usage", "usage", "Show what was used, by owner, pipeline, model, worker or type."),
         "scaling": ("scaling", "scaling", "Show what scales the fleet, and its decisions."),
+        "schedules": ("schedules", "schedules", "Submit templates at set times: list, add, remove."),
         "hardware": ("hardware", "hardware", "Show the GPUs, CPUs and memory of this machine."),
         "audit": ("audit", "audit", "List, verify and export what was done to the fleet, and by whom."),
         "gateway": ("gateway", "gateway", "Serve the results of tasks over HTTP."),

@@ -19,20 +19,34 @@ if TYPE_CHECKING:
 
 @click.command(short_help="Show a pipeline or task, or all recent ones.")
 @click.argument("record_id", metavar="[ID]", required=False)
-@click.option("--watch", "-w", "watching", is_flag=True, help="Show live progress until it ends; exit code 0 or 1.")
+@click.option(
+    "--watch", "-w", "watching", is_flag=True, help="Live, until it ends (exit code 0 or 1); without ID: the fleet."
+)
 @click.option("--limit", default=20, show_default=True, type=click.IntRange(1, 100_000), help="How many recent ones.")
 @selection_options
 @json_option
 def status(record_id: str | None, watching: bool, limit: int, filters: Mapping[str, Any], as_json: bool) -> int:
-    """Show the state of a pipeline or task; without ID, the recent ones, or the tasks that all filters select."""
-    from gpuflow.cli.session import connected
+    """Show the state of a pipeline or task; without ID, the recent ones, or the tasks that all filters select.
+
+    --watch without ID shows workers, queues, running tasks and rates until Ctrl-C; where there is no terminal, a line
+    whenever they change.
+    """
+    from gpuflow.cli.session import connected, signals_interrupt
 
     selection = selection_of(filters)
-    if watching and record_id is None:
-        raise bad_input("--watch needs the ID of a pipeline or task; `gpuflow status` lists them")
     if record_id is not None and not selection.is_empty:
         raise bad_input(f"{record_id} is one task or pipeline, and filters select several; give one of the two")
+    if watching and record_id is None and (as_json or not selection.is_empty):
+        raise bad_input(
+            "--watch with --json or filters needs the ID of a pipeline or task; `gpuflow status` lists them"
+        )
     with connected() as app:
+        if watching and record_id is None:
+            from gpuflow.cli.fleet_watch import watch_fleet
+
+            with signals_interrupt():
+                watch_fleet(app)
+            return DONE
         if not selection.is_empty:
             _selected(app, selection, limit, as_json)
             return DONE

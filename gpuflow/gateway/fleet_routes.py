@@ -24,8 +24,9 @@ from gpuflow.gateway.problems import Problem
 from gpuflow.gateway.shapes import QueueList, QueueSubmit, Submitted, WorkerList, WorkerShape
 from gpuflow.gateway.tasks import KEY_HEADER, RecordId, is_id, submitted, told
 from gpuflow.gateway.tasks import PREFIX as TASKS
-from gpuflow.spec import Template, parse
+from gpuflow.spec import Template
 from gpuflow.spec.presets import list_presets, load_preset
+from gpuflow.templates import parse
 
 _EXAMPLE = {"config_name": "quickstart", "target": "worker", "worker_labels": {"gpu_type": "a100*"}}
 

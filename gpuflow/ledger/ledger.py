@@ -19,7 +19,7 @@ from gpuflow.broker.leases import live_leases
 from gpuflow.broker.scripts import Script, load_script, script_text
 from gpuflow.broker.sweeper import BELL_SECONDS
 from gpuflow.errors import UnknownTask
-from gpuflow.ledger.records import HEAD_FIELDS, RECORD_SCHEMA, AttemptEntry, TaskRecord
+from gpuflow.ledger.records import HEAD_FIELDS, RECORD_SCHEMA, AttemptEntry, TaskRecord, Usage
 from gpuflow.ledger.states import TaskState, lua_preamble
 
 #: So many lost workers end a task: it may be the task that takes its machines down.
@@ -266,6 +266,7 @@ class Ledger:
         error: Mapping[str, Any] | None = None,
         manifest: str = "",
         log_tail: str = "",
+        usage: Usage | None = None,
     ) -> bool:
         """Set the final state, if `holder` runs the current attempt (None: if no attempt runs). False when refused."""
         keys = self.keys
@@ -283,6 +284,7 @@ class Ledger:
                 self.events_maxlen,
                 self.retention_seconds,
                 uuid.uuid4().hex,
+                "" if usage is None else usage.to_json(),
                 actor_here(),
             ],
         )
@@ -301,6 +303,7 @@ class Ledger:
         avoid: str = "",
         avoid_seconds: float = 0,
         alone: bool = False,
+        usage: Usage | None = None,
     ) -> Literal["queued", "cancel", "refused"]:
         """End an attempt but not its task (YIELD): record and message wait again, in one step.
 
@@ -335,6 +338,7 @@ class Ledger:
                 self.events_maxlen,
                 BELL_SECONDS,
                 int(alone),
+                "" if usage is None else usage.to_json(),
             ],
         )
         return answer

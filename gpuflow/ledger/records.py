@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -19,6 +20,52 @@ HEAD_FIELDS: Final = (
 )
 #: Message header that carries the schema number of a supervised task's message.
 SCHEMA_HEADER: Final = "gpuflow_schema"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What an attempt, or all attempts of a task, have used; docs/howto/usage-and-cost.md says how each is measured.
+
+    `gpu_seconds`: GPUs times seconds, a share of a GPU by its part. `energy_joules`: of whole GPUs, 0 where the driver
+    tells none. `cost` is in the unit of the worker's `--cost`.
+    """
+
+    seconds: float = 0.0
+    gpu_seconds: float = 0.0
+    energy_joules: float = 0.0
+    cost: float = 0.0
+    artifact_bytes: float = 0
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(**{name: getattr(self, name) + getattr(other, name) for name in _USAGE_FIELDS})
+
+    def times(self, share: float) -> Usage:
+        """Return a share of it."""
+        return Usage(**{name: getattr(self, name) * share for name in _USAGE_FIELDS})
+
+    def public(self) -> dict[str, float]:
+        """Return what was used, without what is 0."""
+        values = {shown: round(getattr(self, name), 6) for name, shown in _USAGE_FIELDS.items()}
+        return {shown: value for shown, value in values.items() if value and math.isfinite(value)}
+
+    def to_json(self) -> str:
+        """Return it for the Lua steps."""
+        return json.dumps(self.public())
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any] | None) -> Usage:
+        """Read what the Lua steps have written."""
+        values: dict[str, Any] = {name: (raw or {}).get(shown, 0) for name, shown in _USAGE_FIELDS.items()}
+        return cls(**{name: value for name, value in values.items() if isinstance(value, int | float)})
+
+
+_USAGE_FIELDS: Final = {
+    "seconds": "seconds",
+    "gpu_seconds": "gpuSeconds",
+    "energy_joules": "energyJoules",
+    "cost": "cost",
+    "artifact_bytes": "artifactBytes",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +107,7 @@ class TaskRecord:
     run: str | None = None
     call: str | None = None
     is_run: bool = False
+    usage: Usage = Usage()
     labels: Mapping[str, str] = field(default_factory=dict)
     schema: int = RECORD_SCHEMA
 
@@ -103,6 +151,7 @@ class TaskRecord:
             run=raw.get("run") or None,
             call=raw.get("call") or None,
             is_run="merge_tokens" in raw,
+            usage=Usage.from_dict(parsed("usage")),
             labels=parsed("labels") or {},
             schema=int(raw.get("schema", RECORD_SCHEMA)),
         )
@@ -133,6 +182,7 @@ class TaskRecord:
             "lost": self.lost or None,
             "coalescedInto": self.run,
             "isRun": self.is_run or None,
+            "usage": self.usage.public() or None,
         }
         return {key: value for key, value in shown.items() if value not in (None, "")}
 
@@ -148,6 +198,7 @@ class AttemptEntry:
     outcome: str
     error: Mapping[str, Any] | None = None
     log_tail: str = ""
+    usage: Usage = Usage()
 
     @classmethod
     def from_json(cls, text: str) -> AttemptEntry:
@@ -161,6 +212,7 @@ class AttemptEntry:
             outcome=raw["outcome"],
             error=raw.get("error"),
             log_tail=raw.get("logTail", ""),
+            usage=Usage.from_dict(raw.get("usage")),
         )
 
     def public(self) -> dict[str, Any]:
@@ -173,6 +225,7 @@ class AttemptEntry:
             "outcome": self.outcome,
             "error": self.error,
             "logTail": self.log_tail,
+            "usage": self.usage.public() or None,
         }
         return {key: value for key, value in shown.items() if value not in (None, "")}
 

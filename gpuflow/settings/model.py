@@ -117,6 +117,7 @@ class Settings(BaseModel):
     scaling_policy: str | None = _setting(
         "GPUFLOW_SCALING_POLICY", None, "the path of a scaling policy, or a preset such as local"
     )
+    cost_per_hour: Duration = _setting("GPUFLOW_COST_PER_HOUR", 0.0, "what an hour of this machine costs, such as 2.5")
     lease_seconds: Seconds = _setting("GPUFLOW_LEASE_SEC", 60, "seconds, such as 60")
     key_prefix: str = _setting("GPUFLOW_KEY_PREFIX", "", "letters, digits, '.', '_', '-' and ':'")
     worker_token: SecretStr | None = _setting("GPUFLOW_WORKER_TOKEN", None, "a worker token", secret=True)
@@ -168,6 +169,10 @@ class Settings(BaseModel):
         "GPUFLOW_PREPARE_SEC", 3600, "seconds that an attempt may take to fetch what it reads, such as 3600"
     )
     notice_seconds: Seconds = _setting("GPUFLOW_NOTICE_SEC", 30, "seconds a preempted task has to save its state")
+    spot_notices: Literal["none", "aws"] = _setting("GPUFLOW_SPOT_NOTICES", "none", "none or aws")
+    spot_metadata_url: str = _setting(
+        "GPUFLOW_SPOT_METADATA_URL", "http://169.254.169.254", "a URL such as http://169.254.169.254"
+    )
     submit_timeout_seconds: Seconds = _setting(
         "GPUFLOW_SUBMIT_TIMEOUT_SEC",
         30,

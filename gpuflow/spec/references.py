@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, Literal
@@ -268,11 +268,23 @@ def pick(result: Any, reference: Reference) -> Any:
                     f"{reference}: {walked} has {len(value)} entries, so there is no [{step}] (they count from 0)"
                 )
             value = value[step]
+        elif isinstance(value, list | tuple):
+            value = _of_each(value, str(step), f"{reference}: {walked}")
         else:
-            kind = "a list; name an entry as in [0]" if isinstance(value, list | tuple) else _kind(value)
-            raise UnresolvedReference(f"{reference}: {walked} is {kind}, so it has no {str(step)!r}")
+            raise UnresolvedReference(f"{reference}: {walked} is {_kind(value)}, so it has no {str(step)!r}")
         walked += f"[{step}]" if isinstance(step, int) else f".{step}"
     return value
+
+
+def _of_each(rows: Sequence[Any], name: str, walked: str) -> list[Any]:
+    """Return a field of every entry of a list: `items.output` is the outputs of all items."""
+    for index, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise UnresolvedReference(f"{walked} is a list whose entries have no fields; name an entry as in [0]")
+        if name not in row:
+            there = ", ".join(str(key) for key in list(row)[:12]) or "nothing"
+            raise UnresolvedReference(f"{walked}[{index}] has no {name!r}; it has {there}")
+    return [row[name] for row in rows]
 
 
 def _kind(value: Any) -> str:

@@ -43,11 +43,13 @@ class Worker(CeleryWorker):  # type: ignore[misc]
         hostname: str | None = None,
         name: str | None = None,
         isolate: str | None = None,
+        spot_notices: str | None = None,
         **kwargs: Any,
     ) -> None:
         ours = app or self.app
-        if isolate is not None:
-            ours.settings = ours.settings.model_copy(update={"isolate": isolate})
+        given = {"isolate": isolate, "spot_notices": spot_notices}
+        if update := {name: value for name, value in given.items() if value is not None}:
+            ours.settings = ours.settings.model_copy(update=update)
         settings = ours.settings
         guard_process(settings.umask_bits)
         self.worker_id = name or settings.worker_id or f"w-{uuid.uuid4().hex[:10]}"

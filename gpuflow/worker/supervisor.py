@@ -24,7 +24,7 @@ from gpuflow.artifacts.store import Store
 from gpuflow.broker.calls import RUN_HEADER
 from gpuflow.errors import ArtifactError, GPUFlowError
 from gpuflow.ledger.ledger import Holder, StartVerdict
-from gpuflow.ledger.records import RECORD_SCHEMA, SCHEMA_HEADER, TaskRecord, new_record_fields
+from gpuflow.ledger.records import RECORD_SCHEMA, SCHEMA_HEADER, TaskRecord, Usage, new_record_fields
 from gpuflow.ledger.retries import AVOID_SECONDS, Again, decide
 from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
@@ -46,6 +46,7 @@ from gpuflow.worker.runtime import Runtime, current
 from gpuflow.worker.secret_sources import scrubbed
 from gpuflow.worker.starting import EnvironmentNotReady, Start
 from gpuflow.worker.steps import until_answered
+from gpuflow.worker.usage_meter import UsageMeter, meter_of
 from gpuflow.worker.work import begin_of, hold_of
 
 log = get_logger("gpuflow.supervisor")
@@ -93,6 +94,7 @@ class Delivery:
         self._asked_at = 0.0
         self.store: Store | None = None
         self.uploads: CheckpointUploads | None = None
+        self.meter: UsageMeter | None = None
 
     def run(self) -> dict[str, Any]:
         """START, the attempt, COMMIT."""
@@ -190,6 +192,7 @@ class Delivery:
         try:
             runtime.policy.ask(self.spec)
             hold = hold_of(runtime, self.tag, allocation)
+            self.meter = meter_of(runtime.admission, self.tag, hold, allocation)
             start = runtime.offering.start_of(self.spec, gpus=bool(hold.uuids))
             runtime.begin(self.id, preparing)
             if not leases.start(self.tag, lambda: preparing.stop("lost")):
@@ -251,6 +254,7 @@ class Delivery:
             outcome = attempt.run()
         finally:
             leases.beat(self.tag, over=True)
+            self._usage()
             runtime.admission.child_gone(self.tag)
             self._wake()
             if self.uploads is not None:
@@ -258,6 +262,10 @@ class Delivery:
             runtime.end(self.id)
         with self._rights(number):
             return scrubbed(self._by_engine(outcome, start), prepared.output_dir, prepared.redactor)
+
+    def _usage(self) -> Usage | None:
+        """Return what the attempt has used until this was asked first; None: it had no place yet."""
+        return None if self.meter is None else self.meter.stop()
 
     def _owned(self, others: Sequence[str], wanted: Callable[[], bool]) -> set[str]:
         """Return those of other tasks that are of the same owner as this one; one without a record is nobody's.
@@ -291,6 +299,7 @@ class Delivery:
 
     def _not_begun(self, outcome: Outcome) -> Outcome:
         """Note that the attempt has ended before its child."""
+        self._usage()
         self.runtime.leases.beat(self.tag, over=True)
         self.runtime.admission.child_gone(self.tag)
         self._wake()
@@ -344,6 +353,7 @@ class Delivery:
                 result=sealed.result,
                 manifest=sealed.digest,
                 log_tail=outcome.log_tail,
+                usage=None if self.meter is None else self.meter.with_artifacts(sealed.total_bytes),
             )
         )
         if not committed:
@@ -445,6 +455,7 @@ class Delivery:
                 avoid=avoid,
                 avoid_seconds=delay_seconds + AVOID_SECONDS,
                 alone=alone,
+                usage=self._usage(),
             )
         )
         if answer == "cancel":
@@ -465,7 +476,9 @@ class Delivery:
     def _finish(self, holder: Holder, state: TaskState, error: Mapping[str, Any], outcome: Outcome) -> NoReturn:
         """Commit an end without result and raise it for Celery; Ignore when it is refused."""
         if not self._commit(
-            lambda: self.ledger.commit(self.id, state, holder=holder, error=error, log_tail=outcome.log_tail)
+            lambda: self.ledger.commit(
+                self.id, state, holder=holder, error=error, log_tail=outcome.log_tail, usage=self._usage()
+            )
         ):
             log.warning("late_failure_refused", task=self.id, attempt=holder.attempt)
             self._let_go()

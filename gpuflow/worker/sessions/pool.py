@@ -122,6 +122,11 @@ class Sessions:
         """Return the GPUs of the session in which a message has a place. Raises HandedBack where it has none."""
         return self._of(tag).hold
 
+    def sharers(self, tag: str) -> int:
+        """Return how many messages have a place in the session of this one; 1 where it has none any more."""
+        with self._lock:
+            return next((len(warm.places) for warm in self._warm if tag in warm.places), 1)
+
     def tags_on(self, uuid: str) -> list[str]:
         """Return the tags of the messages that a session on a GPU answers."""
         with self._lock:

@@ -93,7 +93,7 @@ def test_resolve(text, value):
         ("${ask.items[4]}", r"ask.result.items has 1 entries, so there is no \[4\]"),
         ("${ask.itens}", "ask.result has no 'itens'; it has items, none, ok"),
         ("${tune.loss.value}", "tune.result.loss is a number, so it has no 'value'"),
-        ("${ask.items.output}", "is a list; name an entry"),
+        ("${ask.items.outputs}", r"ask.result.items\[0\] has no 'outputs'"),
         ("${ask.none.x}", "is null"),
         ("x ${ask}", "whole result"),
         ("x ${ask.items", "not closed"),
