@@ -50,6 +50,9 @@
 | `gpuflow.scaling.leader` | hash | which beat scales: `owner`, `epoch`, `until` |
 | `gpuflow.scaling.decisions` | list | the newest decisions of scaling with their reasons, JSON |
 | `gpuflow.machines` | hash | machine id -> JSON of a machine that scaling has launched |
+| `gpuflow.audit` | stream | the audit log: one entry for each action (see `audit.entries`) |
+| `gpuflow.audit.chain` | stream | links of its chain (see `audit.chain`) |
+| `gpuflow.audit.sent:<call>` | string | a call has appended to the audit log; expires after two minutes |
 | `gpuflow.machines.unknown` | string | JSON list of machines that may be of another fleet; it expires |
 | `gpuflow.fleet` | string | the random id of this fleet |
 | `gpuflow.schedules` | hash | name -> JSON of a schedule: its cron expression and its template |
@@ -297,3 +300,17 @@ class Keys:
     def heartbeat(self, worker_id: str) -> str:
         """Heartbeat key of one worker."""
         return f"{self.prefix}worker:{worker_id}:hb"
+
+    @property
+    def audit(self) -> str:
+        """The audit log."""
+        return f"{self.prefix}gpuflow.audit"
+
+    @property
+    def audit_chain(self) -> str:
+        """The links of its chain."""
+        return f"{self.prefix}gpuflow.audit.chain"
+
+    def audit_sent(self, call: str) -> str:
+        """Key that lives while a repeat of a call to append may come."""
+        return f"{self.prefix}gpuflow.audit.sent:{call}"

@@ -36,6 +36,7 @@ SECTIONS: Final[dict[str, dict[str, tuple[str, str, str]]]] = {
         "scaling": ("scaling", "scaling", "Show what scales the fleet, and its decisions."),
         "schedules": ("schedules", "schedules", "Submit templates at set times: list, add, remove."),
         "hardware": ("hardware", "hardware", "Show the GPUs, CPUs and memory of this machine."),
+        "audit": ("audit", "audit", "List, verify and export what was done to the fleet, and by whom."),
         "gateway": ("gateway", "gateway", "Serve the results of tasks over HTTP."),
         "presets": ("presets", "presets", "List what is shipped: pipelines, models, data sets, environments."),
         "models": ("models", "models", "List, fetch, remove, export and import models."),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+import uuid
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -16,6 +17,8 @@ from typing import Any, Final
 
 import redis
 
+from gpuflow.audit.actors import actor_here
+from gpuflow.audit.entries import REPEAT_SECONDS, audit_preamble, record
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.scripts import Script, broker_script, load_script, script_text
 from gpuflow.fleet.desired import AUTOMATIC, MANUAL, MOST_DECISIONS, Desired, DesiredState
@@ -29,6 +32,16 @@ OVERDUE_SHARE: Final = 0.5
 OVERDUE_SECONDS: Final = 5.0
 #: When no beat has led for so many seconds, three of its longest terms, what the autoscaler disabled is enabled.
 FORSAKEN_SECONDS: Final = 45.0
+
+
+#: What the audit log calls the change of what a worker is to be, and who acts when the autoscaler does.
+_ACTIONS: Final = {
+    DesiredState.ENABLED: "worker.enable",
+    DesiredState.DISABLED: "worker.disable",
+    DesiredState.DRAINING: "worker.drain",
+    DesiredState.RETIRED: "worker.retire",
+}
+AUTOSCALER: Final = "autoscaler"
 
 
 class WorkerState(StrEnum):
@@ -255,16 +268,21 @@ class Fleet:
         deadline_seconds: float | None = None,
         leader: tuple[str, int] = ("", 0),
         decision: str = "",
+        action: str = "",
     ) -> str:
         """Write what a worker is to be, in one step; return what became of it (lua/desire.lua).
 
-        `leader` is the name and epoch of the beat that scales. Raises redis errors.
+        `leader` is the name and epoch of the beat that scales; `action` what the audit log calls it, '' for the name of
+        the state. Raises redis errors.
         """
         keys = [self.keys.worker(worker_id), self.keys.heartbeat(worker_id)]
         until = "" if deadline_seconds is None else deadline_seconds
-        step = load_script("gpuflow.fleet", "desire", script_text("gpuflow.fleet", "fence"))
+        step = load_script("gpuflow.fleet", "desire", audit_preamble() + script_text("gpuflow.fleet", "fence"))
+        actor = AUTOSCALER if by == AUTOMATIC else actor_here()
         arguments = [str(state), by, reason, until, *leader, decision, MOST_DECISIONS]
-        return str(step(self.client, [*keys, self.keys.scaling_leader, self.keys.scaling_decisions], arguments))
+        arguments += [worker_id, actor, action or _ACTIONS[state], uuid.uuid4().hex]
+        keys += [self.keys.scaling_leader, self.keys.scaling_decisions, self.keys.audit]
+        return str(step(self.client, keys, arguments))
 
     def ask_to_drain(self, worker_id: str, deadline_seconds: float | None) -> None:
         """Let a worker drain; it follows at its next heartbeat at the latest."""
@@ -274,9 +292,11 @@ class Fleet:
         """Leave a worker to the autoscaler again: it is enabled until that decides otherwise."""
         key = self.keys.worker(worker_id)
         if self.client.hget(key, "desired") == DesiredState.DISABLED:
-            answer = self.desire(worker_id, DesiredState.ENABLED, reason="released by hand")
+            answer = self.desire(worker_id, DesiredState.ENABLED, reason="released by hand", action="worker.release")
             if answer not in ("written", "same"):
                 return answer
+        else:
+            record(self.client, self.keys, "worker.release", f"worker:{worker_id}")
         self.client.hset(key, "desired_by", AUTOMATIC)
         return "written"
 
@@ -289,9 +309,13 @@ class Fleet:
         desired = Desired.from_hash(dict(zip(names, texts, strict=True)))
         return desired, float(left) if desired.ends and left else None
 
-    def begin_anew(self, worker_id: str) -> None:
-        """Begin a new life of a worker: a drain is over, and what the autoscaler wanted; what is by hand stands."""
-        _automatic_step("begin_anew")(self.client, [self.keys.worker(worker_id)], [])
+    def begin_anew(self, worker_id: str, hostname: str = "", version: str = "") -> None:
+        """Begin a new life of a worker: a drain is over, and what the autoscaler wanted; what is by hand stands.
+
+        The audit log gets its registration, or that it is refused.
+        """
+        keys = [self.keys.worker(worker_id), self.keys.audit, self.keys.audit_sent(uuid.uuid4().hex)]
+        _automatic_step("begin_anew")(self.client, keys, [worker_id, REPEAT_SECONDS, hostname, version])
 
     def release_forsaken(self) -> int:
         """Enable the workers that the autoscaler has disabled; return how many, -1 while a beat leads."""
@@ -375,4 +399,4 @@ class Fleet:
 
 
 def _automatic_step(name: str) -> Script:
-    return load_script("gpuflow.fleet", name, script_text("gpuflow.fleet", "automatic"))
+    return load_script("gpuflow.fleet", name, audit_preamble() + script_text("gpuflow.fleet", "automatic"))

@@ -11,6 +11,7 @@ from fastapi import FastAPI
 
 from gpuflow.broker.keys import Keys
 from gpuflow.gateway import documents
+from gpuflow.gateway.audit import audit_router
 from gpuflow.gateway.auth import Gatekeeper
 from gpuflow.gateway.event_routes import events_router
 from gpuflow.gateway.fleet_calls import Calls
@@ -37,6 +38,7 @@ class Api:
         app.include_router(pipelines_router(self.calls, gatekeeper))
         app.include_router(events_router(self.calls, self.hub, gatekeeper))
         app.include_router(fleet_router(self.calls, gatekeeper))
+        app.include_router(audit_router(self.calls, gatekeeper))
         app.include_router(openai_router(settings, self.calls, self.hub, gatekeeper))
         app.add_middleware(Heads)
         documents.install(app, gatekeeper)

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gpuflow.gateway import problems
 from gpuflow.gateway.api import OF_RESULTS, Api
+from gpuflow.gateway.audit import note_wrong_tokens
 from gpuflow.gateway.auth import Gatekeeper
 from gpuflow.gateway.doors import Doors
 from gpuflow.gateway.files import ResultsFolder
@@ -44,12 +45,14 @@ def create_app(settings: Settings, *, limits: Limits | None = None, open_here: b
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         sweeping = asyncio.create_task(_sweep(uploads, settings))
+        noting = asyncio.create_task(note_wrong_tokens(gatekeeper.wrong_tokens, api.calls))
         try:
             yield
         finally:
-            sweeping.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await sweeping
+            for task in (sweeping, noting):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
             await api.aclose()
 
     app = FastAPI(

@@ -11,6 +11,7 @@ from typing import Final
 
 from fastapi import Request
 
+from gpuflow.audit.actors import act_as
 from gpuflow.gateway.login import HOW_TO_MAKE_ONE
 from gpuflow.gateway.peers import host_of, is_loopback
 from gpuflow.gateway.problems import Problem
@@ -31,7 +32,7 @@ class Gatekeeper:
 
     def __init__(self, settings: Settings, *, open_here: bool = False) -> None:
         self._open_here = open_here
-        self._wrong = WrongTokens()
+        self.wrong_tokens = WrongTokens()
         token = settings.worker_token.get_secret_value() if settings.worker_token else ""
         self._token = token.encode("utf-8")
 
@@ -41,26 +42,32 @@ class Gatekeeper:
             if not self._open_here:
                 raise Problem(403, "no-token-set", f"this gateway has no token and answers nobody; {HOW_TO_MAKE_ONE}")
             _only_from_here(request)
+            act_as(f"gateway:{_address(request)}")
             return
         given = _given(request)
         if given is None:
             raise Problem(401, "no-token", "send the token of this gateway: Authorization: Bearer <token>", _CHALLENGE)
         self._limit(request, right=hmac.compare_digest(given, self._token))
+        act_as(f"gateway:{_address(request)}")
 
     def _limit(self, request: Request, *, right: bool) -> None:
         """Raise for a wrong token, and for any from an address that has sent too many wrong ones and no right one."""
-        address = request.client.host if request.client else ""
-        wait = self._wrong.wait_seconds(address)
-        if right and (not wait or self._wrong.proven(address)):
-            self._wrong.note_right(address)
+        address = _address(request)
+        wait = self.wrong_tokens.wait_seconds(address)
+        if right and (not wait or self.wrong_tokens.proven(address)):
+            self.wrong_tokens.note_right(address)
             return
         if not right:
-            self._wrong.note_wrong(address, request.url.path)
+            self.wrong_tokens.note_wrong(address, request.url.path)
         if wait:
             seconds = math.ceil(wait)
             detail = f"{address} has sent too many wrong tokens; correct the token and come again in {seconds} s"
             raise Problem(429, "too-many-wrong-tokens", detail, {"Retry-After": str(seconds)})
         raise Problem(401, "wrong-token", "the token is not that of this gateway", _REFUSED)
+
+
+def _address(request: Request) -> str:
+    return request.client.host if request.client else ""
 
 
 def _given(request: Request) -> bytes | None:

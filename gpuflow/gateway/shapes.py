@@ -161,6 +161,24 @@ class WorkerList(BaseModel):
     workers: list[WorkerShape]
 
 
+class AuditEntry(Shape):
+    """One entry of the audit log."""
+
+    id: str = Field(description="Its place in the log", examples=["1764086400000-0"])
+    at: float = Field(description="When, Unix seconds on the broker's clock")
+    action: str = Field(examples=["task.cancel"])
+    actor: str = Field(description="Who", examples=["ana@laptop", "worker:w1"])
+    target: str = Field(examples=["task:6f1d4c1e"])
+    details: dict[str, str]
+
+
+class AuditPage(BaseModel):
+    """Entries of the audit log, the newest first."""
+
+    entries: list[AuditEntry]
+    next: str | None = Field(description="`cursor` of the next page; null: there is none")
+
+
 class QueueShape(Shape):
     """One queue."""
 

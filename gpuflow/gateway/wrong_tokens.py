@@ -7,8 +7,8 @@ this machine, a worker with an old token) cannot keep the others from working.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,6 +23,9 @@ _LOG_SECONDS: Final = 10.0
 #: Addresses that are remembered; the one that was quiet for the longest time is forgotten first.
 _MOST_ADDRESSES: Final = 8192
 _MOST_PATH: Final = 200
+#: Addresses whose wrong tokens are counted for the audit log by themselves, between two of its entries.
+MOST_AUDITED: Final = 20
+OTHERS: Final = "others"
 
 _log = get_logger("gpuflow.gateway")
 
@@ -42,6 +45,7 @@ class WrongTokens:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._addresses: OrderedDict[str, _Address] = OrderedDict()
+        self._unaudited: Counter[str] = Counter()
 
     def wait_seconds(self, address: str) -> float:
         """Return how long an address has to wait before it is heard again; 0: it is heard now."""
@@ -61,9 +65,20 @@ class WrongTokens:
         found = self._entry(address)
         found.left = max(0.0, found.left - 1)
         found.unlogged += 1
+        known = address in self._unaudited or len(self._unaudited) < MOST_AUDITED
+        self._unaudited[address if known else OTHERS] += 1
         if found.logged_at is None or found.at - found.logged_at >= _LOG_SECONDS:
             _log.warning("wrong_token", client=address, path=path[:_MOST_PATH], times=found.unlogged)
             found.unlogged, found.logged_at = 0, found.at
+
+    def take_unaudited(self) -> dict[str, int]:
+        """Return how many wrong tokens each address has sent since the last call; `OTHERS`: all beyond the cap."""
+        found, self._unaudited = dict(self._unaudited), Counter()
+        return found
+
+    def put_back(self, counts: Mapping[str, int]) -> None:
+        """Take back counts that could not be written, to be taken again."""
+        self._unaudited.update(counts)
 
     def _entry(self, address: str) -> _Address:
         key, now = group_of(address), self._clock()

@@ -11,6 +11,8 @@ from typing import Any, Final, Literal
 import redis
 from redis.client import NEVER_DECODE
 
+from gpuflow.audit.actors import actor_here
+from gpuflow.audit.entries import audit_preamble
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.lease import NEVER, Lease
 from gpuflow.broker.leases import live_leases
@@ -50,7 +52,8 @@ class Holder:
 
 def ledger_script(name: str) -> Script:
     """Return a Lua step of the ledger, with the table of allowed moves and what the steps share before it."""
-    shared = (lua_preamble(), script_text("gpuflow.broker", "common"), script_text("gpuflow.ledger", "common"))
+    broker, ledger = (script_text(package, "common") for package in ("gpuflow.broker", "gpuflow.ledger"))
+    shared = (lua_preamble(), broker, audit_preamble(), ledger)
     return load_script("gpuflow.ledger", name, "".join(shared))
 
 
@@ -282,6 +285,7 @@ class Ledger:
                 self.retention_seconds,
                 uuid.uuid4().hex,
                 "" if usage is None else usage.to_json(),
+                actor_here(),
             ],
         )
         return bool(done)
@@ -400,19 +404,17 @@ class Ledger:
 
     def forget_unreadable(self) -> int:
         """Forget these messages; return how many there were."""
-        pipe = self.client.pipeline()
-        pipe.llen(self.keys.unreadable)
-        pipe.delete(self.keys.unreadable)
-        return int(pipe.execute()[0])
+        step = ledger_script("forget_unreadable")
+        return int(step(self.client, [self.keys.unreadable, self.keys.audit], [actor_here()]))
 
     def purge(self, task_id: str) -> bool:
         """Forget a dead task: record, events, attempts. False if it is not among the dead letters."""
         keys = self.keys
-        if not self.client.zrem(keys.dead, task_id):
-            return False
-        self.client.delete(keys.task(task_id), keys.events(task_id), keys.attempts(task_id))
-        self.client.zrem(keys.tasks, task_id)
-        return True
+        of_task = [keys.task(task_id), keys.events(task_id), keys.attempts(task_id)]
+        done = ledger_script("purge")(
+            self.client, [*of_task, keys.dead, keys.tasks, keys.audit], [task_id, actor_here()]
+        )
+        return bool(done)
 
     def cancel(self, task_id: str, reason: str = "cancelled by a user") -> tuple[str, str]:
         """Cancel: returns (`cancelled`|`requested`|`final`, state). Raises UnknownTask."""
@@ -440,7 +442,7 @@ class Ledger:
             keys.leases,
             keys.unacked,
             keys.owners,
-        ], [reason, self.events_maxlen, self.retention_seconds, uuid.uuid4().hex]
+        ], [reason, self.events_maxlen, self.retention_seconds, uuid.uuid4().hex, actor_here()]
 
     def is_to_be_cancelled(self, task_id: str) -> bool:
         """Whether a user wants a running task cancelled."""
@@ -462,7 +464,7 @@ class Ledger:
                 self.keys.dead,
                 self.keys.unfinished,
             ],
-            [str(uuid.uuid4()), self.events_maxlen, BELL_SECONDS],
+            [str(uuid.uuid4()), self.events_maxlen, BELL_SECONDS, actor_here()],
         )
         if done == _IS_RUN:
             raise UnknownTask(

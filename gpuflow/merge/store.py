@@ -13,6 +13,7 @@ from typing import Any
 
 import redis
 
+from gpuflow.audit.entries import audit_preamble
 from gpuflow.broker.calls import CALLER_PRIORITY
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.priorities import list_key
@@ -24,7 +25,8 @@ from gpuflow.routing.families import CONTROL_QUEUE
 
 def merge_script(name: str) -> Script:
     """Return a Lua step of the merge layer, with what broker and ledger share before it."""
-    shared = (lua_preamble(), script_text("gpuflow.broker", "common"), script_text("gpuflow.ledger", "common"))
+    broker, ledger = (script_text(package, "common") for package in ("gpuflow.broker", "gpuflow.ledger"))
+    shared = (lua_preamble(), broker, audit_preamble(), ledger)
     return load_script("gpuflow.merge", name, "".join(shared))
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import redis
 
+from gpuflow.audit.actors import actor_here
+from gpuflow.audit.entries import audit_preamble
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.scripts import Script, load_script, script_text
 from gpuflow.errors import UnknownTask
@@ -17,7 +19,7 @@ from gpuflow.pipelines.records import PipelineRecord, PipelineState, StageRecord
 
 def pipeline_script(name: str) -> Script:
     """Return a Lua step on pipelines, with what the steps share before it."""
-    shared = (script_text("gpuflow.broker", "common"), script_text("gpuflow.pipelines", "common"))
+    shared = (script_text("gpuflow.broker", "common"), audit_preamble(), script_text("gpuflow.pipelines", "common"))
     return load_script("gpuflow.pipelines", name, "".join(shared))
 
 
@@ -80,6 +82,7 @@ class PipelineStore:
                     self.keys.pipeline(pipeline_id),
                     self.keys.stages(pipeline_id),
                     self.keys.events(pipeline_id),
+                    self.keys.audit,
                 ],
                 [
                     str(state),
@@ -88,6 +91,7 @@ class PipelineStore:
                     self.retention_seconds,
                     "" if epoch is None else epoch,
                     uuid.uuid4().hex,
+                    actor_here(),
                     *stage_names,
                 ],
             )
@@ -98,8 +102,13 @@ class PipelineStore:
         seen = self.get(pipeline_id)
         verdict, _ = pipeline_script("pipeline_resume")(
             self.client,
-            [self.keys.pipeline(pipeline_id), self.keys.stages(pipeline_id), self.keys.events(pipeline_id)],
-            [self.events_maxlen, seen.epoch],
+            [
+                self.keys.pipeline(pipeline_id),
+                self.keys.stages(pipeline_id),
+                self.keys.events(pipeline_id),
+                self.keys.audit,
+            ],
+            [self.events_maxlen, seen.epoch, actor_here(), pipeline_id],
         )
         if verdict == "unknown":
             raise UnknownTask(f"no pipeline {pipeline_id!r}; `gpuflow status` lists those of this fleet")

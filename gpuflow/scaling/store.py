@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import redis
 
+from gpuflow.audit.entries import audit_preamble
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.scripts import Script, load_script, script_text
 from gpuflow.fleet.desired import MOST_DECISIONS
@@ -132,6 +133,7 @@ class ScalingStore:
         """Make one step in the life of a machine (lua/machine.lua); return what became of it. Raises NoLeader."""
         keys = [self.keys.machines, self.keys.scaling_leader, self.keys.scaling_decisions]
         keys += [self.keys.worker(machine.id), self.keys.heartbeat(machine.id), self.keys.scaling, self.keys.fleet_id]
+        keys.append(self.keys.audit)
         counters = [part for name, amount in (add or {}).items() for part in (name, amount)]
         text = decision_text(leader, **decision) if decision else ""
         arguments: list[str | int | float] = [what, machine.id, machine.to_json(), leader.name, leader.epoch, text]
@@ -195,4 +197,4 @@ def decision_text(leader: Leadership, **fields: Any) -> str:
 
 
 def _machine_step() -> Script:
-    return load_script("gpuflow.scaling", "machine", script_text("gpuflow.fleet", "fence"))
+    return load_script("gpuflow.scaling", "machine", audit_preamble() + script_text("gpuflow.fleet", "fence"))

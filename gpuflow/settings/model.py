@@ -71,6 +71,7 @@ def _setting(env_name: str, default: Any, hint: str, *, secret: bool = False) ->
 #: The settings whose value is a path.
 _FOLDERS: Final = (
     "results_dir", "cache_dir", "state_dir", "env_dir", "secrets_dir", "valkey_server", "lock_dir", "container_presets",
+    "audit_key_file",
 )  # fmt: skip
 
 
@@ -145,6 +146,11 @@ class Settings(BaseModel):
     retention_days: Annotated[float, Field(gt=0, allow_inf_nan=False)] = _setting(
         "GPUFLOW_RETENTION_DAYS", 30, "days, such as 30"
     )
+    audit_retention_days: Annotated[float, Field(gt=0, allow_inf_nan=False)] = _setting(
+        "GPUFLOW_AUDIT_RETENTION_DAYS", 30, "days, such as 30"
+    )
+    audit_max_entries: PositiveCount = _setting("GPUFLOW_AUDIT_MAX_ENTRIES", 1_000_000, "a count from 1 up")
+    audit_key_file: Path | None = _setting("GPUFLOW_AUDIT_KEY_FILE", None, "the path of a file with the key")
     pass_env: Names = _setting(
         "GPUFLOW_PASS_ENV", (), "names of environment variables separated by commas; globs are allowed"
     )

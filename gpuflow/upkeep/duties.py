@@ -1,19 +1,23 @@
-"""What beat does itself, beside its schedule: sweep every second, reconcile under a lock every few,
-scale where it leads. Needs no worker.
+"""What beat does itself, beside its schedule: sweep every second, reconcile under a lock every few, seal and
+trim the audit log, scale where it leads. Needs no worker.
 
 Started by the app when a beat process of this app starts (`gpuflow.celery_app`).
 """
 
 from __future__ import annotations
 
+import socket
 import threading
 from typing import Final
 
 from kombu.exceptions import OperationalError
 from redis.exceptions import LockError, RedisError
 
+from gpuflow.audit.actors import acts_as_process
+from gpuflow.audit.sealing import SEAL_SECONDS, Sealer, audit_key
 from gpuflow.broker.sweeper import Sweeper
 from gpuflow.celery_app import GPUFlow
+from gpuflow.errors import GPUFlowError
 from gpuflow.logs import dress, get_logger, use_level
 from gpuflow.outages import outage
 from gpuflow.scaling import autoscaler
@@ -35,6 +39,7 @@ class Duties(threading.Thread):
         self._app = app
         self._sweeper = Sweeper(app.keys, app.settings.lease_seconds)
         self._reconciler = Reconciler(app)
+        self._sealer = _sealer(app)
         self._stop_event = threading.Event()
 
     def stop(self) -> None:
@@ -53,10 +58,18 @@ class Duties(threading.Thread):
                 outage.over()
                 if count % rounds == 0:
                     self.reconcile()
+                    self.seal()
             except (RedisError, OperationalError) as error:
                 log.warning("duties_not_done", cause=str(error))
             except Exception:
                 log.exception("duties_stumbled")
+
+    def seal(self) -> None:
+        """Seal and trim the audit log. Raises redis errors."""
+        if self._sealer is not None:
+            settings = self._app.settings
+            self._sealer.seal(least_seconds=SEAL_SECONDS)
+            self._sealer.trim(settings.audit_retention_days * 86_400, settings.audit_max_entries)
 
     def reconcile(self) -> None:
         """Reconcile, unless another process does. Raises redis errors."""
@@ -72,8 +85,18 @@ class Duties(threading.Thread):
                 log.warning("reconcile_lock_expired")
 
 
+def _sealer(app: GPUFlow) -> Sealer | None:
+    """Return the sealer; None where its key cannot be read: the log goes on, and is sealed when it can be."""
+    try:
+        return Sealer(app.redis, app.keys, audit_key(app.settings))
+    except GPUFlowError as error:
+        log.error("audit_not_sealed", cause=str(error))
+        return None
+
+
 def start(app: GPUFlow) -> None:
     """Start the duties of a beat process, and its autoscaler."""
+    acts_as_process(f"beat:{socket.gethostname()}")
     use_level(app.settings.log_level)
     dress(app.settings.log_format, None, "celery")
     Duties(app).start()

@@ -15,9 +15,12 @@ from celery.exceptions import WorkerShutdown
 from celery.signals import task_postrun
 from celery.worker.consumer.mingle import Mingle
 from celery.worker.control import control_command
+from redis.exceptions import RedisError
 
 import gpuflow.worker.inspecting
 import gpuflow.worker.revoking  # noqa: F401  (both register their commands)
+from gpuflow import __version__
+from gpuflow.audit.entries import record
 from gpuflow.broker import installed, leases
 from gpuflow.broker.lease import new_token
 from gpuflow.errors import GPUFlowError, InvalidSettings
@@ -307,12 +310,22 @@ class Presence(bootsteps.StartStopStep):  # type: ignore[misc]
             )
         except GPUFlowError as error:
             log.error("cannot_start", worker=runtime.worker_id, cause=str(error))
+            _note_refusal(runtime, str(error))
             raise WorkerShutdown(CannotStart.exit_code) from None
-        runtime.fleet.begin_anew(runtime.worker_id)
+        runtime.fleet.begin_anew(runtime.worker_id, runtime.hardware.hostname, __version__)
         runtime.presence = PresenceThread(runtime, consumer.hostname)
         runtime.presence.follow_orders()
         runtime.presence.start()
         _mingle_once(consumer)
+
+
+def _note_refusal(runtime: Runtime, why: str) -> None:
+    """Have the audit log say that this worker was not let in; it ends in any case."""
+    details = {"host": runtime.hardware.hostname, "reason": why}
+    try:
+        record(runtime.app.redis, runtime.app.keys, "worker.refused", f"worker:{runtime.worker_id}", details)
+    except RedisError as error:
+        log.warning("refusal_not_noted", cause=str(error))
 
 
 def _mingle_once(consumer: Any) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
+from gpuflow.audit.actors import acts_as_process
 from gpuflow.broker.leases import LeaseTable
 from gpuflow.celery_app import GPUFlow
 from gpuflow.errors import GPUFlowError
@@ -118,6 +119,7 @@ class _Process:
 
 def install(runtime: Runtime) -> None:
     """Make `runtime` the worker of this process."""
+    acts_as_process(f"worker:{runtime.worker_id}")
     _Process.runtime = runtime
 
 

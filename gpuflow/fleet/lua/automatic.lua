@@ -11,5 +11,7 @@ local function drop_if_forsaken(worker, leader, seconds)
   local until_ = tonumber(redis.call('HGET', leader, 'until') or '0')
   if until_ + seconds > now[1] + now[2] / 1000000 then return false end
   drop_desired(worker)
+  local prefix, id = string.match(worker, '^(.*)worker:([^:]*)$')
+  audit(prefix .. 'gpuflow.audit', 'worker.enable', 'autoscaler', 'worker:' .. id, 'reason', 'nothing scales any more')
   return true
 end

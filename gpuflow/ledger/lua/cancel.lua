@@ -5,6 +5,7 @@
 -- KEYS[5] gpuflow.delayed  KEYS[6] gpuflow.parked  KEYS[7] gpuflow.unfinished  KEYS[8] gpuflow.ready
 -- KEYS[9] gpuflow.leases  KEYS[10] gpuflow.unacked  KEYS[11] gpuflow.owners
 -- ARGV[1] reason  ARGV[2] cap of the event stream  ARGV[3] seconds until a final record expires  ARGV[4] id of this call
+-- ARGV[5] who acts
 --
 -- Returns {verdict, state}: 'cancelled' (its message is taken away in the same step), 'requested' (its
 -- worker stops it), 'final' (it has ended already), 'unknown'.
@@ -14,17 +15,24 @@ local before = answer_to(KEYS[1], 'cancel', ARGV[4])
 if before then return {before, state} end
 if is_final(state) then return {'final', state} end
 local seconds = clock()
+local function noted(verdict)
+  audit(prefix_of(KEYS[8]) .. 'gpuflow.audit', 'task.cancel', acting, 'task:' .. redis.call('HGET', KEYS[1], 'id'),
+    'verdict', verdict, 'reason', ARGV[1])
+end
+acting = ARGV[5]
 if runs(state) then
   local tag = redis.call('HGET', KEYS[1], 'tag')
   local ends = tag and redis.call('ZSCORE', KEYS[9], tag)
   if ends and tonumber(ends) > tonumber(seconds) then
     redis.call('HSETNX', KEYS[1], 'cancel_requested', seconds)
     note_answer(KEYS[1], 'cancel', ARGV[4], 'requested')
+    noted('requested')
     return {'requested', state}
   end
   remember(KEYS[1], KEYS[3], seconds, 'lost', worker_lost(KEYS[1]), '')
   if tag then end_lease(KEYS[9], KEYS[10], KEYS[11], tag) end
 end
+noted('cancelled')
 if state ~= 'MERGED' then take_message(KEYS[8], KEYS[5], KEYS[6], KEYS[1]) end
 finish(KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[7], ARGV[2], ARGV[3], seconds, 'CANCELLED', cancelled_error(ARGV[1]))
 note_answer(KEYS[1], 'cancel', ARGV[4], 'cancelled')

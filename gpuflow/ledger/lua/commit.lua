@@ -7,6 +7,7 @@
 -- ARGV[7] tail of the attempt's log or ''  ARGV[8] cap of the event stream
 -- ARGV[9] seconds until the record and its events expire  ARGV[10] id of this call
 -- ARGV[11] what the attempt has used, JSON (ledger.records.Usage), or ''
+-- ARGV[12] who acts, where no attempt runs the task
 --
 -- Returns 1 committed, 2 this very commit was made before (replay the tail), 0 refused: nothing was changed.
 local state, attempt, token = unpack(redis.call('HMGET', KEYS[1], 'state', 'attempt', 'owner_token'))
@@ -24,6 +25,7 @@ if runs(state) ~= (ARGV[2] ~= '') then return 0 end
 if ARGV[2] ~= '' and token ~= ARGV[3] then return 0 end
 if not may_move(state, ARGV[1]) then return 0 end
 local seconds = clock()
+if ARGV[2] == '' then acting = ARGV[12] end
 if ARGV[4] ~= '' then redis.call('HSET', KEYS[1], 'result', ARGV[4]) end
 if ARGV[6] ~= '' then redis.call('HSET', KEYS[1], 'manifest', ARGV[6]) end
 if ARGV[2] ~= '' and ARGV[1] == 'SUCCEEDED' then measure(KEYS[1], seconds) end

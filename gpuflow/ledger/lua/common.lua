@@ -4,6 +4,9 @@ local function clock()
   return string.format('%d.%06d', now[1], now[2])
 end
 
+-- Who acts, for the audit log; nil: the worker that the record of the task names.
+local acting
+
 -- Whether an attempt works on the task.
 local function runs(state) return state == 'STARTING' or state == 'RUNNING' end
 
@@ -100,9 +103,13 @@ local function finish(record, events, attempts, dead, unfinished, cap, ttl, seco
   redis.call('HSET', record, 'state', state, 'finished_at', seconds, 'updated_at', seconds)
   if error ~= '' then redis.call('HSET', record, 'error', error) end
   redis.call('HDEL', record, 'tag', 'owner_token', 'cancel_requested', 'not_before', 'fetches')
-  local id, attempt, task_type, queue = unpack(redis.call('HMGET', record, 'id', 'attempt', 'task_type', 'queue'))
+  local id, attempt, worker, task_type, queue = unpack(redis.call('HMGET', record,
+    'id', 'attempt', 'worker', 'task_type', 'queue'))
+  local prefix = prefix_before(record, id)
+  audit(prefix .. 'gpuflow.audit', 'task.end', acting or 'worker:' .. (worker or ''), 'task:' .. id,
+    'state', state, 'attempt', attempt or '0')
   redis.call('SREM', unfinished, id)
-  if not tokens then count(prefix_before(record, id), 1, 'ended', state, task_type, queue or '') end
+  if not tokens then count(prefix, 1, 'ended', state, task_type, queue or '') end
   local event = {event = 'state', state = state, attempt = tonumber(attempt or '0')}
   if error ~= '' then event['error'] = cjson.decode(error) end
   tell(events, cap, event)
@@ -110,7 +117,6 @@ local function finish(record, events, attempts, dead, unfinished, cap, ttl, seco
     for _, key in ipairs({record, events, attempts}) do redis.call('EXPIRE', key, ttl) end
   end
   if state == 'DEAD' and not tokens then redis.call('ZADD', dead, seconds, id) end
-  local prefix = prefix_before(record, id)
   if tokens then
     if state ~= 'SUCCEEDED' then bar(prefix, id, redis.call('HKEYS', prefix .. 'merge:' .. id .. ':calls'), batch) end
     expire_run(prefix, id, ttl)

@@ -3,6 +3,7 @@
 -- KEYS[1] task record  KEYS[2] events  KEYS[3] gpuflow.ready  KEYS[4] Celery's result of the task
 -- KEYS[5] attempts of the task  KEYS[6] gpuflow.dead  KEYS[7] gpuflow.unfinished
 -- ARGV[1] new delivery tag, which is also the id of this call  ARGV[2] cap of the event stream  ARGV[3] doorbell token seconds
+-- ARGV[4] who acts
 --
 -- A caller of a merged run runs by itself then; a run is not queued again: it has no callers left.
 --
@@ -34,4 +35,5 @@ local queue, requirement = unpack(redis.call('HMGET', KEYS[1], 'queue', 'require
 if queue and requirement then register(KEYS[3], queue, requirement, seconds) end
 put(KEYS[3], list, 'back', message, ARGV[3])
 note_answer(KEYS[1], 'requeue', ARGV[1], 'queued')
+audit(prefix_of(KEYS[3]) .. 'gpuflow.audit', 'task.retry', ARGV[4], 'task:' .. id, 'from', state)
 return 1

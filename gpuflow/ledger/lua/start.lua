@@ -21,6 +21,7 @@
 -- is to take it, give it back); 'newer' (written by a newer version, give it back); 'merged' (a caller that was merged into
 -- a run has come for its end); 'gone' (there is no record, and none to create: ack and drop).
 local seconds = clock()
+acting = 'worker:' .. ARGV[2]
 local held = redis.call('HGET', KEYS[3], ARGV[4])
 local cut = held and string.find(held, '\n', 1, true)
 local ours = held and string.sub(held, 1, cut - 1) == ARGV[3]
@@ -84,4 +85,5 @@ redis.call('HDEL', KEYS[1], 'finished_at', 'error', 'progress', 'not_before', 'a
 -- Only the worker that failed last is passed over: with two workers both would be, and the task would run nowhere.
 if worker then redis.call('ZREM', prefix_of(KEYS[9]) .. 'gpuflow.avoided', ARGV[4] .. '\n' .. worker) end
 tell(KEYS[4], ARGV[6], {event = 'state', state = 'STARTING', attempt = attempt, worker = ARGV[2]})
+audit(prefix_of(KEYS[9]) .. 'gpuflow.audit', 'attempt.start', acting, 'task:' .. ARGV[1], 'attempt', attempt)
 return {'begin', 'STARTING', attempt, failures, alone}

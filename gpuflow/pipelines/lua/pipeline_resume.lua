@@ -1,7 +1,8 @@
 -- Begin a new round of a failed or cancelled pipeline: what has not succeeded is pending again, under a new epoch.
 --
--- KEYS[1] pipeline record  KEYS[2] stages hash  KEYS[3] events of the pipeline
+-- KEYS[1] pipeline record  KEYS[2] stages hash  KEYS[3] events of the pipeline  KEYS[4] gpuflow.audit
 -- ARGV[1] cap of the event stream  ARGV[2] epoch that the caller has seen
+-- ARGV[3] who acts  ARGV[4] id of the pipeline
 --
 -- Returns {verdict, epoch}: 'resumed' (now, or since the caller looked), 'running' (it has not ended), 'succeeded' (nothing is left), 'unknown'.
 local state = redis.call('HGET', KEYS[1], 'state')
@@ -20,4 +21,5 @@ for i = 1, #stages, 2 do
 end
 each_task(KEYS[2], KEYS[3], function(_, key) redis.call('PERSIST', key) end)
 redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[1], '*', 'event', cjson.encode({event = 'state', state = 'RUNNING', epoch = epoch}))
+audit(KEYS[4], 'pipeline.resume', ARGV[3], 'pipeline:' .. ARGV[4], 'from', state, 'epoch', epoch)
 return {'resumed', epoch}

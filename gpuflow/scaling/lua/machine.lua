@@ -3,6 +3,7 @@
 --
 -- KEYS[1] gpuflow.machines  KEYS[2] gpuflow.scaling.leader  KEYS[3] gpuflow.scaling.decisions
 -- KEYS[4] worker:<id>  KEYS[5] worker:<id>:hb  KEYS[6] gpuflow.scaling  KEYS[7] gpuflow.fleet
+-- KEYS[8] gpuflow.audit
 -- ARGV[1] begin, note, end or forget  ARGV[2] machine id  ARGV[3] its record, JSON, or ''  ARGV[4] name of the leader
 -- ARGV[5] its epoch  ARGV[6] decision, JSON, or ''  ARGV[7] how many decisions are kept
 -- ARGV[8] id of the fleet that the leader saw  ARGV[9..] counter, amount, ... to add in gpuflow.scaling
@@ -12,7 +13,13 @@
 -- Returns 'done', 'fenced' (the caller leads no more, or the broker was flushed and is that of another fleet by now), 'alive' (its worker lives), 'there' or 'gone'.
 local SECONDS_OF_AN_ORDER = 86400
 if not leads(KEYS[2], ARGV[4], ARGV[5]) or redis.call('GET', KEYS[7]) ~= ARGV[8] then return 'fenced' end
+local noted
 local there = redis.call('HEXISTS', KEYS[1], ARGV[2]) == 1
+-- The audit log gets each launch and each end once: a machine that ends already was noted before, and one that is
+-- taken in to be ended is noted with that.
+if ARGV[1] == 'end' and redis.call('HGET', KEYS[1], ARGV[2]) ~= ARGV[3] then noted = 'terminate' end
+if ARGV[1] == 'begin' then noted = ARGV[6] == '' and 'launch' or cjson.decode(ARGV[6])['action'] end
+if ARGV[1] == 'begin' and noted == 'terminate' then noted = nil end
 if ARGV[1] == 'begin' and there then return 'there' end
 if ARGV[1] == 'note' and not there then return 'gone' end
 if ARGV[1] == 'end' then
@@ -27,5 +34,6 @@ else
   redis.call('HSET', KEYS[1], ARGV[2], ARGV[3])
 end
 for i = 9, #ARGV, 2 do redis.call('HINCRBYFLOAT', KEYS[6], ARGV[i], ARGV[i + 1]) end
+if noted then audit(KEYS[8], 'machine.' .. noted, 'autoscaler', 'machine:' .. ARGV[2]) end
 decided(KEYS[3], ARGV[6], tonumber(ARGV[7]))
 return 'done'
