@@ -49,6 +49,12 @@
 | `gpuflow.scaling.leader` | hash | which beat scales: `owner`, `epoch`, `until` |
 | `gpuflow.scaling.decisions` | list | the newest decisions of scaling with their reasons, JSON |
 | `gpuflow.machines` | hash | machine id -> JSON of a machine that scaling has launched |
+| `access:token:<id>` | hash | a token: its SHA-256, and of whom, with which role, until when it is |
+| `access:tokens` | zset | token id -> when it was made |
+| `access:workers` | hash | name of a worker -> id of its token |
+| `access:lock` | string | lock of who changes the broker's users; expires |
+
+Workers with a token of their own may use all of them but those that begin with `access:` (`tokens.broker_users`).
 
 No queue may be named like one of them; `gpuflow.control` and `gpuflow.notices` are the only queues whose names begin
 with `gpuflow.`.
@@ -263,3 +269,22 @@ class Keys:
     def heartbeat(self, worker_id: str) -> str:
         """Heartbeat key of one worker."""
         return f"{self.prefix}worker:{worker_id}:hb"
+
+    def token(self, token_id: str) -> str:
+        """Hash of one token."""
+        return f"{self.prefix}access:token:{token_id}"
+
+    @property
+    def tokens(self) -> str:
+        """Index of token ids."""
+        return f"{self.prefix}access:tokens"
+
+    @property
+    def token_workers(self) -> str:
+        """Names of workers that have a token."""
+        return f"{self.prefix}access:workers"
+
+    @property
+    def token_lock(self) -> str:
+        """Lock of who changes the broker's users."""
+        return f"{self.prefix}access:lock"

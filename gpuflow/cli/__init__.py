@@ -31,7 +31,8 @@ SECTIONS: Final[dict[str, dict[str, tuple[str, str, str]]]] = {
     },
     "Fleet": {
         "queues": ("fleet", "queues", "List the queues: what waits, what runs, who serves."),
-        "workers": ("fleet", "workers", "List the workers; show, enable, disable or drain one."),
+        "workers": ("fleet", "workers", "List the workers; show, enable, disable, drain, create or delete one."),
+        "tokens": ("tokens", "tokens", "Make, list and revoke the tokens of people for the gateway."),
         "scaling": ("scaling", "scaling", "Show what scales the fleet, and its decisions."),
         "hardware": ("hardware", "hardware", "Show the GPUs, CPUs and memory of this machine."),
         "gateway": ("gateway", "gateway", "Serve the results of tasks over HTTP."),
