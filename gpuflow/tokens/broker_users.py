@@ -22,7 +22,7 @@ _USER_PREFIX: Final = "gpuflow-worker-"
 #: What of a text is a pattern to Redis.
 _MAGIC: Final = re.compile(r"([\\*?\[\]])")
 _UUID: Final = "-".join("?" * count for count in (8, 4, 4, 4, 12))
-#: Families of keys of a fleet. `<p>` is its prefix, `<name>` that of the worker, `<o>` the id of one Celery process that
+#: Families of keys of a fleet. `<p>` is its prefix, `<name>` that of the worker, `<o>` the id of a Celery process that
 #: waits for answers.
 _KEYS: Final = (
     "<p>gpuflow.*",
