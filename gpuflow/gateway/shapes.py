@@ -188,7 +188,7 @@ class NewWorker(BaseModel):
     name: str = Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9._-]+$", examples=["gpu-box-2"])
     labels: dict[str, str] = Field(default_factory=dict, max_length=100, examples=[{"site": "a"}])
     type: Literal["persistent", "ephemeral"] = "persistent"
-    queues: list[Annotated[str, Field(min_length=1, max_length=200)]] = Field(
+    queues: list[Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[!-~]+$")]] = Field(
         default_factory=list, max_length=100, description="Plain Celery queues that it may serve beside demand queues"
     )
 

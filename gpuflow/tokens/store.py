@@ -26,6 +26,8 @@ MOST_TEXT: Final = 200
 MOST_SECONDS: Final = 100 * 365 * 86_400
 #: Name of a worker: what `--name` of a worker takes, up to 100 characters.
 WORKER_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,100}", re.ASCII)
+#: Name of a plain Celery queue that a worker may serve.
+QUEUE_NAME: Final = re.compile(r"[!-~]{1,200}", re.ASCII)
 WORKER_TYPES: Final = ("persistent", "ephemeral")
 
 
@@ -135,6 +137,16 @@ class TokenStore:
             raise TokenRefused(f"{name[:100]!r} cannot name a worker; use up to 100 letters, digits, '.', '_' and '-'")
         if worker_type not in WORKER_TYPES:
             raise TokenRefused(f"{worker_type[:40]!r} is no type of worker; give {' or '.join(WORKER_TYPES)}")
+        for queue in queues:
+            if not QUEUE_NAME.fullmatch(queue) or queue.startswith("access:"):
+                raise TokenRefused(
+                    f"{queue[:100]!a} cannot name a queue here; use up to 200 visible characters of ASCII"
+                )
+        for text in (part for pair in labels.items() for part in pair):
+            if len(text) > MOST_TEXT or not text.isprintable():
+                raise TokenRefused(
+                    f"names and values of labels are up to {MOST_TEXT} printable characters; shorten them"
+                )
         token = new_token(Kind.WORKER)
         fields = {
             "name": name,
