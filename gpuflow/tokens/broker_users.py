@@ -99,7 +99,12 @@ def apply(client: redis.Redis, record: TokenRecord, *, prefix: str, queues: Sequ
     """Make the user of a worker, or give it the password and the rights that it is to have. Raises BrokerRefuses."""
     raw: Any = client
     database = int(raw.connection_pool.connection_kwargs.get("db") or 0)
-    _asked(raw, "ACL", "SETUSER", user_of(record), *rules(record, prefix=prefix, database=database, queues=queues))
+    given = rules(record, prefix=prefix, database=database, queues=queues)
+    try:
+        _asked(raw, "ACL", "SETUSER", user_of(record), *given)
+    except ResponseError:
+        # A server before Redis 7.2 does not know the command by which a client says what it is; clients do without.
+        _asked(raw, "ACL", "SETUSER", user_of(record), *(rule for rule in given if rule != "+client|setinfo"))
 
 
 def cut(client: redis.Redis, record: TokenRecord) -> int:

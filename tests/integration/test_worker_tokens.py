@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import redis
@@ -16,6 +17,7 @@ from gpuflow.tokens.workers import Login, WorkerTokens
 from tests.fixtures.fleets import OPTIONS
 from tests.support.engines import SCRIPTED, build
 from tests.support.fleet import TestFleet, WorkerProcess
+from tests.support.gateway import Gateway
 from tests.support.waiting import eventually, patient
 
 PREFIX = "t1:"
@@ -64,6 +66,38 @@ def restricted(shared: TestFleet) -> WorkerProcess:
     with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT, 0o600), "w") as opened:
         opened.write(login.token.text + "\n")
     return start(shared, login, "--worker-token-file", str(file), "--max-jobs", "3", *PLAIN)
+
+
+def test_a_worker_brings_results_to_the_gateway_by_its_token(shared: TestFleet, tmp_path: Path) -> None:
+    with Gateway(tmp_path, env={"REDIS_URL": shared.broker.url, "GPUFLOW_KEY_PREFIX": PREFIX}) as front:
+        login = tokens_of(shared).create("sender", labels={})
+        env = {
+            "GPUFLOW_STORE_URL": front.results_url,
+            "GPUFLOW_WORKER_TOKEN": login.token.text,
+            "RESULTS_DIR": str(tmp_path / "own"),
+        }
+        worker = start(shared, login, "--label", "place=sends", env=env)
+        there = {"resources": {"labels": {"place": "sends"}}}
+        made = [
+            submit({**shared.echo(output="a", artifact="one.txt"), **there}, app=shared.app),
+            submit({**shared.echo(output="x" * (2 << 20)), **there}, app=shared.app),
+            *(submit({**shared.echo(output="m"), "merge": "always", **there}, app=shared.app) for _ in range(2)),
+        ]
+        stages = [
+            {"name": "one", "spec": {**shared.echo(output="y" * (2 << 20)), **there}},
+            {"name": "two", "spec": {**shared.echo(output="${one.result.output}"), **there}},
+        ]
+        run = submit_pipeline(
+            {"apiVersion": "gpuflow/v1", "metadata": {"name": "p"}, "spec": {"stages": stages}}, app=shared.app
+        )
+        ended = [task.wait(timeout=patient(60)) for task in made]
+        run.wait(timeout=patient(60))
+
+        assert [(str(one.state), one.error) for one in ended] == [("SUCCEEDED", None)] * 4
+        assert str(run.state) == "SUCCEEDED", run.status()
+        assert f"{made[0].id}/attempt-1/one.txt" in front.files()
+        assert login.token.text not in worker.log() + front.log
+        worker.stop()
 
 
 def test_a_restricted_worker_does_work_of_every_kind_and_is_refused_nothing(
