@@ -257,6 +257,11 @@ def test_shipped_pipelines_and_calls_of_v1_are_owned_too(
     assert http.get(queued.json()["url"], headers=headers["ben"]).json()["owner"] == "ben"
     assert http.get(queued.json()["url"], headers=headers[Role.SUBMITTER]).status_code == 404
     http.delete(queued.json()["url"], headers=headers["ben"])
+    call = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "stream": True}
+    with http.stream("POST", "/v1/chat/completions", json=call, headers=headers["ben"]) as stream:
+        assert stream.status_code == 200
+        listed = http.get(f"{TASKS}?limit=1000", headers=headers["ben"]).json()["tasks"]
+        assert [one["owner"] for one in listed if one["taskType"] == "inference" and "pipeline" not in one] == ["ben"]
 
 
 # -- files ----------------------------------------------------------------------------------------------------------
