@@ -44,7 +44,7 @@ _COMMANDS: Final = (
     # the connection
     "ping", "hello", "client|setinfo", "client|setname", "client|getname", "client|id", "reset", "quit", "time", "info",
     # keys
-    "exists", "copy", "del", "unlink", "expire", "pexpire", "expireat", "persist", "ttl", "pttl", "type",
+    "exists", "del", "unlink", "expire", "pexpire", "expireat", "persist", "ttl", "pttl", "type",
     # strings
     "get", "mget", "set", "setex", "psetex", "setnx", "append", "incr", "incrby", "incrbyfloat", "decr",
     # hashes

@@ -261,7 +261,7 @@ def test_shipped_pipelines_and_calls_of_v1_are_owned_too(
     with http.stream("POST", "/v1/chat/completions", json=call, headers=headers["ben"]) as stream:
         assert stream.status_code == 200
         listed = http.get(f"{TASKS}?limit=1000", headers=headers["ben"]).json()["tasks"]
-        assert [one["owner"] for one in listed if one["taskType"] == "inference" and "pipeline" not in one] == ["ben"]
+        assert {one["owner"] for one in listed if one["taskType"] == "inference" and "pipeline" not in one} == {"ben"}
 
 
 # -- files ----------------------------------------------------------------------------------------------------------
