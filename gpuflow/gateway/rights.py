@@ -74,8 +74,8 @@ def keep_grant(request: Request, grant: Grant) -> None:
     request.scope[_GRANT] = grant
 
 
-def grant_of(request: Request) -> Grant:
-    """Return for what a request's token stands; the gatekeeper has let it in."""
+async def grant_of(request: Request) -> Grant:
+    """Return for what a request's token stands; the gatekeeper has let it in. It takes no thread."""
     found: Grant = request.scope[_GRANT]
     return found
 
