@@ -36,6 +36,7 @@ def start_worker(
         "GPUFLOW_LOCK_DIR": str(folder / "locks"),
         "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
         "GPUFLOW_STATE_DIR": str(folder / "state"),
+        "GPUFLOW_READ_ROOTS": str(folder),  # models that are made for the run
         **(env or {}),
     }
     with (folder / f"{module}.log").open("ab") as log:

@@ -44,6 +44,10 @@ _NETWORK: Final = frozenset(
         "LocalEntryNotFoundError", "SSLError", "ProtocolError", "MaxRetryError", "NewConnectionError",
     }
 )  # fmt: skip
+#: A file that a model may have or not: its absence is no answer about the model.
+_OPTIONAL_FILE: Final = "RemoteEntryNotFoundError"
+#: What transformers says of a repository that is not there, in a process (of vLLM's) whose causes are lost.
+_NO_MODEL: Final = "is not a valid model identifier listed on"
 _MENDS: Final = {
     "NotAuthorized": (
         "; name the token in the task (`secrets: [HF_TOKEN]`) and give it to the worker (GPUFLOW_SECRET_HF_TOKEN "
@@ -59,9 +63,21 @@ def classify(error: BaseException) -> dict[str, Any]:
     for link in causes(error):
         known = _known(link, first=link is error)
         if known is not None:
-            kind, retryable = known
+            kind, retryable = _answered(error) or known if known[0] in ("Network", "Offline") else known
             return _record(kind, link if isinstance(link, ExecutorError) else error, retryable)
     return _record(type(error).__name__, error, False)
+
+
+def _answered(error: BaseException) -> tuple[str, bool] | None:
+    """Return what a server has said for good, behind an error that tells of a connection; None for nothing.
+
+    A hub or a mirror that answers a bare 404 is for its library a hub that cannot be reached.
+    """
+    links = [link for link in causes(error) if type(link).__name__ != _OPTIONAL_FILE]
+    statuses = {_http_status(link) for link in links}
+    if 404 in statuses:
+        return "NotFound", False
+    return ("NotAuthorized", False) if statuses & {401, 403} else None
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
@@ -100,7 +116,7 @@ def _known_remote(error: BaseException, names: set[str]) -> tuple[str, bool] | N
         return "Offline", False
     if names & _HUB_AUTH or (status in (401, 403) and not names & _HUB_MISSING):
         return "NotAuthorized", False
-    if names & _HUB_MISSING or status == 404:
+    if names & _HUB_MISSING or status == 404 or _NO_MODEL in str(error):
         return "NotFound", False
     if status is not None and (status == 429 or status >= 500):
         return "Network", True

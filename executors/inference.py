@@ -13,7 +13,7 @@ from executors.generation.parameters import read_sampling
 from executors.generation.prompts import Prompt, read_prompts, render
 from executors.merging import MergedChild, Result
 from executors.modeling.libraries import prepare_libraries
-from executors.sessions.unused import unused
+from executors.sessions.unused import unused, with_warnings
 from gpuflow.protocol import Emitter, Request
 
 
@@ -28,7 +28,8 @@ class Inference(Executor):
         data: Mapping[str, Any] = request.spec.get("data") or {}
         read_sampling(inference)
         prompts = read_prompts(read_entries(data, request.cache_dir, emitter), data)
-        result = answer(request, lambda _: prompts, emitter)
+        messages = unused(request.spec, engine="transformers", task_type=request.task_type)
+        result = with_warnings(answer(request, lambda _: prompts, emitter), messages)
         write_responses(request, emitter, result)
         return result
 

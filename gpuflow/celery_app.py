@@ -7,7 +7,7 @@ too. Configuration is read when it is first needed, so that importing this modul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Final
 
@@ -149,19 +149,34 @@ class GPUFlow(Celery):  # type: ignore[misc]
         on for its other callers; without any it is stopped.
         """
         verdict, state = self.ledger.cancel(task_id, reason)
-        if verdict == "final" and state == "CANCELLED" and self._is_untold(task_id):
-            verdict = "cancelled"
-        if verdict == "requested":
-            self.control.broadcast("gpuflow_cancel", arguments={"task_id": task_id})
-        elif verdict == "cancelled":
-            self.backend.mark_as_revoked(task_id, reason, request=self._request_of(task_id))
-        if verdict != "final":
-            record = self.ledger.get(task_id)
-            if record.run and self.ledger.is_to_be_cancelled(record.run):
-                self.control.broadcast("gpuflow_cancel", arguments={"task_id": record.run})
-            if record.pipeline:
-                self.send_task(SETTLE_TASK, args=(record.pipeline,), queue=CONTROL_QUEUE, ignore_result=True)
-        return verdict
+        return self._after_cancel({task_id: (verdict, state)}, reason)[task_id]
+
+    def cancel_tasks(self, task_ids: Sequence[str], reason: str = "cancelled by a user") -> dict[str, str]:
+        """Cancel some hundred tasks in one round trip; the answer for each as `cancel_task`, or `unknown`.
+
+        What else hears of it, Celery and the pipelines, is told after that; a pipeline once for all of its tasks.
+        """
+        ids = list(dict.fromkeys(task_ids))
+        return self._after_cancel(dict(zip(ids, self.ledger.cancel_many(ids, reason), strict=True)), reason)
+
+    def _after_cancel(self, answers: Mapping[str, tuple[str, str]], reason: str) -> dict[str, str]:
+        """Tell workers, Celery and pipelines of cancelled tasks, given the answers of the ledger."""
+        verdicts = {}
+        for task_id, (verdict, state) in answers.items():
+            untold = verdict == "final" and state == "CANCELLED" and self._is_untold(task_id)
+            verdicts[task_id] = "cancelled" if untold else verdict
+            if verdicts[task_id] == "requested":
+                self.control.broadcast("gpuflow_cancel", arguments={"task_id": task_id})
+            elif verdicts[task_id] == "cancelled":
+                self.backend.mark_as_revoked(task_id, reason, request=self._request_of(task_id))
+        touched = [task_id for task_id, verdict in verdicts.items() if verdict in ("requested", "cancelled")]
+        records = [record for record in self.ledger.heads(touched) if record is not None]
+        for run in {record.run for record in records if record.run}:
+            if self.ledger.is_to_be_cancelled(run):
+                self.control.broadcast("gpuflow_cancel", arguments={"task_id": run})
+        for pipeline in {record.pipeline for record in records if record.pipeline}:
+            self.send_task(SETTLE_TASK, args=(pipeline,), queue=CONTROL_QUEUE, ignore_result=True)
+        return verdicts
 
     def _is_untold(self, task_id: str) -> bool:
         """Whether a cancel was done by a step whose answer was lost, so that Celery has not been told of it.
@@ -303,8 +318,9 @@ def worker_options() -> list[CeleryOption]:
         CeleryOption(
             ("--cost",),
             type=float,
-            default=0.0,
-            help="What an hour of this machine costs; of machines that fit, the cheapest is woken first.",
+            default=None,
+            help="What an hour of this machine costs (GPUFLOW_COST_PER_HOUR); of machines that fit, the cheapest is "
+            "woken first.",
             help_group="gpuflow",
         ),
         CeleryOption(("--ephemeral",), is_flag=True, help="Run one job, then exit.", help_group="gpuflow"),
@@ -339,6 +355,12 @@ def worker_options() -> list[CeleryOption]:
             help_group="gpuflow",
         ),
         CeleryOption(
+            ("--spot-notices",),
+            type=Choice(["none", "aws"]),
+            help="Drain when the provider takes this machine away (default: GPUFLOW_SPOT_NOTICES).",
+            help_group="gpuflow",
+        ),
+        CeleryOption(
             ("--max-jobs",),
             type=int,
             metavar="N",
@@ -353,6 +375,7 @@ def _on_beat(sender: Any, **_: Any) -> None:
     if isinstance(sender.app, GPUFlow):
         guard_process(sender.app.settings.umask_bits)
         symbol_by_name("gpuflow.upkeep.duties:start")(sender.app)
+        symbol_by_name("gpuflow.schedules.duty:start")(sender.app)
 
 
 signals.beat_init.connect(_on_beat)

@@ -31,9 +31,10 @@ from gpuflow.pipelines.engine import SETTLE_TASK
 from gpuflow.pipelines.records import new_pipeline_fields
 from gpuflow.pipelines.resolve import task_specs
 from gpuflow.routing.families import CONTROL_QUEUE, task_of
-from gpuflow.spec import Template, parse
+from gpuflow.spec import Template
 from gpuflow.submission import SPLIT, id_for_key
 from gpuflow.submission_checks import warn_at_submit
+from gpuflow.templates import parse
 
 log = get_logger("gpuflow.client")
 
@@ -73,7 +74,12 @@ def submit(
     _until_sent(
         app,
         lambda: app.send_task(
-            task_of(spec["taskType"]), kwargs={"spec": spec}, owner=who, title=template.name, task_id=task_id
+            task_of(spec["taskType"]),
+            kwargs={"spec": spec},
+            owner=who,
+            title=template.name,
+            labels=template.labels,
+            task_id=task_id,
         ),
     )
     return Task(task_id, app)

@@ -23,12 +23,14 @@ class InvalidSettings(GPUFlowError):
 class InvalidTemplate(GPUFlowError):
     """The template is not valid.
 
-    `mistakes` holds every mistake found in it, each with `path`, `line` and `message`.
+    `mistakes` holds every mistake found in it, each with `path`, `line` and `message`; `warnings` what else was found.
     """
 
-    def __init__(self, message: str | None = None, mistakes: tuple[Any, ...] = ()) -> None:
+    def __init__(
+        self, message: str | None = None, mistakes: tuple[Any, ...] = (), warnings: tuple[Any, ...] = ()
+    ) -> None:
         super().__init__(message)
-        self.mistakes = mistakes
+        self.mistakes, self.warnings = mistakes, warnings
 
 
 class NoCapableWorker(GPUFlowError):

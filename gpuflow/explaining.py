@@ -28,8 +28,9 @@ from gpuflow.routing.offers import asked_name
 from gpuflow.routing.requirement import Requirement
 from gpuflow.routing.resources import requirement_from_resources
 from gpuflow.routing.views import QueueView, TaskView, WorkerView
-from gpuflow.spec import Template, parse
+from gpuflow.spec import Template
 from gpuflow.submission import choose_requirements
+from gpuflow.templates import parse
 
 #: How a task of another owner is named.
 _OTHER: Final = "another task"

@@ -1,16 +1,20 @@
 """Structured log lines (`event key=value ...`) through the standard library's logging, so Celery's options hold.
 
-Nothing global is configured: another user of structlog in the process keeps its own settings.
+Nothing global is configured: another user of structlog in the process keeps its own settings. `dress` is for the
+processes of a fleet (worker, beat, gateway), which write for an operator.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import MutableMapping
-from typing import Any
+from datetime import UTC, datetime
+from typing import Any, Final
 
 import structlog
 
+from gpuflow.outages import SymptomFilter
 from gpuflow.secrets import known
 from gpuflow.terminal import log_lines, log_value
 
@@ -23,7 +27,7 @@ def get_logger(name: str) -> Any:
             structlog.stdlib.filter_by_level,
             structlog.processors.format_exc_info,
             _masked,
-            structlog.processors.KeyValueRenderer(key_order=["event"], drop_missing=True, repr_native_str=False),
+            _rendered,
         ],
         wrapper_class=structlog.stdlib.BoundLogger,
     )
@@ -36,6 +40,14 @@ def _masked(_logger: Any, _method: str, line: MutableMapping[str, Any]) -> Mutab
             text = known.text(str(value))
             line[name] = log_lines(text) if name == "exception" else log_value(text)
     return line
+
+
+_as_text: Final = structlog.processors.KeyValueRenderer(key_order=["event"], drop_missing=True, repr_native_str=False)
+
+
+def _rendered(logger: Any, method: str, line: MutableMapping[str, Any]) -> tuple[tuple[str], dict[str, Any]]:
+    """Return the text of a line, and with it, for `JsonFormatter` and filters, what it consists of."""
+    return (str(_as_text(logger, method, dict(line))),), {"extra": {"gpuflow": dict(line)}}
 
 
 class MaskingFormatter(logging.Formatter):
@@ -53,8 +65,45 @@ class MaskingFormatter(logging.Formatter):
         return log_lines(known.text(self._inner.format(record)))
 
 
-def mask_handlers(logger: logging.Logger) -> None:
-    """Hide secrets in all that the handlers of a logger write."""
-    for handler in logger.handlers:
-        if not isinstance(handler.formatter, MaskingFormatter):
-            handler.setFormatter(MaskingFormatter(handler.formatter))
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: `time` (RFC 3339, UTC), `level`, `logger`, `event`, and the fields of our own lines.
+
+    A line of another library has its text as `message` and no `event`. Secrets are hidden.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record as JSON, in ASCII."""
+        at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        shown: dict[str, Any] = {"time": at.replace("+00:00", "Z"), "level": record.levelname, "logger": record.name}
+        fields = getattr(record, "gpuflow", None)
+        if isinstance(fields, dict):
+            shown |= {name: value for name, value in fields.items() if name not in shown}
+        else:
+            shown["message"] = record.getMessage()
+        if record.exc_info:
+            shown["exception"] = self.formatException(record.exc_info)
+        masked = {name: known.text(value) if isinstance(value, str) else value for name, value in shown.items()}
+        return json.dumps(masked, default=lambda value: log_value(known.text(str(value))))
+
+
+def use_level(log_level: str) -> None:
+    """Let gpuflow's own lines of this level pass, the setting LOG_LEVEL, whatever Celery's `-l` says, unless lower."""
+    chosen = logging.getLevelNamesMapping()[log_level]
+    logging.getLogger("gpuflow").setLevel(min(chosen, logging.getLogger().level or logging.CRITICAL))
+
+
+def dress(log_format: str, *loggers: str | None) -> None:
+    """Make the handlers of these loggers (None: the root) write for an operator.
+
+    Secrets are hidden, what an outage of the broker causes is one line, and with `log_format` "json" a line is JSON. At
+    level DEBUG (`use_level`, before) all that an outage causes is written too.
+    """
+    says_all = logging.getLogger("gpuflow").isEnabledFor(logging.DEBUG)
+    for name in loggers:
+        for handler in logging.getLogger(name).handlers:
+            if log_format == "json":
+                handler.setFormatter(JsonFormatter())
+            elif not isinstance(handler.formatter, MaskingFormatter):
+                handler.setFormatter(MaskingFormatter(handler.formatter))
+            if not says_all and not any(isinstance(one, SymptomFilter) for one in handler.filters):
+                handler.addFilter(SymptomFilter())

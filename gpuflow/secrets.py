@@ -259,7 +259,8 @@ def _public(value: Any, name: str, kind: str) -> Any:
             key: _shapes_masked(item) if key in _DATA_FIELDS else _public(item, str(key), _kind(name, str(key)))
             for key, item in value.items()
         }
-        if name == "notify" and isinstance(shown.get("url"), str):
+        is_hook = name == "notify" or (name == "destination" and shown.get("type") == "callback")
+        if is_hook and isinstance(shown.get("url"), str):
             shown["url"] = _host_of(shown["url"])
         return shown
     if isinstance(value, list | tuple):

@@ -84,7 +84,7 @@ def submission_header(
     key = options.pop("idempotency_key", None)
     task_id = options.get("task_id") or (id_for_key(owner, key) if key else str(uuid.uuid4()))
     title = options.pop("title", None) or task_type
-    pipeline, stage = options.pop("pipeline", None), options.pop("stage", None)
+    pipeline, stage, labels = (options.pop(name, None) for name in ("pipeline", "stage", "labels"))
     alternatives = choose_requirements(app, spec.get("resources"), light=task_type in _LIGHT_TYPES)
     requirement = alternatives[0]
     queue = options.pop("queue", None)
@@ -99,6 +99,7 @@ def submission_header(
         owner=owner,
         pipeline=pipeline,
         stage=stage,
+        labels=labels,
     )
     header = {
         "kind": "task",
@@ -133,7 +134,7 @@ def _note_call(app: GPUFlow, spec: Mapping[str, Any], owner: str, queue: str, he
     )
     if key is None or not is_safe_id(header["id"]):
         return
-    run_fields = {name: value for name, value in fields.items() if name not in ("pipeline", "stage", "spec")}
+    run_fields = {name: value for name, value in fields.items() if name not in ("pipeline", "stage", "labels", "spec")}
     stored = whole_text(json.dumps(key.spec, ensure_ascii=False))
     header["kind"] = "call"
     header["call"] = {

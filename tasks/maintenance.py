@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from gpuflow.artifacts.destination import is_own_store
 from gpuflow.artifacts.task_policy import task_hosts
 from gpuflow.celery_app import app
 from gpuflow.errors import NotAllowed
@@ -37,22 +38,28 @@ def notify(self: Any, task_id: str, number: int) -> None:
     entries = wanted(record)
     if number >= min(len(entries), MAX_NOTICES):
         return
+    retries = entries[number].get("retries")
     try:
         entry = _with_secrets(entries[number], record, str(self.request.hostname))
-        deliver(entry, body(record), hosts=task_hosts(app.settings))
+        if entry.get("body") == "result" and is_own_store(entry["url"], app.settings):
+            return  # the results are there: the worker has stored them by the protocol of that service
+        deliver(entry, body(record, entry), hosts=task_hosts(app.settings), delivery=self.request.id)
     except NotAllowed as error:
-        _tell(task_id, number, error)
+        why = f"; {error.setting} of the worker would allow it" if error.setting else ", and no setting would allow it"
+        _tell(task_id, number, f"is not called: the worker does not allow it{why}")
         raise
     except NotDelivered as error:
+        if self.request.retries >= (NOTIFY_TRIES - 1 if retries is None else retries):
+            _tell(task_id, number, f"was not delivered; the log of worker {self.request.hostname} says why")
         wait = NOTIFY_SECONDS * 2**self.request.retries
-        raise self.retry(exc=error, countdown=wait, max_retries=NOTIFY_TRIES - 1) from error
+        raise self.retry(
+            exc=error, countdown=wait, max_retries=NOTIFY_TRIES - 1 if retries is None else retries
+        ) from error
 
 
-def _tell(task_id: str, number: int, error: NotAllowed) -> None:
-    """Say in the events of a task that its URL is not called; the URL may hold a secret and is not named."""
-    why = f"; {error.setting} of the worker would allow it" if error.setting else ", and no setting would allow it"
-    message = f"notify[{number}] is not called: the worker does not allow it{why}"
-    event = {"event": "log", "level": "warning", "message": message}
+def _tell(task_id: str, number: int, what: str) -> None:
+    """Say in the events of a task that one of its URLs is not called; it may hold a secret and is not named."""
+    event = {"event": "log", "level": "warning", "message": f"notify[{number}] {what}"}
     app.event_log.append(task_id, event, maxlen=app.settings.events_maxlen)
 
 

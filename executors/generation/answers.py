@@ -51,7 +51,7 @@ def item_of(prompt: Prompt, rows: Sequence[Row], prompt_tokens: int) -> dict[str
     """Return the item of one answered prompt."""
     item = {
         "index": prompt.index,
-        "input": prompt.given,
+        **prompt.shown,
         "output": rows[0].text,
         "finish_reason": rows[0].finish_reason,
         "usage": {"prompt_tokens": prompt_tokens, "completion_tokens": sum(row.tokens for row in rows)},

@@ -23,7 +23,7 @@ _SAMPLING: Final = frozenset(
     {
         "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids",
         "include_stop_str_in_output", "ignore_eos", "n", "repetition_penalty", "presence_penalty", "frequency_penalty",
-        "skip_special_tokens",
+        "skip_special_tokens", "no_repeat_ngram_size",
     }
 )  # fmt: skip
 #: Fields of vLLM's detokenizer that change nothing here.
@@ -50,6 +50,8 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     skip_special_tokens: bool = True
+    #: No sequence of so many tokens comes twice in an answer and its prompt; 0: any may.
+    no_repeat_ngram_size: int = 0
 
     @property
     def greedy(self) -> bool:
@@ -66,6 +68,8 @@ class Sampling:
         }
         if self.min_tokens:
             arguments["min_new_tokens"] = self.min_tokens
+        if self.no_repeat_ngram_size:
+            arguments["no_repeat_ngram_size"] = self.no_repeat_ngram_size
         if not self.greedy:
             arguments |= {
                 "temperature": self.temperature,
@@ -108,6 +112,7 @@ def _check(sampling: Sampling) -> None:
         ("top_k", sampling.top_k >= -1, "0 or -1 (all), or more"),
         ("min_p", 0 <= sampling.min_p <= 1, "between 0 and 1"),
         ("n", sampling.n >= 1, "at least 1"),
+        ("no_repeat_ngram_size", sampling.no_repeat_ngram_size >= 0, "0 (any may repeat), or more"),
         ("repetition_penalty", sampling.repetition_penalty > 0, "above 0"),
     )
     for name, fits, rule in limits:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 #: Columns that hold the prompt of a record, the first that is there.
 _PROMPT_COLUMNS: Final = ("prompt", "question", "instruction", "input", "text")
+#: Field of a record that comes back beside its answer.
+_METADATA: Final = "metadata"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +25,20 @@ class Prompt:
     index: int
     given: Any
     messages: tuple[Mapping[str, Any], ...]
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """What an item shows of it: `input`, and `metadata` where the record has some.
+
+        A record of a prompt and its metadata alone is shown as the prompt.
+        """
+        given = self.given
+        metadata = given.get(_METADATA) if isinstance(given, Mapping) else None
+        if not isinstance(metadata, Mapping):
+            return {"input": given}
+        rest = {name: value for name, value in given.items() if name != _METADATA}
+        alone = next(iter(rest.values())) if set(rest) in ({"prompt"}, {"messages"}) else rest
+        return {"input": alone, _METADATA: metadata}
 
 
 def read_prompts(entries: Sequence[Any], data: Mapping[str, Any]) -> list[Prompt]:

@@ -16,7 +16,7 @@ from executors.sessions.children import answer_children
 from executors.sessions.engine import Engine, make_engine
 from executors.sessions.leaving import end_descendants
 from executors.sessions.lines import FAMILIES, Opening
-from executors.sessions.unused import unused
+from executors.sessions.unused import unused, with_warnings
 from gpuflow.protocol import Emitter, Request
 
 
@@ -28,9 +28,11 @@ class Alone(Executor):
 
     def run(self, request: Request, emitter: Emitter) -> dict[str, Any]:
         """Load the model, answer the prompts or texts, write the files and return the result value."""
-        for message in unused(request.spec, engine="vllm", task_type=request.task_type):
+        messages = unused(request.spec, engine="vllm", task_type=request.task_type)
+        for message in messages:
             emitter.emit("log", message=message)
-        return self._on_engine(request, emitter, lambda engine, _: engine.run(request, emitter))
+        result = self._on_engine(request, emitter, lambda engine, _: engine.run(request, emitter))
+        return with_warnings(result, messages)
 
     def run_children(self, request: Request, children: Sequence[MergedChild], emitter: Emitter) -> dict[str, Result]:
         """Answer all children by one load of the model."""

@@ -8,7 +8,7 @@ from executors.merging import ChildEmitter, MergedChild, Result, failed
 from executors.sessions.engine import Engine, EngineDied, together
 from executors.sessions.lines import Opening
 from executors.sessions.requests import check_model
-from executors.sessions.unused import unused
+from executors.sessions.unused import unused, with_warnings
 from gpuflow.protocol import Emitter
 
 
@@ -24,9 +24,10 @@ async def _answer(engine: Engine, opening: Opening, child: MergedChild, emitter:
     request, told = child.request, ChildEmitter(emitter, child.id)
     try:
         check_model(request, opening)
-        for message in unused(request.spec, engine=opening.engine, task_type=opening.task_type, loaded=opening.spec):
+        messages = unused(request.spec, engine=opening.engine, task_type=opening.task_type, loaded=opening.spec)
+        for message in messages:
             told.emit("log", message=message)
-        return await engine.run(request, told)
+        return with_warnings(await engine.run(request, told), messages)
     except EngineDied:
         raise
     except Exception as error:  # noqa: BLE001  (one bad child fails alone)

@@ -28,7 +28,7 @@ from executors.sessions.leaving import leave
 from executors.sessions.lines import Abort, BadLine, Close, Opening, Operation, Ping, Run, read_operation
 from executors.sessions.memory import grown_bytes, used_bytes
 from executors.sessions.requests import opened, read_request
-from executors.sessions.unused import unused
+from executors.sessions.unused import unused, with_warnings
 from gpuflow.protocol import Emitter, Request
 
 ENDED: Final = 0
@@ -279,11 +279,10 @@ class Session:
         assert self._engine is not None  # noqa: S101  (it is ready)
         opening = self._opening.result()
         if MERGED not in request.spec:
-            for message in unused(
-                request.spec, engine=opening.engine, task_type=opening.task_type, loaded=opening.spec
-            ):
+            messages = unused(request.spec, engine=opening.engine, task_type=opening.task_type, loaded=opening.spec)
+            for message in messages:
                 emitter.emit("log", message=message)
-            return await self._engine.run(request, emitter)
+            return with_warnings(await self._engine.run(request, emitter), messages)
         children = children_of(request)
         good = [child for child in children if child.error is None]
         done = await answer_children(self._engine, opening, good, emitter)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 #: Engine -> its section of `model`.
 _SECTIONS: Final[Mapping[str, str]] = {"vllm": "vllm", "transformers": "transformers"}
+
+
+def with_warnings(result: dict[str, Any], messages: Sequence[str]) -> dict[str, Any]:
+    """Return a result value that says what of its task was not used; as it is where there is nothing to say."""
+    return {**result, "warnings": list(messages)} if messages else result
 
 
 def unused(

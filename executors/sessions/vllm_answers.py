@@ -122,7 +122,7 @@ def _take(sample: _Sample, output: Any) -> None:
 def _item(prompt: Prompt, prompt_tokens: int, samples: Sequence[_Sample], prompt_logprobs: Any) -> dict[str, Any]:
     item: dict[str, Any] = {
         "index": prompt.index,
-        "input": prompt.given,
+        **prompt.shown,
         "output": samples[0].text,
         "finish_reason": samples[0].finish_reason,
         "usage": {"prompt_tokens": prompt_tokens, "completion_tokens": sum(sample.tokens for sample in samples)},

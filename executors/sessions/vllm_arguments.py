@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from executors.base import bad_input
 from executors.generation.parameters import DEFAULT_MAX_TOKENS
+from gpuflow.spec.engines import TRANSFORMERS_ALONE
 from gpuflow.spec.fields import load_schema
 from gpuflow.spec.sections import ENGINE, INFERENCE
 
@@ -22,7 +23,7 @@ _RANK: Final = 64
 _ADAPTERS_AT_ONCE: Final = 4
 _PARALLEL: Final = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 #: Fields of `inference` that say nothing to vLLM's sampling.
-_OWN: Final = frozenset(INFERENCE.own)
+_OWN: Final = frozenset(INFERENCE.own) - TRANSFORMERS_ALONE
 
 
 def engine_arguments(given: Mapping[str, Any] | None, gpus: Sequence[str], known: Collection[str]) -> dict[str, Any]:
@@ -78,6 +79,8 @@ def sampling_arguments(inference: Mapping[str, Any] | None) -> dict[str, Any]:
     for name in given:
         if name in INFERENCE.managed:
             raise bad_input(f"inference.{name} is set by gpuflow; {INFERENCE.managed[name]}")
+        if name in TRANSFORMERS_ALONE:
+            raise bad_input(f"inference.{name} is of the transformers engine alone; write engine: transformers")
         if name not in schema:
             raise bad_input(f"inference.{name} is no sampling parameter of vLLM{_near(name, schema)}")
     given.setdefault("max_tokens", DEFAULT_MAX_TOKENS)

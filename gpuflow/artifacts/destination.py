@@ -14,13 +14,15 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from gpuflow.artifacts.here import is_here
+from gpuflow.artifacts.http_names import results_name
 from gpuflow.artifacts.placeholders import filled, hiding, names_secret
 from gpuflow.artifacts.several import several
-from gpuflow.artifacts.store import Progress, Store, open_store, shown_url
+from gpuflow.artifacts.store import Progress, Store, file_url_path, open_store, shown_url
 from gpuflow.artifacts.task_policy import judge_bucket, judge_own_service, may_use_token, task_hosts, task_roots
 from gpuflow.errors import ArtifactError
 from gpuflow.policy.roots import writable
 from gpuflow.settings import Settings
+from gpuflow.terminal import log_value
 
 MANIFEST: Final = "manifest.json"
 _BEARER: Final = "bearer "
@@ -43,11 +45,12 @@ def destination_store(
 
     A task that names none has the store of GPUFLOW_STORE_URL; GPUFLOW_GATEWAY_URL alone does not make results travel.
     `local`: the folder `path`; `http`: a results service at `url`, or the gateway of the settings, with the bearer
-    token of `headers.Authorization` or GPUFLOW_WORKER_TOKEN; `s3`: the `url` s3://bucket/prefix. `environment` are the
+    token of `headers.Authorization` or GPUFLOW_WORKER_TOKEN; `s3`: the `url` s3://bucket/prefix; `callback`: none, but
+    for a URL of the fleet's own results service, as FlowMesh's templates name theirs. `environment` are the
     values of `${env:NAME}`; the address stands in every result, so it may hold no secret.
     """
     given = (spec.get("output") or {}).get("destination") or {}
-    for field in ("url", "path"):
+    for field in ("url", "path") if given.get("type") != "callback" else ():
         if name := names_secret(spec, given.get(field)):
             raise ArtifactError(
                 f"output.destination.{field} holds the secret {name}, and would be shown in every result; give it by "
@@ -66,10 +69,17 @@ def _store(given: Mapping[str, Any], settings: Settings) -> Store | None:
         return None if place is None else open_store(_folder(str(place), settings), settings=settings)
     if settings.offline:
         raise ArtifactError(f"output.destination is {kind!r} and this worker is offline; use `local`")
-    if kind == "http":
+    if kind == "callback" and not is_own_store(given.get("url"), settings):
+        return None  # a notice carries the result, see `upkeep.notices`
+    if kind == "http" and settings.store_url and not (given.get("url") or settings.gateway_url):
+        return open_fleet_store(settings.store_url, settings)
+    if kind in ("http", "callback"):
         url = given.get("url") or (settings.gateway_url and f"{settings.gateway_url}/api/v1/results")
         if not url:
-            raise ArtifactError("output.destination of type http needs `url`, or GPUFLOW_GATEWAY_URL on the worker")
+            raise ArtifactError(
+                "output.destination of type http names no url, and this worker knows no store: give `url`, or set "
+                "GPUFLOW_STORE_URL or GPUFLOW_GATEWAY_URL on the worker"
+            )
         token = bearer_token(given.get("headers"), "output.destination")
         return open_store(str(url), settings=settings, token=token, hosts=task_hosts(settings))
     url = str(given.get("url") or given.get("path") or "")
@@ -77,6 +87,11 @@ def _store(given: Mapping[str, Any], settings: Settings) -> Store | None:
         raise ArtifactError("output.destination of type s3 needs `url`: s3://bucket/prefix")
     judge_bucket(url, settings, write=True)
     return open_store(url, settings=settings)
+
+
+def is_own_store(url: object, settings: Settings) -> bool:
+    """Say whether a URL is that of a results service of the fleet: results go there by its protocol."""
+    return isinstance(url, str) and results_name(url, settings) == ""
 
 
 def fleet_store_url(settings: Settings) -> str | None:
@@ -120,14 +135,31 @@ def stored_name(task_id: str, attempt: int, name: str) -> str:
     return f"{task_id}/attempt-{attempt}/{name}"
 
 
-def upload_attempt(store: Store, folder: Path, task_id: str, attempt: int, names: Iterable[str]) -> None:
+def is_at(store: Store, name: str, path: Path) -> bool:
+    """Say whether what is `name` in a store is `path` itself: its folder is the results folder of this machine."""
+    url = store.url(name)
+    return url.startswith("file:") and file_url_path(url).resolve() == path.resolve()
+
+
+def upload_attempt(
+    store: Store,
+    folder: Path,
+    task_id: str,
+    attempt: int,
+    names: Iterable[str],
+    digests: Mapping[str, str] | None = None,
+) -> None:
     """Store the files of a closed attempt, a few at once, and last, when all are there, the manifest.
 
+    No task may exchange files of the folder: `artifacts.held_files` makes one of the attempt. `digests` are the SHA-256
+    that the files have to have, in hex.
     Raises UploadFailed.
     """
 
     def put(name: str, progress: Progress | None = None) -> None:
-        store.put(folder / name, stored_name(task_id, attempt, name), progress=progress)
+        stored = store.put(folder / name, stored_name(task_id, attempt, name), progress=progress)
+        if stored.sha256 != (digests or {}).get(name, stored.sha256):
+            raise ArtifactError(f"{log_value(name)} was written to after the results were sealed; end all processes")
 
     try:
         several(put, [name for name in names if name != MANIFEST])

@@ -6,11 +6,10 @@ part of a name is the task, the rest the file's name. Downloads are in `http_dow
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 from urllib.parse import quote, urlsplit
 
 import httpx
@@ -30,6 +29,7 @@ from gpuflow.artifacts.http_download import fetch_http
 from gpuflow.artifacts.partial import disk_errors
 from gpuflow.artifacts.receiving import Meter
 from gpuflow.artifacts.repr_digest import HEADER, repr_digest
+from gpuflow.artifacts.source_file import digest_of, open_source
 from gpuflow.artifacts.store import Progress, StoredFile, Throttle, check_name, check_prefix, shown_url
 from gpuflow.errors import ArtifactError
 from gpuflow.policy.hosts import Hosts
@@ -68,17 +68,15 @@ class HttpStore:
         """Upload a file, unless its content is there under that name. Raises ArtifactError."""
         url = self.url(name)
         action = f"{name} cannot be stored in {shown_url(self._base)}"
-        if not source.is_file():
-            raise ArtifactError(f"{action}: {source} is no file here; pack a folder into an archive first")
         with (
             disk_errors(action),
             http_errors(action, self._base, self._token),
+            open_source(source) as stream,
             connect(self._token, self._hosts) as client,
         ):
-            with source.open("rb") as stream:
-                sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
-                size = os.fstat(stream.fileno()).st_size
-            upload = _Upload(client, url, source, size, sha256, Meter(progress), self._throttle)
+            sha256 = digest_of(stream)
+            size = os.fstat(stream.fileno()).st_size
+            upload = _Upload(client, url, stream, size, sha256, Meter(progress), self._throttle)
             for is_last in (False, True):
                 try:
                     persistently(upload.go_on, lambda: upload.offset, self._max_attempts)
@@ -167,7 +165,7 @@ class _Upload:
     """One file on its way to the service; `offset` is how much of it the service last said to have."""
 
     def __init__(
-        self, client: httpx.Client, url: str, source: Path, size: int, sha256: str, meter: Meter, throttle: Throttle
+        self, client: httpx.Client, url: str, source: BinaryIO, size: int, sha256: str, meter: Meter, throttle: Throttle
     ) -> None:
         self._client, self._url, self._source = client, url, source
         self._size, self._meter, self._throttle = size, meter, throttle
@@ -196,13 +194,12 @@ class _Upload:
         self._meter.reached(self._size)
 
     def _blocks(self) -> Iterator[bytes]:
-        with self._source.open("rb", buffering=0) as stream:
-            at = stream.seek(self.offset)
-            while at < self._size and (block := stream.read(min(self._throttle.block_bytes, self._size - at))):
-                self._throttle.take(len(block))
-                yield block
-                at += len(block)
-                self._meter.reached(at)
+        at = self._source.seek(self.offset)
+        while at < self._size and (block := self._source.read(min(self._throttle.block_bytes, self._size - at))):
+            self._throttle.take(len(block))
+            yield block
+            at += len(block)
+            self._meter.reached(at)
 
 
 def _page(client: httpx.Client, url: str, params: Mapping[str, str]) -> dict[str, Any]:

@@ -17,10 +17,14 @@ from typing import BinaryIO, Final
 from gpuflow.artifacts.marking import mark_used
 from gpuflow.artifacts.partial import PartFile, disk_errors, has_content
 from gpuflow.artifacts.receiving import Meter, copy_blocks, receive_by
+from gpuflow.artifacts.source_file import open_source
 from gpuflow.artifacts.store import RESERVED_PREFIX, Progress, StoredFile, Throttle, check_name, check_prefix
 from gpuflow.errors import ArtifactError
 
 #: Not there on Windows: O_NONBLOCK and O_CLOEXEC.
+_FOLDER_FLAGS: Final = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
+#: Where Linux gives access to what this process has open, by the numbers of its descriptors.
+_OPEN_FOLDERS: Final = Path("/proc/self/fd")
 _OPEN_FLAGS: Final = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
@@ -33,9 +37,12 @@ class LocalStore:
 
     def put(self, source: Path, name: str, *, progress: Progress | None = None) -> StoredFile:
         """Copy a file into the folder. The source may be the stored file itself. Raises ArtifactError."""
-        target = self._path(name)
         meter = Meter(progress)
-        with disk_errors(f"{name} cannot be stored in {self.root}"), _open(source) as stream:
+        with (
+            disk_errors(f"{name} cannot be stored in {self.root}"),
+            open_source(source) as stream,
+            self._target(name) as target,
+        ):
             before = os.fstat(stream.fileno())
             size = before.st_size
             digest = _digest_if_equal(stream, target, size)
@@ -93,14 +100,45 @@ class LocalStore:
         """Return the place of a name; a link on the way must not lead out of the folder."""
         path = self.root / check_name(name)
         if not path.resolve().is_relative_to(self.root.resolve()):
-            raise ArtifactError(f"{name!r} leads out of {self.root} by a link; remove the link")
+            raise self._leads_out(name)
         return path
+
+    @contextlib.contextmanager
+    def _target(self, name: str) -> Iterator[Path]:
+        """Give the place where a file is put, in a folder that is there.
+
+        On Linux by the open folder, of which it is known where it is: tasks may write to a folder that the operator
+        has opened for results, and nothing is put elsewhere though one of them exchanges folders for links meanwhile.
+        """
+        path = self._path(name)
+        if not _OPEN_FOLDERS.is_dir():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            yield path
+            return
+        self.root.mkdir(parents=True, exist_ok=True)
+        root = self.root.resolve()
+        descriptor = os.open(root, _FOLDER_FLAGS)
+        try:
+            for part in Path(name).parts[:-1]:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(part, dir_fd=descriptor)
+                deeper = os.open(part, _FOLDER_FLAGS, dir_fd=descriptor)
+                os.close(descriptor)
+                descriptor = deeper
+                if not (_OPEN_FOLDERS / str(descriptor)).readlink().is_relative_to(root):
+                    raise self._leads_out(name)
+            yield _OPEN_FOLDERS / str(descriptor) / path.name
+        finally:
+            os.close(descriptor)
+
+    def _leads_out(self, name: str) -> ArtifactError:
+        return ArtifactError(f"{name!r} leads out of {self.root} by a link; remove the link")
 
     def _entries(self, prefix: str) -> Iterator[tuple[str, int]]:
         """Yield name and size of the plain files of a prefix. Raises OSError for a folder that cannot be read."""
         begin = check_prefix(prefix)
         top = self._path(begin) if begin else self.root
-        walk = ((folder, files) for folder, _, files in os.walk(top, onerror=_unless_gone))
+        walk = _walk(top)
         for folder, files in [(str(top.parent), [top.name])] if begin and not top.is_dir() else walk:
             for file in files:
                 path = Path(folder, file)
@@ -108,6 +146,13 @@ class LocalStore:
                     found = path.lstat()
                     if stat.S_ISREG(found.st_mode) and not file.startswith(RESERVED_PREFIX):
                         yield path.relative_to(self.root).as_posix(), found.st_size
+
+
+def _walk(top: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield each folder and its files, but for the folders of gpuflow's own unfinished files."""
+    for folder, folders, files in os.walk(top, onerror=_unless_gone):
+        folders[:] = [name for name in folders if not name.startswith(RESERVED_PREFIX)]
+        yield folder, files
 
 
 def _unless_gone(error: OSError) -> None:

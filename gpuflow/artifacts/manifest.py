@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpuflow.artifacts.archive import pack
+from gpuflow.artifacts.derived import export_rows, write_aliases
 from gpuflow.artifacts.partial import file_digest
 from gpuflow.artifacts.references import INLINE_BYTES, json_bytes, make_reference
 from gpuflow.artifacts.several import several
@@ -36,11 +37,12 @@ _WORKING_FOLDERS: Final = frozenset({"checkpoints", "work"})
 
 @dataclass(frozen=True, kw_only=True)
 class SealedResults:
-    """The result value with the places of its archives, the SHA-256 of the manifest, and the names in it."""
+    """The result value with the places of its archives, the SHA-256 of the manifest, its names and their bytes."""
 
     result: dict[str, Any]
     digest: str
     names: tuple[str, ...]
+    total_bytes: int = 0
 
 
 def seal_results(
@@ -53,8 +55,9 @@ def seal_results(
     """Complete the results in `folder` and describe them; `url_of` gives the URL by which others fetch a file of it.
 
     `declared` are the names that the child declared; those that `output.artifacts` asks for are added, and a missing
-    one is marked in the manifest. responses.json has all of the result; in the value that is returned, the largest
-    fields are references to files of their own until it is below INLINE_BYTES. Raises ArtifactError for a
+    one is marked in the manifest and listed in the result. `output.aliases` are written as copies, and
+    `postprocess.jsonl_export` as a file. responses.json has all of the result; in the value that is returned, the
+    largest fields are references to files of their own until it is below INLINE_BYTES. Raises ArtifactError for a
     responses.json that is not JSON, OSError from the disk.
     """
     value = dict(result)
@@ -68,6 +71,9 @@ def seal_results(
             value[f"{name}_path"] = str(folder / name)
             value[f"{name}_archive"] = str(archive)
             value[f"{name}_archive_url"] = archive.as_uri() if url_of is None else url_of(archive.name)
+    export = (spec.get("postprocess") or {}).get("jsonl_export")
+    if export:
+        value["jsonl_export"] = export_rows(folder, value, export, url_of)
     responses = folder / "responses.json"
     if responses.is_symlink():
         raise ArtifactError(f"the executor left {responses.name!r}, which is a link; let it write the file itself")
@@ -76,12 +82,25 @@ def seal_results(
     else:
         write_json(responses, value)
     value = _slim(value, folder, url_of)
-    wanted = [*declared, *((spec.get("output") or {}).get("artifacts") or [])]
+    output = spec.get("output") or {}
+    write_aliases(folder, output.get("aliases") or {})
+    wanted = [*declared, *(output.get("artifacts") or [])]
     manifest: dict[str, Any] = {"schema": MANIFEST_SCHEMA, "artifacts": list(_entries(folder, wanted))}
+    missing = [entry["name"] for entry in manifest["artifacts"] if "missing" in entry]
+    if missing:
+        value["missing_artifacts"] = missing
     path = folder / "manifest.json"
     write_json(path, manifest)
     names = tuple(entry["name"] for entry in manifest["artifacts"] if "missing" not in entry)
-    return SealedResults(result=value, digest=hashlib.sha256(path.read_bytes()).hexdigest(), names=names)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    total_bytes = sum(entry.get("bytes", 0) for entry in manifest["artifacts"])
+    return SealedResults(result=value, digest=digest, names=names, total_bytes=total_bytes)
+
+
+def digests_in(manifest: Path) -> dict[str, str]:
+    """Return the SHA-256 of the files that a sealed manifest describes, by their names. Raises OSError."""
+    entries = json.loads(manifest.read_bytes())["artifacts"]
+    return {entry["name"]: entry["sha256"] for entry in entries if "sha256" in entry and entry["name"] != manifest.name}
 
 
 def _slim(value: dict[str, Any], folder: Path, url_of: Callable[[str], str] | None) -> dict[str, Any]:

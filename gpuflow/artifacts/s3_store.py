@@ -21,6 +21,7 @@ from gpuflow.artifacts.partial import disk_errors, file_digest, has_content
 from gpuflow.artifacts.receiving import Meter, check_size, receive
 from gpuflow.artifacts.retrying import retrying
 from gpuflow.artifacts.s3_client import ANY_FAULT, PacedBody, connect, is_transient, s3_errors, tells_nothing
+from gpuflow.artifacts.source_file import digest_of, open_source
 from gpuflow.artifacts.store import Progress, StoredFile, Throttle, check_name, check_prefix, shown_url
 from gpuflow.errors import ArtifactError
 
@@ -57,10 +58,8 @@ class S3Store:
         """Upload a file: in one request, or in parts of which each is tried again by itself. Raises ArtifactError."""
         key, meter = self._key(name), Meter(progress)
         action = f"{name} cannot be stored in s3://{self._bucket}"
-        if not source.is_file():
-            raise ArtifactError(f"{action}: {source} is no file here; pack a folder into an archive first")
-        with disk_errors(action), s3_errors(action), source.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        with disk_errors(action), s3_errors(action), open_source(source, buffered=True) as stream:
+            digest = digest_of(stream)
             size = stream.tell()
             if self._digest_there(key, size) != digest:
                 stream.seek(0)

@@ -190,7 +190,7 @@ def _send(source: Path, store: Store, bar: Bar) -> Uploaded:
             return _send(archive, store, bar)
     digest = file_digest(source)
     with bar(source.name, source.stat().st_size) as progress:
-        stored = store.put(source, f"{UPLOADS}/{digest}/{_safe_name(source)}", progress=progress)
+        stored = store.put(source.resolve(), f"{UPLOADS}/{digest}/{_safe_name(source)}", progress=progress)
     if stored.sha256 != digest:
         raise InvalidTemplate(f"{source} changed while it was sent; submit again when nobody writes to it")
     return Uploaded(url=stored.url, sha256=digest)

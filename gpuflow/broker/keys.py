@@ -26,6 +26,7 @@
 | `celery-task-meta-<id>` | string | Celery's result entry |
 | `gpuflow.dead` | zset | task id -> when it died (dead letters) |
 | `gpuflow.repairs` | hash | kind of repair -> how often the reconciler made it |
+| `gpuflow.metrics` | hash | counts of tasks and attempts (`metrics.counters`); `reconciled_at` |
 | `gpuflow.tasks` | zset | task id -> when it was submitted |
 | `gpuflow.unfinished` | set | ids of the tasks that are not final |
 | `gpuflow.merge` | hash | counts of merged calls: `calls`, `new`, `coalesced`, `batched`, `hit`, ...; `kept_bytes` |
@@ -49,6 +50,10 @@
 | `gpuflow.scaling.leader` | hash | which beat scales: `owner`, `epoch`, `until` |
 | `gpuflow.scaling.decisions` | list | the newest decisions of scaling with their reasons, JSON |
 | `gpuflow.machines` | hash | machine id -> JSON of a machine that scaling has launched |
+| `gpuflow.machines.unknown` | string | JSON list of machines that may be of another fleet; it expires |
+| `gpuflow.fleet` | string | the random id of this fleet |
+| `gpuflow.schedules` | hash | name -> JSON of a schedule: its cron expression and its template |
+| `gpuflow.schedules.runs` | hash | name -> JSON of the last run of a schedule |
 | `access:token:<id>` | hash | a token: its SHA-256, and of whom, with which role, until when it is |
 | `access:tokens` | zset | token id -> when it was made |
 | `access:workers` | hash | name of a worker -> id of its token |
@@ -64,6 +69,10 @@ The optional global prefix (GPUFLOW_KEY_PREFIX) stands before every one of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
+
+#: Field of `gpuflow.metrics`: when the reconciler ran last (Unix seconds on the server's clock).
+RECONCILED_AT: Final = "reconciled_at"
 
 
 @dataclass(frozen=True)
@@ -153,6 +162,11 @@ class Keys:
     def repairs(self) -> str:
         """Counts of repairs."""
         return f"{self.prefix}gpuflow.repairs"
+
+    @property
+    def metrics(self) -> str:
+        """Counts of tasks and attempts."""
+        return f"{self.prefix}gpuflow.metrics"
 
     @property
     def unfinished(self) -> str:
@@ -257,6 +271,26 @@ class Keys:
     def machines(self) -> str:
         """Machines that scaling has launched."""
         return f"{self.prefix}gpuflow.machines"
+
+    @property
+    def unknown_machines(self) -> str:
+        """Machines that may be of another fleet."""
+        return f"{self.prefix}gpuflow.machines.unknown"
+
+    @property
+    def schedules(self) -> str:
+        """Schedules by name."""
+        return f"{self.prefix}gpuflow.schedules"
+
+    @property
+    def schedule_runs(self) -> str:
+        """How far each schedule has come."""
+        return f"{self.prefix}gpuflow.schedules.runs"
+
+    @property
+    def fleet_id(self) -> str:
+        """The random id of this fleet."""
+        return f"{self.prefix}gpuflow.fleet"
 
     def wish(self, machine: str) -> str:
         """What a task of some worker of a machine finds no GPU for."""

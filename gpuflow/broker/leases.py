@@ -25,6 +25,7 @@ from gpuflow.broker.lease import NEVER, Lease, Reclaim, new_token
 from gpuflow.broker.scripts import broker_script
 from gpuflow.broker.sweeper import BELL_SECONDS, MAX_SWEEP_GAP_SECONDS, Sweeper, sweep_gap_seconds
 from gpuflow.logs import get_logger
+from gpuflow.outages import outage
 from gpuflow.routing.affinity import session_of
 
 log = get_logger("gpuflow.leases")
@@ -424,6 +425,7 @@ class LeaseTable:
                     pause = min(usual, max(SHORTEST_PAUSE_SECONDS, due_at - time.monotonic()))
                 self.settle_owed()
                 self._unwritable_since = None
+                outage.over()
             except RedisError as error:
                 log.warning("leases_not_renewed", cause=str(error), held=len(self._leases))
                 self._cannot_renew(error, now)

@@ -31,6 +31,25 @@ class Script:
             self.load(client)
             return client.evalsha(self.sha, len(keys), *keys, *args)
 
+    def many(
+        self, client: redis.Redis, calls: Sequence[tuple[Sequence[str], Sequence[str | bytes | int | float]]]
+    ) -> list[Any]:
+        """Run the step for each of `calls` (keys, args) in one round trip; each is a step of its own.
+
+        Sent again where the server does not know the script, so it must be idempotent. Raises the first redis error.
+        """
+        try:
+            return self._sent(client, calls)
+        except NoScriptError:
+            self.load(client)
+            return self._sent(client, calls)
+
+    def _sent(self, client: redis.Redis, calls: Sequence[tuple[Sequence[Any], Sequence[Any]]]) -> list[Any]:
+        pipe = client.pipeline(transaction=False)
+        for keys, args in calls:
+            pipe.evalsha(self.sha, len(keys), *keys, *args)
+        return list(pipe.execute())
+
     def load(self, client: redis.Redis) -> None:
         """Make the script known to the server. Raises redis errors."""
         client.script_load(self.text)

@@ -8,10 +8,12 @@ server knows none of our scripts, so the first of us to meet it says so (`arrive
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import redis
+from kombu.utils.encoding import bytes_to_str
 from redis.exceptions import NoScriptError, ResponseError
 
 from gpuflow.broker.keys import Keys
@@ -99,8 +101,10 @@ class Sweeper:
         except NoScriptError:
             self.arrive(client)
             answer = script(client, names, values)
-        restored, graced, run, gathering, again = answer
-        if restored:
+        restored, graced, run, gathering, again, lost = answer
+        for worker, tasks in _by_worker(lost).items():
+            log.warning("worker_lost", worker=worker, queued_again=tasks)
+        if restored > len(lost):
             log.warning("messages_restored", count=restored)
         if graced:
             log.info("leases_graced", count=graced)
@@ -122,6 +126,15 @@ class Sweeper:
         )
         if graced >= 0:
             log.info("new_server_run", graced=graced)
+
+
+def _by_worker(lost: Sequence[bytes | str]) -> dict[str, list[str]]:
+    """Return the ids of the tasks that went back, by the worker that had let their leases end."""
+    found: dict[str, list[str]] = {}
+    for entry in lost:
+        owner, _, task_id = bytes_to_str(entry).partition("\n")
+        found.setdefault(owner.rpartition(":")[0] or owner, []).append(task_id)
+    return found
 
 
 def _run_id(client: redis.Redis) -> str:

@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import lru_cache
 from queue import Empty
 from typing import Any, ClassVar, Final
 
@@ -251,7 +252,7 @@ class Channel(stock.Channel):  # type: ignore[misc]
         waits_as = leases.gate.waits_as if self._carrier() else ""
         groups = [*look.plain, *filter(None, (waits_as, waits_as and leases.gate.machine))]
         leases.groups.update(groups)
-        lists = [self.global_keyprefix + key for key in list_keys(look.queues)]
+        lists = _packed_lists(self.global_keyprefix, tuple(look.queues))
         return [
             "EVALSHA",
             broker_script("pop").sha,
@@ -402,6 +403,12 @@ class Channel(stock.Channel):  # type: ignore[misc]
             self._own_leases.close()
             if self._keeper_pool is not None:
                 self._keeper_pool.disconnect()
+
+
+@lru_cache(maxsize=256)
+def _packed_lists(prefix: str, queues: tuple[str, ...]) -> list[bytes]:
+    """Return the lists of some queues as they are sent: every pop of a busy worker names the same ones."""
+    return [(prefix + key).encode() for key in list_keys(list(queues))]
 
 
 def _id_in(raw: bytes) -> str:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from gpuflow.cli.errors import DONE, FAILED, bad_input
 from gpuflow.cli.options import json_option
+from gpuflow.cli.selecting import check_choice, chosen, selection_of, selection_options
 
 if TYPE_CHECKING:
     from gpuflow.celery_app import GPUFlow
     from gpuflow.client import Task
-    from gpuflow.ledger.records import AttemptEntry
+    from gpuflow.ledger.records import AttemptEntry, TaskRecord
 
 
 #: So much of a message is shown to people.
@@ -84,39 +86,45 @@ def show_dead(task_id: str, as_json: bool) -> None:
 @dead.command("retry")
 @click.argument("task_ids", metavar="[ID]...", nargs=-1)
 @click.option("--all", "everything", is_flag=True, help="All dead letters.")
+@selection_options
 @json_option
-def retry_dead(task_ids: tuple[str, ...], everything: bool, as_json: bool) -> int:
-    """Queue dead letters again, with all attempts before them."""
+def retry_dead(task_ids: tuple[str, ...], everything: bool, filters: Mapping[str, Any], as_json: bool) -> int:
+    """Queue dead letters again, with all attempts before them: those named, or those that all filters select."""
+    from gpuflow.bulk import retry_many
     from gpuflow.cli import output
     from gpuflow.cli.session import connected
 
     with connected() as app:
-        chosen = _chosen(app, task_ids, everything, "retry")
-        queued = [task_id for task_id in chosen if _dead_task(app, task_id).retry()]
+        records = _chosen(app, "retry", task_ids, everything, filters)
+        verdicts = retry_many(app, [record.id for record in records])
+    queued = [task_id for task_id, verdict in verdicts.items() if verdict == "queued"]
     if as_json:
         output.emit_json({"queued": queued})
     else:
-        output.line(f"{len(queued)} of {len(chosen)} queued again")
-    return DONE if len(queued) == len(chosen) else FAILED
+        output.line(f"{len(queued)} of {len(verdicts)} queued again")
+    return DONE if len(queued) == len(verdicts) else FAILED
 
 
 @dead.command("purge")
 @click.argument("task_ids", metavar="[ID]...", nargs=-1)
 @click.option("--all", "everything", is_flag=True, help="All dead letters.")
+@selection_options
 @json_option
-def purge_dead(task_ids: tuple[str, ...], everything: bool, as_json: bool) -> int:
+def purge_dead(task_ids: tuple[str, ...], everything: bool, filters: Mapping[str, Any], as_json: bool) -> int:
     """Forget dead letters: record, events and history. Their results folders are kept."""
     from gpuflow.cli import output
     from gpuflow.cli.session import connected
+    from gpuflow.client import reachable
 
     with connected() as app:
-        chosen = _chosen(app, task_ids, everything, "purge")
-        purged = [task_id for task_id in chosen if app.ledger.purge(_dead_task(app, task_id).id)]
+        records = _chosen(app, "purge", task_ids, everything, filters)
+        with reachable():
+            purged = [record.id for record in records if app.ledger.purge(record.id)]
     if as_json:
         output.emit_json({"purged": purged})
     else:
-        output.line(f"{len(purged)} of {len(chosen)} forgotten")
-    return DONE if len(purged) == len(chosen) else FAILED
+        output.line(f"{len(purged)} of {len(records)} forgotten")
+    return DONE if len(purged) == len(records) else FAILED
 
 
 @dead.command("messages")
@@ -166,15 +174,19 @@ def print_attempts(attempts: list[AttemptEntry], *, logs: bool) -> None:
             output.line(f"\nlog of attempt {entry.attempt}:\n{entry.log_tail.rstrip()}")
 
 
-def _chosen(app: GPUFlow, task_ids: tuple[str, ...], everything: bool, verb: str) -> list[str]:
-    from gpuflow.client import reachable
+def _chosen(
+    app: GPUFlow, verb: str, task_ids: tuple[str, ...], everything: bool, filters: Mapping[str, Any]
+) -> list[TaskRecord]:
+    """Return the dead letters that a command is about. Raises UnknownTask, click.UsageError."""
+    from gpuflow.ledger.states import TaskState
 
-    if bool(task_ids) == everything:
-        raise bad_input(f"name the tasks, or --all: `gpuflow dead {verb} ID`")
-    if not everything:
-        return list(task_ids)
-    with reachable():
-        return [record.id for record in app.ledger.dead()]
+    selection = selection_of(filters)
+    if selection.states - {TaskState.DEAD}:
+        raise bad_input("dead letters are tasks in state DEAD; `gpuflow retry --state failed` queues others again")
+    check_choice(f"dead {verb}", task_ids, selection, everything=everything)
+    for task_id in task_ids:
+        _dead_task(app, task_id)
+    return chosen(app, task_ids, selection, states=[TaskState.DEAD])
 
 
 def _dead_task(app: GPUFlow, task_id: str) -> Task:

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gpuflow.cli.options import json_option, load_template
+from gpuflow.cli.options import json_option, load_template, show_warnings
 
 if TYPE_CHECKING:
     from gpuflow.celery_app import GPUFlow
     from gpuflow.routing.explain import Explanation
     from gpuflow.settings import Settings
+    from gpuflow.spec import Template
 
 
 @click.command(short_help="Say why a task waits, or where a template would run.")
@@ -32,7 +33,8 @@ def explain(target: str, as_json: bool) -> None:
 
     settings = Settings.load()
     try:
-        with connected(settings) as app, reachable():
+        # The workers of a run that has ended are no fleet: stored data answers for ids, not for templates.
+        with connected(settings, stored=not _is_template(target)) as app, reachable():
             found = _on_fleet(app, target)
     except BrokerUnavailable:
         if settings.redis_url:
@@ -48,6 +50,12 @@ def explain(target: str, as_json: bool) -> None:
             output.line(line)
 
 
+def _is_template(target: str) -> bool:
+    from gpuflow.spec.presets import list_presets
+
+    return target == "-" or Path(target).exists() or target in list_presets("pipelines")
+
+
 def _on_fleet(app: GPUFlow, target: str) -> list[Explanation]:
     from gpuflow.explaining import explain_records, explain_template, find_records
 
@@ -55,7 +63,14 @@ def _on_fleet(app: GPUFlow, target: str) -> list[Explanation]:
         records = find_records(app, target)
         if records:
             return explain_records(app, records)
-    return explain_template(app, load_template(target))
+    return explain_template(app, _shown(target))
+
+
+def _shown(target: str) -> Template:
+    """Return a template, and tell what of it is not used, as every command that reads one does."""
+    template = load_template(target)
+    show_warnings(template)
+    return template
 
 
 def _on_this_machine(target: str, settings: Settings) -> list[Explanation]:
@@ -71,4 +86,4 @@ def _on_this_machine(target: str, settings: Settings) -> list[Explanation]:
     )
     own = tuple(usable(settings.executors))
     here = WorkerView(id="this machine", capability=capability, user_types=own)
-    return explain_here(load_template(target), here)
+    return explain_here(_shown(target), here)

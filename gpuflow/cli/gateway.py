@@ -50,7 +50,7 @@ def gateway(
     """
     from gpuflow.cli.output import line
     from gpuflow.cli.session import signals_interrupt
-    from gpuflow.logs import mask_handlers
+    from gpuflow.logs import dress
     from gpuflow.process_guard import guard_process
     from gpuflow.settings import Settings
 
@@ -91,8 +91,7 @@ def gateway(
             ssl_keyfile=pair.key if pair else None,
             timeout_graceful_shutdown=max(1, round(settings.grace_seconds)),
         )
-        for name in ("uvicorn", "uvicorn.error"):
-            mask_handlers(logging.getLogger(name))
+        dress(settings.log_format, "gpuflow", "uvicorn", "uvicorn.error")
         with signals_interrupt():
             try:
                 line(f"gateway: {'https' if pair else 'http'}://{_shown(listener.getsockname())}")

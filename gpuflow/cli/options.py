@@ -36,8 +36,8 @@ def load_template(source: str, overrides: Iterable[str] = (), labels: Iterable[s
     Raises InvalidTemplate, click.UsageError.
     """
     from gpuflow.errors import InvalidTemplate
-    from gpuflow.spec import parse, parse_text
     from gpuflow.spec.report import invalid
+    from gpuflow.templates import parse, parse_text
 
     changes = [_assignment("--set", text) for text in overrides]
     asked = [_assignment("--label", text) for text in labels]
@@ -52,7 +52,7 @@ def load_template(source: str, overrides: Iterable[str] = (), labels: Iterable[s
         return dataclasses.replace(parse(data), source=source)
     except InvalidTemplate as error:
         # The lines of the file are those of what was written, not of what the options made of it.
-        raise invalid(source, error.mistakes) if error.mistakes else error from None
+        raise invalid(source, error.mistakes, error.warnings) if error.mistakes else error from None
 
 
 def override(data: Mapping[str, Any], path: str, text: str) -> dict[str, Any]:
@@ -125,9 +125,9 @@ def _raw(source: str) -> Mapping[str, Any]:
     from pathlib import Path
 
     from gpuflow.errors import InvalidTemplate
-    from gpuflow.spec import parse
     from gpuflow.spec.presets import list_presets, preset_document
     from gpuflow.spec.reading import read_file, read_text
+    from gpuflow.templates import parse
 
     if source == "-":
         document = read_text(_stdin(), "stdin")

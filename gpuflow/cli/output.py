@@ -56,8 +56,13 @@ def _rich_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for header in headers:
         shown.add_column(header, overflow="fold")
     for row in rows:
-        shown.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
+        shown.add_row(*(Text(cell, style=style_of(cell)) for cell in row))
     Console().print(shown)
+
+
+def style_of(cell: str) -> str:
+    """Return how a cell is shown in a terminal; "" as it is."""
+    return _STYLES.get(cell, "")
 
 
 _STYLES = {

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from gpuflow.celery_app import GPUFlow
     from gpuflow.client import PipelineRun
     from gpuflow.cluster import LocalCluster
+    from gpuflow.spec import Template
 
 
 @click.command(short_help="Run a template here, with everything embedded.")
@@ -39,15 +40,35 @@ def run(
     FILE is a path, `-` for stdin, or a shipped name such as quickstart. Ctrl-C stops everything; what is done is kept,
     and `gpuflow resume` goes on with the rest.
     """
-    template = load_template(source, overrides, labels)
+    template = kept_here(load_template(source, overrides, labels))
     show_warnings(template)
 
     def start(app: GPUFlow) -> PipelineRun:
         from gpuflow.client import submit_pipeline
+        from gpuflow.settings import Settings
 
-        return submit_pipeline(template, app=app)
+        # On a broker of our own nobody else will come: what these workers cannot serve would wait for ever.
+        return submit_pipeline(template, fail_fast=not Settings.load().redis_url, app=app)
 
     return run_local(start, workers=workers, max_jobs=max_jobs, keep=keep, as_json=as_json)
+
+
+def kept_here(template: Template) -> Template:
+    """Return the template for a cluster of this command: results that name no place stay in the results folder.
+
+    Where this machine knows a store of its fleet, they go there.
+    """
+    from gpuflow.cli.output import note
+    from gpuflow.settings import Settings
+    from gpuflow.spec.results_out import keep_results
+
+    settings = Settings.load()
+    if settings.store_url or settings.gateway_url:
+        return template
+    kept, names = keep_results(template)
+    if names:
+        note(f"results of {', '.join(names)} stay in {settings.results_dir}: their http destination names no url")
+    return kept
 
 
 def run_local(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -49,6 +50,9 @@ def status(as_json: bool) -> None:
     rows = [[one["id"], one["family"], one["state"], "spot" if one["spot"] else ""] for one in found["machines"]]
     if rows:
         output.table(["machine", "family", "state", "kind"], rows)
+    unknown = [[one["id"], one["family"], one["fleet"] or "unknown", one["end"]] for one in found["unknown"]]
+    if unknown:
+        output.table(["unknown machine", "family", "fleet", "to end it, if it is yours"], unknown)
 
 
 @scaling.command("decisions")
@@ -80,6 +84,7 @@ def scaling_status(app: GPUFlow) -> dict[str, Any]:
 
     store = ScalingStore(app.redis, app.keys)
     workers = [worker for worker in Fleet(app.redis, app.keys).workers() if worker.is_there]
+    serving = {worker.id for worker in workers}
     machines = store.machines()
     counts = store.counts()
     seconds, _ = store.client.time()
@@ -92,4 +97,8 @@ def scaling_status(app: GPUFlow) -> dict[str, Any]:
         "costPerHour": sum(one.cost_per_hour for one in machines),
         "counts": {name: count for name, count in sorted(counts.items()) if not name.startswith("retry_at:")},
         "machines": [one.public() for one in machines],
+        "unknown": [
+            {**asdict(one), "end": f"gpuflow workers drain {one.id}" if one.id in serving else one.end_command()}
+            for one in store.unknown()
+        ],
     }

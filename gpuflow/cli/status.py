@@ -2,30 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from gpuflow.cli.errors import DONE, bad_input, interrupted
 from gpuflow.cli.options import json_option
+from gpuflow.cli.selecting import selection_of, selection_options
 
 if TYPE_CHECKING:
     from gpuflow.celery_app import GPUFlow
     from gpuflow.client import Task
+    from gpuflow.ledger.selection import Selection
 
 
 @click.command(short_help="Show a pipeline or task, or all recent ones.")
 @click.argument("record_id", metavar="[ID]", required=False)
-@click.option("--watch", "-w", "watching", is_flag=True, help="Show live progress until it ends; exit code 0 or 1.")
-@click.option("--limit", default=20, show_default=True, type=click.IntRange(1, 1000), help="How many recent ones.")
+@click.option(
+    "--watch", "-w", "watching", is_flag=True, help="Live, until it ends (exit code 0 or 1); without ID: the fleet."
+)
+@click.option("--limit", default=20, show_default=True, type=click.IntRange(1, 100_000), help="How many recent ones.")
+@selection_options
 @json_option
-def status(record_id: str | None, watching: bool, limit: int, as_json: bool) -> int:
-    """Show the state of a pipeline or task; without ID, the recent ones."""
-    from gpuflow.cli.session import connected
+def status(record_id: str | None, watching: bool, limit: int, filters: Mapping[str, Any], as_json: bool) -> int:
+    """Show the state of a pipeline or task; without ID, the recent ones, or the tasks that all filters select.
 
-    if watching and record_id is None:
-        raise bad_input("--watch needs the ID of a pipeline or task; `gpuflow status` lists them")
+    --watch without ID shows workers, queues, running tasks and rates until Ctrl-C; where there is no terminal, a line
+    whenever they change.
+    """
+    from gpuflow.cli.session import connected, signals_interrupt
+
+    selection = selection_of(filters)
+    if record_id is not None and not selection.is_empty:
+        raise bad_input(f"{record_id} is one task or pipeline, and filters select several; give one of the two")
+    if watching and record_id is None and (as_json or not selection.is_empty):
+        raise bad_input(
+            "--watch with --json or filters needs the ID of a pipeline or task; `gpuflow status` lists them"
+        )
     with connected() as app:
+        if watching and record_id is None:
+            from gpuflow.cli.fleet_watch import watch_fleet
+
+            with signals_interrupt():
+                watch_fleet(app)
+            return DONE
+        if not selection.is_empty:
+            _selected(app, selection, limit, as_json)
+            return DONE
         if record_id is None:
             _recent(app, limit, as_json)
             return DONE
@@ -114,6 +138,35 @@ def _text(name: str, value: Any) -> Any:
     if name == "error" and isinstance(value, dict):
         return str(value.get("message", ""))
     return value
+
+
+def _selected(app: GPUFlow, selection: Selection, limit: int, as_json: bool) -> None:
+    """Show the tasks that filters select, those of pipelines too, the newest first."""
+    from gpuflow.cli import output
+    from gpuflow.client import reachable
+    from gpuflow.ledger.selection import select
+
+    with reachable():
+        tasks = select(app.ledger, selection, limit + 1)
+    more, tasks = len(tasks) > limit, tasks[:limit]
+    if as_json:
+        output.emit_json({"pipelines": [], "tasks": [task.public() for task in tasks]})
+    else:
+        output.table(
+            ["id", "name", "state", "what", "owner", "queue", "took", "submitted", "why"],
+            [
+                [
+                    *(task.id, task.name, str(task.state), task.task_type, task.owner, task.queue),
+                    output.span(task.started_at, task.finished_at),
+                    output.when(task.created_at),
+                    (task.error or {}).get("message", ""),
+                ]
+                for task in tasks
+            ],
+            empty="no such task",
+        )
+    if more:
+        output.note(f"there are more than {limit}; --limit shows more of them")
 
 
 def _recent(app: GPUFlow, limit: int, as_json: bool) -> None:

@@ -42,9 +42,10 @@ def submit(
     show_warnings(template)
     target = target or _target_of(template)
     if target == "local" or (target == "auto" and not _served(template)):
-        from gpuflow.cli.run import run_local
+        from gpuflow.cli.run import kept_here, run_local
         from gpuflow.client import submit_pipeline
 
+        template = kept_here(template)
         return run_local(
             lambda app: submit_pipeline(template, idempotency_key=idempotency_key, app=app), as_json=as_json
         )

@@ -184,6 +184,11 @@ def stage_lines(stage: StageSummary) -> list[str]:
     for name in ("final_model_path", "final_lora_path", "final_index_path"):
         if isinstance(result.get(name), str):
             lines.append(f"  {name.removesuffix('_path')}: {result[name]}")
+    missing = result.get("missing_artifacts")
+    if isinstance(missing, list) and missing:
+        lines.append("  missing: " + one_line(", ".join(map(str, missing)), 300) + " (asked for in output.artifacts)")
+    for warning in result.get("warnings") or ():
+        lines.append("  warning: " + one_line(str(warning), 300))
     if stage.folders:
         lines.append(
             f"  files: {stage.folders[0]}" + (f" and {len(stage.folders) - 1} more" if stage.folders[1:] else "")

@@ -23,7 +23,8 @@ def validate(source: str, overrides: tuple[str, ...], labels: tuple[str, ...], a
         if not as_json:
             raise
         found = [mistake.to_dict() for mistake in error.mistakes] or [{"path": "", "line": None, "message": str(error)}]
-        emit_json({"valid": False, "mistakes": found, "warnings": []})
+        warnings = [warning.to_dict() for warning in error.warnings]
+        emit_json({"valid": False, "mistakes": found, "warnings": warnings})
         return BAD_INPUT
     code = {stage.name: kinds for stage in template.stages if (kinds := kinds_of(stage.spec))}
     if as_json:

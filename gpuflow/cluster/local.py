@@ -29,6 +29,7 @@ from gpuflow.cluster.process import ManagedProcess
 from gpuflow.errors import BrokerUnavailable, GPUFlowError
 from gpuflow.filelocks import try_lock
 from gpuflow.fleet.hardware import probe
+from gpuflow.fleet.identity import fleet_id, fleet_tag
 from gpuflow.fleet.registry import Fleet, WorkerState
 from gpuflow.gateway.login import TOKEN_VARIABLE, URL_VARIABLE, login_of_another, make_login, remove_login
 from gpuflow.routing.families import CONTROL_QUEUE
@@ -102,6 +103,8 @@ class LocalCluster:
         self._joined = False  # to the gateway of another command, whose login ours is
         self._launching: int | None = None  # a lock: whose launched workers those of the state folder are
         self._client: redis.Redis | None = None
+        #: The tag of this fleet's machines, as it was last read.
+        self._tag = ""
 
     @property
     def settings(self) -> Settings:
@@ -331,7 +334,13 @@ class LocalCluster:
         """End the workers that beat has launched; they are no children of ours. Not those of another cluster."""
         if not self._most_launched or not self._owns_launched():
             return
-        launched = LocalProcesses(self._settings, self.url)
+        if self._client is not None:
+            keys = Keys(self._settings.key_prefix)
+            with contextlib.suppress(redis.RedisError, GPUFlowError):
+                self._tag = fleet_tag(fleet_id(self._client, keys), keys)
+        if not self._tag:
+            return
+        launched = LocalProcesses(self._settings, self.url, self._tag)
         with contextlib.suppress(ProvisionerError):
             for worker_id in launched.machines():
                 launched.terminate(worker_id)

@@ -1,12 +1,13 @@
 """The one place that talks to the NVIDIA driver, through NVML (module pynvml of nvidia-ml-py).
 
-Called by `gpuflow.fleet.hardware` and `gpuflow.fleet.gpu_usage` alone. NVML is initialised once per process and
-never shut down; every call is safe from any thread. Every value is read on its own: what one GPU cannot tell is
-None, a GPU that is lost becomes a problem, and the others are read all the same.
+Called by `gpuflow.fleet.hardware`, `gpuflow.fleet.gpu_usage` and `gpuflow.fleet.gpu_energy` only. NVML is initialised
+once per process and never shut down; every call is safe from any thread. Every value is read on its own: what one GPU
+cannot tell is None, a GPU that is lost becomes a problem, and the others are read all the same.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -187,6 +188,20 @@ def read_uses(uuids: Sequence[str]) -> Uses:
         except pynvml.NVMLError as error:
             failed[uuid] = _cause(error)
     return Uses(uses=uses, failed=failed)
+
+
+def read_energy(uuids: Sequence[str]) -> dict[str, float]:
+    """Read the energy of these devices in joules, since the driver was loaded; without those that do not tell it.
+
+    Never raises. NVML counts it in millijoules, from Volta on, and not for MIG slices.
+    """
+    joules: dict[str, float] = {}
+    for uuid in uuids:
+        with contextlib.suppress(pynvml.NVMLError):
+            _session.open()
+            handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+            joules[uuid] = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000
+    return joules
 
 
 def _read_use(handle: Any, uuid: str) -> GpuUse:

@@ -20,9 +20,10 @@ from gpuflow.celery_app import GPUFlow
 from gpuflow.client import with_data
 from gpuflow.gateway.problems import Problem
 from gpuflow.protocol import whole_text
-from gpuflow.spec import Mistake, Template, parse_text
+from gpuflow.spec import Mistake, Template
 from gpuflow.spec.reading import MAX_BYTES
 from gpuflow.spec.report import invalid, path_text
+from gpuflow.templates import parse_text
 
 M = TypeVar("M", bound=BaseModel)
 

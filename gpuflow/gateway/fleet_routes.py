@@ -25,8 +25,9 @@ from gpuflow.gateway.rights import Caller, owner_for
 from gpuflow.gateway.shapes import QueueList, QueueSubmit, Submitted, WorkerList, WorkerShape
 from gpuflow.gateway.tasks import KEY_HEADER, RecordId, is_id, submitted, told
 from gpuflow.gateway.tasks import PREFIX as TASKS
-from gpuflow.spec import Template, parse
+from gpuflow.spec import Template
 from gpuflow.spec.presets import list_presets, load_preset
+from gpuflow.templates import parse
 from gpuflow.tokens.rights import Grant
 
 #: What of a worker's load tells of the work of others.

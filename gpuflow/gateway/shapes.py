@@ -43,6 +43,9 @@ class TaskShape(Shape):
     queue: str | None = Field(None, examples=["gpu-40g-n1"])
     name: str | None = None
     owner: str | None = None
+    labels: dict[str, str] | None = Field(
+        None, description="metadata.labels of its template", examples=[{"team": "nlp"}]
+    )
     task_type: str | None = Field(None, alias="taskType", examples=["inference"])
     attempt: int | None = Field(None, description="The current attempt; 0 before the first")
     worker: str | None = None

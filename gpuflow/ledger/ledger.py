@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
@@ -17,7 +17,7 @@ from gpuflow.broker.leases import live_leases
 from gpuflow.broker.scripts import Script, load_script, script_text
 from gpuflow.broker.sweeper import BELL_SECONDS
 from gpuflow.errors import UnknownTask
-from gpuflow.ledger.records import RECORD_SCHEMA, AttemptEntry, TaskRecord
+from gpuflow.ledger.records import HEAD_FIELDS, RECORD_SCHEMA, AttemptEntry, TaskRecord, Usage
 from gpuflow.ledger.states import TaskState, lua_preamble
 
 #: So many lost workers end a task: it may be the task that takes its machines down.
@@ -102,6 +102,50 @@ class Ledger:
         for task_id in task_ids:
             pipe.hgetall(self.keys.task(task_id))
         return [TaskRecord.from_hash(raw) if raw.get("state") else None for raw in pipe.execute()]
+
+    def heads(self, task_ids: Sequence[str]) -> list[TaskRecord | None]:
+        """Return records as `find_many` does, without what may be large: spec, requirement, result and manifest."""
+        pipe = self.client.pipeline(transaction=False)
+        for task_id in task_ids:
+            pipe.hmget(self.keys.task(task_id), HEAD_FIELDS)
+        found = [
+            {name: value for name, value in zip(HEAD_FIELDS, values, strict=True) if value is not None}
+            for values in pipe.execute()
+        ]
+        return [TaskRecord.from_hash(raw) if raw.get("state") else None for raw in found]
+
+    def ids(
+        self,
+        *,
+        chunk: int,
+        since: float | None = None,
+        until: float | None = None,
+        of: Literal["all", "unfinished", "dead"] = "all",
+    ) -> Iterator[list[str]]:
+        """Yield the ids of tasks, the newest first, at most `chunk` at once; of those submitted in a span alone.
+
+        `since` and `until` are Unix seconds on the server's clock. `of`: of all tasks, of those that have not ended, or
+        of the dead letters.
+        """
+        low, high = "-inf" if since is None else since, "+inf" if until is None else until
+        if of == "all":
+            # One answer for all: pages by rank would tell a task twice when another is submitted meanwhile.
+            found = self.client.zrevrangebyscore(self.keys.tasks, high, low)
+        else:
+            members = self.unfinished() if of == "unfinished" else self.client.zrange(self.keys.dead, 0, -1)
+            times: dict[str, float] = {}
+            for first in range(0, len(members), chunk):
+                part = members[first : first + chunk]
+                scores = self.client.zmscore(self.keys.tasks, part)
+                times |= {id: score for id, score in zip(part, scores, strict=True) if score is not None}
+            newest = sorted(times, key=lambda id: times[id], reverse=True)
+            found = [id for id in newest if float(low) <= times[id] <= float(high)]
+        yield from (found[first : first + chunk] for first in range(0, len(found), chunk))
+
+    def now(self) -> float:
+        """Return the time of the server in Unix seconds, by which records are written."""
+        seconds, microseconds = self.client.time()
+        return float(seconds) + float(microseconds) / 1e6
 
     def as_seen(self, records: Sequence[TaskRecord | None]) -> list[TaskRecord]:
         """Return those that there are as people are to see them: without a live lease no attempt runs, its task waits.
@@ -219,6 +263,7 @@ class Ledger:
         error: Mapping[str, Any] | None = None,
         manifest: str = "",
         log_tail: str = "",
+        usage: Usage | None = None,
     ) -> bool:
         """Set the final state, if `holder` runs the current attempt (None: if no attempt runs). False when refused."""
         keys = self.keys
@@ -236,6 +281,7 @@ class Ledger:
                 self.events_maxlen,
                 self.retention_seconds,
                 uuid.uuid4().hex,
+                "" if usage is None else usage.to_json(),
             ],
         )
         return bool(done)
@@ -253,6 +299,7 @@ class Ledger:
         avoid: str = "",
         avoid_seconds: float = 0,
         alone: bool = False,
+        usage: Usage | None = None,
     ) -> Literal["queued", "cancel", "refused"]:
         """End an attempt but not its task (YIELD): record and message wait again, in one step.
 
@@ -287,6 +334,7 @@ class Ledger:
                 self.events_maxlen,
                 BELL_SECONDS,
                 int(alone),
+                "" if usage is None else usage.to_json(),
             ],
         )
         return answer
@@ -368,26 +416,31 @@ class Ledger:
 
     def cancel(self, task_id: str, reason: str = "cancelled by a user") -> tuple[str, str]:
         """Cancel: returns (`cancelled`|`requested`|`final`, state). Raises UnknownTask."""
-        verdict, state = ledger_script("cancel")(
-            self.client,
-            [
-                self.keys.task(task_id),
-                self.keys.events(task_id),
-                self.keys.attempts(task_id),
-                self.keys.dead,
-                self.keys.delayed,
-                self.keys.parked,
-                self.keys.unfinished,
-                self.keys.ready,
-                self.keys.leases,
-                self.keys.unacked,
-                self.keys.owners,
-            ],
-            [reason, self.events_maxlen, self.retention_seconds, uuid.uuid4().hex],
-        )
+        verdict, state = ledger_script("cancel")(self.client, *self._cancelling(task_id, reason))
         if verdict == "unknown":
             raise UnknownTask(f"no task {task_id!r}; `gpuflow status` lists those of this fleet")
         return verdict, state
+
+    def cancel_many(self, task_ids: Sequence[str], reason: str) -> list[tuple[str, str]]:
+        """Cancel tasks in one round trip; each answer is that of `cancel`, or (`unknown`, ``)."""
+        calls = [self._cancelling(task_id, reason) for task_id in task_ids]
+        return [(verdict, state) for verdict, state in ledger_script("cancel").many(self.client, calls)]
+
+    def _cancelling(self, task_id: str, reason: str) -> tuple[list[str], list[str | int]]:
+        keys = self.keys
+        return [
+            keys.task(task_id),
+            keys.events(task_id),
+            keys.attempts(task_id),
+            keys.dead,
+            keys.delayed,
+            keys.parked,
+            keys.unfinished,
+            keys.ready,
+            keys.leases,
+            keys.unacked,
+            keys.owners,
+        ], [reason, self.events_maxlen, self.retention_seconds, uuid.uuid4().hex]
 
     def is_to_be_cancelled(self, task_id: str) -> bool:
         """Whether a user wants a running task cancelled."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -12,8 +13,59 @@ from gpuflow.protocol import whole_text
 
 #: Schema number of a record; readers accept this one and the one before. 2: merged calls and their runs.
 RECORD_SCHEMA: Final = 2
+#: Fields of a record that are small whatever its task is: what lists and filters look at.
+HEAD_FIELDS: Final = (
+    *("schema", "id", "state", "queue", "name", "owner", "labels", "task_type", "attempt", "worker", "pipeline"),
+    *("stage", "created_at", "started_at", "finished_at", "updated_at", "error", "tag", "run", "call", "merge_tokens"),
+)
 #: Message header that carries the schema number of a supervised task's message.
 SCHEMA_HEADER: Final = "gpuflow_schema"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What an attempt, or all attempts of a task, have used; docs/howto/usage-and-cost.md says how each is measured.
+
+    `gpu_seconds`: GPUs times seconds, a share of a GPU by its part. `energy_joules`: of whole GPUs, 0 where the driver
+    tells none. `cost` is in the unit of the worker's `--cost`.
+    """
+
+    seconds: float = 0.0
+    gpu_seconds: float = 0.0
+    energy_joules: float = 0.0
+    cost: float = 0.0
+    artifact_bytes: float = 0
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(**{name: getattr(self, name) + getattr(other, name) for name in _USAGE_FIELDS})
+
+    def times(self, share: float) -> Usage:
+        """Return a share of it."""
+        return Usage(**{name: getattr(self, name) * share for name in _USAGE_FIELDS})
+
+    def public(self) -> dict[str, float]:
+        """Return what was used, without what is 0."""
+        values = {shown: round(getattr(self, name), 6) for name, shown in _USAGE_FIELDS.items()}
+        return {shown: value for shown, value in values.items() if value and math.isfinite(value)}
+
+    def to_json(self) -> str:
+        """Return it for the Lua steps."""
+        return json.dumps(self.public())
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any] | None) -> Usage:
+        """Read what the Lua steps have written."""
+        values: dict[str, Any] = {name: (raw or {}).get(shown, 0) for name, shown in _USAGE_FIELDS.items()}
+        return cls(**{name: value for name, value in values.items() if isinstance(value, int | float)})
+
+
+_USAGE_FIELDS: Final = {
+    "seconds": "seconds",
+    "gpu_seconds": "gpuSeconds",
+    "energy_joules": "energyJoules",
+    "cost": "cost",
+    "artifact_bytes": "artifactBytes",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +73,8 @@ class TaskRecord:
     """One task. Times are Unix seconds on the server's clock; `spec` is the task spec as submitted.
 
     `lost`: its worker has gone, and it waits for another one (`Ledger.as_seen`). `run`: the run of merged calls that
-    answers it, `call` the key of its call there; `is_run`: it is such a run.
+    answers it, `call` the key of its call there; `is_run`: it is such a run. `labels` are the `metadata.labels` of the
+    template.
     """
 
     id: str
@@ -54,6 +107,8 @@ class TaskRecord:
     run: str | None = None
     call: str | None = None
     is_run: bool = False
+    usage: Usage = Usage()
+    labels: Mapping[str, str] = field(default_factory=dict)
     schema: int = RECORD_SCHEMA
 
     @classmethod
@@ -96,6 +151,8 @@ class TaskRecord:
             run=raw.get("run") or None,
             call=raw.get("call") or None,
             is_run="merge_tokens" in raw,
+            usage=Usage.from_dict(parsed("usage")),
+            labels=parsed("labels") or {},
             schema=int(raw.get("schema", RECORD_SCHEMA)),
         )
 
@@ -107,6 +164,7 @@ class TaskRecord:
             "queue": self.queue,
             "name": self.name,
             "owner": self.owner,
+            "labels": dict(self.labels) or None,
             "taskType": self.task_type,
             "attempt": self.attempt,
             "worker": self.worker,
@@ -124,6 +182,7 @@ class TaskRecord:
             "lost": self.lost or None,
             "coalescedInto": self.run,
             "isRun": self.is_run or None,
+            "usage": self.usage.public() or None,
         }
         return {key: value for key, value in shown.items() if value not in (None, "")}
 
@@ -139,6 +198,7 @@ class AttemptEntry:
     outcome: str
     error: Mapping[str, Any] | None = None
     log_tail: str = ""
+    usage: Usage = Usage()
 
     @classmethod
     def from_json(cls, text: str) -> AttemptEntry:
@@ -152,6 +212,7 @@ class AttemptEntry:
             outcome=raw["outcome"],
             error=raw.get("error"),
             log_tail=raw.get("logTail", ""),
+            usage=Usage.from_dict(raw.get("usage")),
         )
 
     def public(self) -> dict[str, Any]:
@@ -164,6 +225,7 @@ class AttemptEntry:
             "outcome": self.outcome,
             "error": self.error,
             "logTail": self.log_tail,
+            "usage": self.usage.public() or None,
         }
         return {key: value for key, value in shown.items() if value not in (None, "")}
 
@@ -177,6 +239,7 @@ def new_record_fields(
     owner: str = "",
     pipeline: str | None = None,
     stage: str | None = None,
+    labels: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Return the fields of a new record as strings, for the publish step."""
     fields = {
@@ -190,5 +253,6 @@ def new_record_fields(
         "attempt": "0",
         "pipeline": pipeline or "",
         "stage": stage or "",
+        "labels": json.dumps(dict(labels), ensure_ascii=False) if labels else "",
     }
     return {key: whole_text(value) for key, value in fields.items() if value != ""}

@@ -7,13 +7,14 @@ them; the result itself stands in the record.
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 import uuid
 from pathlib import Path
 from typing import Final
 
+from gpuflow.artifacts.held_files import hold_tree
 from gpuflow.artifacts.links import point
+from gpuflow.errors import ArtifactError
 from gpuflow.logs import get_logger
 from gpuflow.protocol import is_safe_id
 
@@ -42,12 +43,14 @@ def link_results(
     try:
         if target.is_dir() or not source.is_dir():
             return target if target.is_dir() else None
-        _link_tree(source, fresh)
+        # The session that answered may live on, and exchange what it has left for links.
+        inside = source.relative_to(results_dir).parts
+        hold_tree(results_dir, inside, fresh, leave_out=_is_no_result, links=False)
         fresh.rename(target)
         for entry in sorted(target.iterdir()):
             point(root / entry.name, Path(target.name) / entry.name)
         return target
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ArtifactError) as error:
         # Some mean that another thread was first: two may complete one run at once.
         if getattr(error, "errno", None) not in (errno.EEXIST, errno.ENOTEMPTY):
             log.warning("results_not_linked", run=run_id, caller=caller_id, cause=str(error))
@@ -69,12 +72,5 @@ def _whole(folder: Path) -> Path | None:
         return None
 
 
-def _link_tree(source: Path, target: Path) -> None:
-    target.mkdir(parents=True)
-    for entry in source.iterdir():
-        if entry.is_symlink() or (entry.name in _WORKING_FOLDERS or entry.name.startswith(".")):
-            continue
-        if entry.is_dir():
-            _link_tree(entry, target / entry.name)
-        else:
-            os.link(entry, target / entry.name)
+def _is_no_result(name: str) -> bool:
+    return name in _WORKING_FOLDERS or name.startswith(".")

@@ -25,7 +25,7 @@ _NOT_BATCHED: Final = frozenset({"rag"})
 #: What each caller keeps for itself: it changes nothing of the output.
 _OF_THE_CALLER: Final = frozenset({"merge", "notify", "priority", "resources", "resultTtlSeconds", "sloSeconds"})
 #: Sections that keep a call from sharing a run with others: a limit or files that are its own.
-_ALONE: Final = frozenset({"output", "timeout"})
+_ALONE: Final = frozenset({"output", "postprocess", "timeout"})
 #: Sampling that is the same whether it is written or not (executors/generation/parameters.py; a test compares them).
 SAMPLING_DEFAULTS: Final[Mapping[str, Any]] = {
     "max_tokens": 256,
@@ -43,6 +43,7 @@ SAMPLING_DEFAULTS: Final[Mapping[str, Any]] = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
     "skip_special_tokens": True,
+    "no_repeat_ngram_size": 0,
     "stream": False,
 }
 #: Data whose content stands in the call itself.

@@ -10,6 +10,8 @@ from gpuflow.ledger.records import TaskRecord
 from gpuflow.spec.artifact_reference import is_reference, read_reference
 from gpuflow.spec.sharding import ROW_TYPES, shard_range
 
+#: What results say of what was not used, and of what is missing.
+_TOLD: Final = ("warnings", "missing_artifacts")
 _ASKED: Final = ("index", "count")
 _SEEN: Final = (*_ASKED, "start", "end", "total")
 
@@ -28,9 +30,9 @@ def all_found(stage: str, tasks: Sequence[TaskRecord | None]) -> list[TaskRecord
 def stage_result(results: Sequence[Mapping[str, Any]], load: Callable[[Any], Any]) -> dict[str, Any]:
     """Return the result of a stage from those of its tasks, in the order of its shards or matrix.
 
-    One task: its own result. Several: `results` holds each, `items` all their items in order (numbered anew), and
-    `usage` the sums of its numbers. `load` gives what a reference stands for, and any other value as it is. Raises what
-    `load` raises.
+    One task: its own result. Several: `results` holds each, `items` all their items in order (numbered anew),
+    `usage` the sums of its numbers, `warnings` and `missing_artifacts` what any of them tells. `load` gives what a
+    reference stands for, and any other value as it is. Raises what `load` raises.
     """
     if len(results) == 1:
         return dict(results[0])
@@ -42,6 +44,10 @@ def stage_result(results: Sequence[Mapping[str, Any]], load: Callable[[Any], Any
     usages = [result["usage"] for result in results if isinstance(result.get("usage"), Mapping)]
     if usages:
         joined["usage"] = summed(usages)
+    for name in _TOLD:
+        told = [one for result in results if isinstance(result.get(name), list) for one in result[name]]
+        if told:
+            joined[name] = list(dict.fromkeys(map(str, told)))
     return joined
 
 

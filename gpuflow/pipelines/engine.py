@@ -162,6 +162,7 @@ class Engine:
                     "task_id": task_id,
                     "title": f"{record.name}/{stage.name}",
                     "owner": record.owner,
+                    "labels": template.labels,
                     "pipeline": record.id,
                     "stage": stage.name,
                     "link_error": [nudge],

@@ -24,6 +24,7 @@ from gpuflow.errors import GPUFlowError
 from gpuflow.fleet.desired import AUTOMATIC, DesiredState
 from gpuflow.fleet.disk import free_mib
 from gpuflow.fleet.hardware import probe
+from gpuflow.fleet.identity import fleet_tag
 from gpuflow.fleet.registry import Fleet
 from gpuflow.logs import get_logger
 from gpuflow.routing.capability import Capability
@@ -31,7 +32,7 @@ from gpuflow.scaling import snapshot as snapshots
 from gpuflow.scaling.decide import decide
 from gpuflow.scaling.model import Action, Kind
 from gpuflow.scaling.policy_file import Launching, LoadedPolicy, load_policy
-from gpuflow.scaling.provisioners import Provisioner, ProvisionerError, Wanted, provisioner_of
+from gpuflow.scaling.provisioners import Provisioner, ProvisionerError, UnknownMachine, Wanted, provisioner_of
 from gpuflow.scaling.store import Leadership, Machine, NoLeader, ScalingStore, decision_text
 from gpuflow.settings import Settings
 
@@ -40,8 +41,10 @@ log = get_logger("gpuflow.scaling")
 #: After so many seconds without a sign of life another beat may lead; with a short poll interval sooner.
 LONGEST_TERM_SECONDS: Final = 15.0
 SHORTEST_TERM_SECONDS: Final = 2.0
-#: A provider may list a machine only some time after its launch, in seconds.
-UNLISTED_SECONDS: Final = 10.0
+#: Machines of other fleets are looked for so often, in seconds.
+UNKNOWN_LOOK_SECONDS: Final = 60.0
+#: The same failure to list is logged so often, in seconds.
+SAID_AGAIN_SECONDS: Final = 3600.0
 _DESIRED: Final = {
     Kind.ENABLE: DesiredState.ENABLED,
     Kind.DISABLE: DesiredState.DISABLED,
@@ -65,16 +68,21 @@ class Autoscaler(threading.Thread):
         self,
         app: GPUFlow,
         loaded: LoadedPolicy,
-        make: Callable[[Launching], Provisioner],
+        make: Callable[[Launching, str], Provisioner],
         *,
         name: str = "",
     ) -> None:
         super().__init__(name="gpuflow-autoscaler", daemon=True)
         self._app = app
+        self._loaded = loaded
         self._policy = loaded.policy
+        self._make = make
         self._families = {family.name: family for family in loaded.policy.families}
         self._launching = {one.family: one for one in loaded.launching}
-        self._provisioners = _provisioners(loaded, make)
+        self._tag = ""
+        self._provisioners: dict[str, Provisioner] = {}
+        self._looks_at = 0.0
+        self._said: dict[str, float] = {}
         self._poll_seconds = app.settings.elastic_auto_poll_interval_seconds
         term = min(LONGEST_TERM_SECONDS, max(SHORTEST_TERM_SECONDS, 3 * self._poll_seconds))
         self._step_seconds = term / 5
@@ -97,13 +105,14 @@ class Autoscaler(threading.Thread):
                     self.round()
             except NoLeader:
                 log.warning("scaling_round_ended", cause="another beat leads by now, or this one was paused")
-            except (RedisError, OperationalError) as error:
+            except (RedisError, OperationalError, GPUFlowError) as error:
                 log.warning("scaling_not_done", cause=str(error))
             except Exception:
                 log.exception("scaling_stumbled")
 
     def round(self) -> tuple[Action, ...]:
         """Make one round; return what was decided. Raises NoLeader and redis errors."""
+        self._follow_fleet()
         sources = {family: self._source(provisioner) for family, provisioner in self._provisioners.items()}
         self._tend(sources)
         self._leader.go_on()
@@ -119,6 +128,26 @@ class Autoscaler(threading.Thread):
         if changed:
             self._app.control.broadcast("gpuflow_follow", arguments={"worker_ids": changed})
         return actions
+
+    def _follow_fleet(self) -> None:
+        """Find out which fleet this is: a broker that was flushed is another one. Note the machines of others."""
+        tag = fleet_tag(self._leader.look(), self._app.keys)
+        if tag != self._tag:
+            if self._tag:
+                log.warning("fleet_renewed", before=self._tag, now=tag, cause="the broker has lost its fleet id")
+            self._tag, self._looks_at = tag, 0.0
+            self._provisioners = _provisioners(self._loaded, self._make, tag)
+        if time.monotonic() < self._looks_at:
+            return
+        self._looks_at = time.monotonic() + UNKNOWN_LOOK_SECONDS
+        found: list[UnknownMachine] = []
+        for provisioner in {id(one): one for one in self._provisioners.values()}.values():
+            try:
+                with self._leading():
+                    found += provisioner.unknown()
+            except ProvisionerError as error:
+                self._say_unlisted(error)
+        self._store.note_unknown(found)
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
@@ -136,6 +165,7 @@ class Autoscaler(threading.Thread):
         if answer == "fenced":
             raise NoLeader
         if answer == "written":
+            self._store.count(str(action.kind))
             log.info("scaled", **fields)
         return answer == "written"
 
@@ -169,8 +199,16 @@ class Autoscaler(threading.Thread):
             with self._leading():
                 return _Source(provisioner=provisioner, there=provisioner.machines())
         except ProvisionerError as error:
-            log.warning("machines_not_listed", cause=str(error))
+            self._say_unlisted(error)
             return _Source(provisioner=provisioner, there=None)
+
+    def _say_unlisted(self, error: ProvisionerError) -> None:
+        """Log why machines cannot be listed: each cause once in a while, not at every round."""
+        now = time.monotonic()
+        if self._said.get(str(error), 0.0) <= now:
+            self._said = {cause: until for cause, until in self._said.items() if until > now}
+            self._said[str(error)] = now + SAID_AGAIN_SECONDS
+            log.warning("machines_not_listed", cause=str(error))
 
     def _launch(self, action: Action, now: float) -> None:
         family = self._families[action.family]
@@ -235,7 +273,7 @@ class Autoscaler(threading.Thread):
             self._fail(machine, seen.now, "never_registered", f"its worker did not register within {age:.0f} s")
         elif source is not None and source.there is not None and machine.id not in source.there:
             if machine.epoch == self._leader.epoch:
-                if age > UNLISTED_SECONDS:
+                if age > source.provisioner.listed_within_seconds:
                     self._fail(machine, seen.now, "launch_failures", "it has ended before its worker registered")
             else:  # the beat that was to launch it may have died before it did
                 moved = replace(machine, epoch=self._leader.epoch)
@@ -296,14 +334,16 @@ class Autoscaler(threading.Thread):
         self._store.step("forget", machine, self._leader, add={"terminated": 1, "cost": hours * machine.cost_per_hour})
 
 
-def _provisioners(loaded: LoadedPolicy, make: Callable[[Launching], Provisioner]) -> dict[str, Provisioner]:
+def _provisioners(
+    loaded: LoadedPolicy, make: Callable[[Launching, str], Provisioner], tag: str
+) -> dict[str, Provisioner]:
     """Return the provisioner of each family; families that are launched alike share one."""
     shared: dict[Any, Provisioner] = {}
     found = {}
     for one in loaded.launching:
-        how = (one.command, one.timeout_seconds)
+        how = (one.command, one.instance, one.container, one.timeout_seconds)
         if how not in shared:
-            shared[how] = make(one)
+            shared[how] = make(one, tag)
         found[one.family] = shared[how]
     return found
 
@@ -364,6 +404,6 @@ def start(app: GPUFlow) -> Autoscaler | None:
         log.error("scaling_off", cause=str(error))
         Releaser(app).start()
         return None
-    scaler = Autoscaler(app, loaded, lambda one: provisioner_of(one, settings, app.broker_address()))
+    scaler = Autoscaler(app, loaded, lambda one, tag: provisioner_of(one, settings, app.broker_address(), tag))
     scaler.start()
     return scaler

@@ -108,8 +108,7 @@ class _Plan:
     def work_off_backlogs(self) -> None:
         """Launch as many as are missing to work a backlog off within its target."""
         for demand in self._demands:
-            target = self._target_seconds(demand)
-            if not demand.depth or (demand.depth < self.policy.enable_threshold and demand.oldest_seconds < target):
+            if not demand.depth or not self._is_backlog(demand):
                 continue
             why = f"{_waiting(demand)}, the oldest for {demand.oldest_seconds:.0f} s; {self._needed_text(demand)}"
             while self._missing().get(demand.queue, 0) > 0:
@@ -120,6 +119,16 @@ class _Plan:
                     self._launch(family, why)
                 else:
                     break
+
+    def _is_backlog(self, demand: Demand) -> bool:
+        """Whether machines may be launched for what waits in a queue.
+
+        Where it is known how long its tasks take, the sum alone tells how many are missing: four tasks of an hour are a
+        backlog, four of a second are none. Else it takes `enable_threshold` of them, or a wait as long as the target.
+        """
+        if demand.task_seconds is not None or demand.depth >= self.policy.enable_threshold:
+            return True
+        return demand.oldest_seconds >= self._target_seconds(demand)
 
     def _has_rested(self, worker: WorkerFacts) -> bool:
         return worker.toggled_seconds is None or worker.toggled_seconds >= self.policy.cooldown_seconds

@@ -50,7 +50,14 @@ class Place:
     @classmethod
     def of_family(cls, family: Family, number: object) -> Place:
         """Return the place of a machine of this family that is coming."""
-        return cls(id=f"{family.name}#{number}", capability=family.capability, most_jobs=family.slots, coming=True)
+        return cls(
+            id=f"{family.name}#{number}",
+            capability=family.capability,
+            families=family.families,
+            plain_queues=family.plain_queues,
+            most_jobs=family.slots,
+            coming=True,
+        )
 
     def serves(self, demand: Demand) -> bool:
         """Whether messages of a queue may be taken there."""

@@ -123,7 +123,8 @@ class Family:
     """One kind of machine that can be launched.
 
     `least` and `most` machines of it exist at once. `spot_share` is the part of them that is launched as spot machines.
-    `slots` is how many tasks a machine takes at once; None: as many as fit.
+    `slots` is how many tasks a machine takes at once; None: as many as fit. `families` and `plain_queues` are what the
+    -Q of its workers names: the demand queues and the other ones; None: it has no -Q.
     """
 
     name: str
@@ -136,6 +137,8 @@ class Family:
     spot_cost_per_hour: float | None = None
     spot_share: float = 0.0
     slots: int | None = None
+    families: tuple[str, ...] | None = None
+    plain_queues: tuple[str, ...] | None = None
 
     def cost(self, *, spot: bool) -> float:
         """Return what an hour of one machine costs."""

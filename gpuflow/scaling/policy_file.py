@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -19,6 +20,8 @@ from gpuflow.routing.capability import Capability, GpuCapability
 from gpuflow.routing.catalogue import identify
 from gpuflow.routing.units import gpu_memory_gb, host_memory_mib
 from gpuflow.scaling.model import Family, Policy
+from gpuflow.scaling.provisioners import COMMAND_MARK, AwsInstance, ContainerImage
+from gpuflow.scaling.worker_options import read_worker_options
 from gpuflow.settings import Settings
 from gpuflow.spec.presets import list_presets, preset_path
 from gpuflow.spec.reading import read_file
@@ -26,6 +29,9 @@ from gpuflow.spec.units import duration_seconds
 
 KIND: Final = "scaling"
 _SETTING: Final = "GPUFLOW_SCALING_POLICY"
+_INSTANCE_TYPE: Final = r"^[a-z0-9-]+\.[a-z0-9-]+$"
+#: EC2 takes 16 KiB of user data; the worker's command needs some of it.
+_MOST_USER_DATA: Final = 14_000
 _NAME: Final = r"^[a-z0-9][a-z0-9-]{0,39}$"
 
 
@@ -65,15 +71,49 @@ class _Capability(_Model):
     labels: dict[str, str] = Field(default_factory=dict)
 
 
+class _Instance(_Model):
+    region: str = Field(pattern=r"^[a-z]{2}(-[a-z]+)+-[0-9]$")
+    launch_template: str = Field(default="", max_length=128)
+    launch_template_version: str = Field(default="$Default", max_length=20)
+    image: str = Field(default="", pattern=r"^(ami-[0-9a-f]+)?$")
+    types: tuple[Annotated[str, Field(pattern=_INSTANCE_TYPE)], ...] = Field(default=(), max_length=50)
+    subnets: tuple[Annotated[str, Field(pattern=r"^subnet-[0-9a-f]+$")], ...] = Field(default=(), max_length=50)
+    security_groups: tuple[Annotated[str, Field(pattern=r"^sg-[0-9a-f]+$")], ...] = ()
+    instance_profile: str = Field(default="", max_length=128)
+    key_name: str = Field(default="", max_length=255)
+    user_data: str = ""
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> _Instance:
+        if not self.launch_template and not (self.image and self.types and self.user_data):
+            raise ValueError("give a launchTemplate, or image, types and userData")
+        return self
+
+
+class _Container(_Model):
+    image: str = Field(min_length=1, max_length=500, pattern=r"^[^-\s]\S*$")
+    engine: Literal["docker", "podman"] = "docker"
+    options: tuple[str, ...] = ()
+    environment: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], ...] = ()
+
+
 class _Provisioner(_Model):
-    kind: Literal["local", "command"]
+    kind: Literal["local", "command", "aws", "container"]
     command: tuple[str, ...] = ()
+    instance: _Instance | None = None
+    container: _Container | None = None
     timeout: Duration = 120.0
 
     @model_validator(mode="after")
-    def _has_command(self) -> _Provisioner:
+    def _has_its_own(self) -> _Provisioner:
         if (self.kind == "command") != bool(self.command):
-            raise ValueError("a provisioner of kind command has a `command`, one of kind local has none")
+            raise ValueError("a provisioner of kind command has a `command`, one of another kind has none")
+        if (self.kind == "aws") != (self.instance is not None):
+            raise ValueError("a provisioner of kind aws has an `instance`, one of another kind has none")
+        if (self.kind == "container") != (self.container is not None):
+            raise ValueError("a provisioner of kind container has a `container`, one of another kind has none")
+        if self.kind == "aws" and find_spec("boto3") is None:
+            raise ValueError("kind aws needs boto3; run pip install 'gpuflow[aws]'")
         return self
 
 
@@ -97,8 +137,13 @@ class _Family(_Model):
     def _is_possible(self) -> _Family:
         if self.least > self.max:
             raise ValueError(f"min is {self.least}, above max ({self.max}); raise max or lower min")
-        if self.provisioner.kind == "command" and self.capability is None:
+        if self.provisioner.kind != "local" and self.capability is None:
             raise ValueError("capability is missing: say what a machine of this family has")
+        options = read_worker_options(self.worker_options)
+        if options.gpus is not None and self.capability is None:
+            raise ValueError("workerOptions has --gpus: say with `capability` what a worker has with these GPUs")
+        if options.max_jobs is not None and self.max_jobs is not None:
+            raise ValueError("maxJobs is given twice; take --max-jobs out of workerOptions")
         return self
 
     @property
@@ -129,10 +174,12 @@ class _File(_Model):
 
 @dataclass(frozen=True, kw_only=True)
 class Launching:
-    """How the machines of a family come to be: `command` is empty for processes of this machine."""
+    """How the machines of a family come to be: by `command`, as EC2 `instance`, as `container`, else as processes."""
 
     family: str
     command: tuple[str, ...] = ()
+    instance: AwsInstance | None = None
+    container: ContainerImage | None = None
     timeout_seconds: float = 120.0
     deadline_seconds: float = 300.0
     worker_options: tuple[str, ...] = ()
@@ -160,8 +207,10 @@ def load_policy(settings: Settings, here: Callable[[], Capability]) -> LoadedPol
     )
     if not settings.scaling_policy:
         return LoadedPolicy(policy=policy)
-    found = _read(_path_of(settings.scaling_policy))
-    return LoadedPolicy(policy=_merged(policy, found, here), launching=tuple(map(_launching, found.families)))
+    path = _path_of(settings.scaling_policy)
+    found = _read(path)
+    launching = tuple(_launching(family, path) for family in found.families)
+    return LoadedPolicy(policy=_merged(policy, found, here), launching=launching)
 
 
 def _path_of(given: str) -> Path:
@@ -212,9 +261,11 @@ def _merged(policy: Policy, found: _File, here: Callable[[], Capability]) -> Pol
 
 
 def _family(family: _Family, here: Callable[[], Capability]) -> Family:
+    options = read_worker_options(family.worker_options)
+    capability = _capability(family) if family.capability is not None else here()
     return Family(
         name=family.name,
-        capability=_capability(family) if family.capability is not None else here(),
+        capability=replace(capability, labels=tuple(sorted(dict(capability.labels + options.labels).items()))),
         least=family.least,
         most=family.max,
         target_backlog_seconds=family.target_backlog,
@@ -222,7 +273,9 @@ def _family(family: _Family, here: Callable[[], Capability]) -> Family:
         cost_per_hour=family.cost_per_hour,
         spot_cost_per_hour=family.spot_cost_per_hour,
         spot_share=family.spot_share,
-        slots=family.max_jobs,
+        slots=family.max_jobs or options.max_jobs,
+        families=options.families,
+        plain_queues=options.plain_queues,
     )
 
 
@@ -252,8 +305,32 @@ def _capability(family: _Family) -> Capability:
     )
 
 
-def _launching(family: _Family) -> Launching:
-    options = list(family.worker_options)
+def _aws_instance(family: _Family, policy: Path) -> AwsInstance | None:
+    """Return what is launched, with the text of its user data, whose path is relative to the policy's folder."""
+    given = family.provisioner.instance
+    if given is None:
+        return None
+    text = _user_data(given.user_data, policy) if given.user_data else ""
+    return AwsInstance(**{**given.model_dump(), "user_data": text})
+
+
+def _user_data(name: str, policy: Path) -> str:
+    path = policy.parent / Path(name).expanduser()
+    try:
+        content = path.read_bytes()
+        text = content.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidSettings(f"{policy}: userData {path} cannot be read: {error}") from None
+    if COMMAND_MARK not in text or len(content) > _MOST_USER_DATA:
+        raise InvalidSettings(
+            f"{policy}: userData {path} must hold {COMMAND_MARK}, in whose place the worker's command comes, "
+            f"and have at most {_MOST_USER_DATA} bytes"
+        )
+    return text
+
+
+def _launching(family: _Family, policy: Path) -> Launching:
+    options, container = list(family.worker_options), family.provisioner.container
     if family.max_jobs is not None:
         options += ["--max-jobs", str(family.max_jobs)]
     for key, value in sorted((family.capability.labels if family.capability is not None else {}).items()):
@@ -263,6 +340,8 @@ def _launching(family: _Family) -> Launching:
     return Launching(
         family=family.name,
         command=family.provisioner.command,
+        instance=_aws_instance(family, policy),
+        container=ContainerImage(**container.model_dump()) if container is not None else None,
         timeout_seconds=family.provisioner.timeout,
         deadline_seconds=family.launch_deadline,
         worker_options=tuple(options),

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import redis
@@ -16,11 +16,16 @@ import redis
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.scripts import Script, load_script, script_text
 from gpuflow.fleet.desired import MOST_DECISIONS
+from gpuflow.fleet.identity import fleet_id
 from gpuflow.scaling.model import MachineState
+from gpuflow.scaling.provisioners import UnknownMachine
 
 #: A family whose launches fail waits so long, twice as long after each failure more, in seconds.
 FIRST_WAIT_SECONDS: Final = 5.0
 LONGEST_WAIT_SECONDS: Final = 600.0
+#: So many unknown machines are kept, for so many seconds after a beat last looked.
+MOST_UNKNOWN: Final = 200
+UNKNOWN_KEPT_SECONDS: Final = 600
 
 
 class NoLeader(Exception):
@@ -77,16 +82,24 @@ class Leadership:
 
     def __init__(self, client: redis.Redis, keys: Keys, term_seconds: float, name: str = "") -> None:
         self._client = client
-        self._key = keys.scaling_leader
+        self._keys = keys
         self._term_seconds = term_seconds
         self.name = name or f"beat-{secrets.token_hex(8)}"
         self.epoch = 0
+        #: The fleet that was found when this beat last looked: each step on a machine names it.
+        self.fleet_id = ""
 
     def lead(self) -> bool:
         """Lead, or go on to; say whether this beat does. Raises redis errors."""
         step = load_script("gpuflow.scaling", "lead")
-        self.epoch = int(step(self._client, [self._key], [self.name, self._term_seconds]))
+        self.fleet_id = self.fleet_id or self.look()
+        self.epoch = int(step(self._client, [self._keys.scaling_leader], [self.name, self._term_seconds]))
         return self.epoch > 0
+
+    def look(self) -> str:
+        """Find out which fleet this is, and return its id. Raises redis errors, GPUFlowError."""
+        self.fleet_id = fleet_id(self._client, self._keys)
+        return self.fleet_id
 
     def go_on(self) -> None:
         """Go on to lead in the same epoch. Raises NoLeader where that has ended, and redis errors."""
@@ -118,14 +131,31 @@ class ScalingStore:
     ) -> str:
         """Make one step in the life of a machine (lua/machine.lua); return what became of it. Raises NoLeader."""
         keys = [self.keys.machines, self.keys.scaling_leader, self.keys.scaling_decisions]
-        keys += [self.keys.worker(machine.id), self.keys.heartbeat(machine.id), self.keys.scaling]
+        keys += [self.keys.worker(machine.id), self.keys.heartbeat(machine.id), self.keys.scaling, self.keys.fleet_id]
         counters = [part for name, amount in (add or {}).items() for part in (name, amount)]
         text = decision_text(leader, **decision) if decision else ""
-        arguments = [what, machine.id, machine.to_json(), leader.name, leader.epoch, text, MOST_DECISIONS, *counters]
+        arguments: list[str | int | float] = [what, machine.id, machine.to_json(), leader.name, leader.epoch, text]
+        arguments += [MOST_DECISIONS, leader.fleet_id, *counters]
         answer = str(_machine_step()(self.client, keys, arguments))
         if answer == "fenced":
             raise NoLeader
         return answer
+
+    def note_unknown(self, machines: Sequence[UnknownMachine]) -> None:
+        """Keep what operators are to know of; an empty list removes it."""
+        if machines:
+            text = json.dumps([asdict(one) for one in machines[:MOST_UNKNOWN]])
+            self.client.set(self.keys.unknown_machines, text, ex=UNKNOWN_KEPT_SECONDS)
+        else:
+            self.client.delete(self.keys.unknown_machines)
+
+    def unknown(self) -> list[UnknownMachine]:
+        """Return the machines that a provisioner sees and that are not provably of this fleet."""
+        try:
+            found = json.loads(self.client.get(self.keys.unknown_machines) or "[]")
+            return [UnknownMachine.from_dict(one) for one in found]
+        except (ValueError, TypeError, AttributeError):
+            return []  # written by something else than a beat; the next look of one writes it anew
 
     def count(self, name: str, amount: float = 1) -> None:
         """Add to a counter."""

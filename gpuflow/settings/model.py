@@ -87,6 +87,7 @@ class Settings(BaseModel):
     worker_id: str | None = _setting("WORKER_ID", None, "a name of letters, digits, '.', '_' and '-'")
     worker_tags: Names = _setting("WORKER_TAGS", (), "tags separated by commas, such as fast,nvlink")
     log_level: LogLevel = _setting("LOG_LEVEL", "INFO", "DEBUG, INFO, WARNING, ERROR or CRITICAL")
+    log_format: Literal["text", "json"] = _setting("LOG_FORMAT", "text", "text or json")
     orchestrator_base_url: str | None = _setting("ORCHESTRATOR_BASE_URL", None, "a URL such as https://host")
     worker_network_bandwidth_bytes_per_second: PositiveCount | None = _setting(
         "WORKER_NETWORK_BANDWIDTH_BYTES_PER_SEC", None, "bytes per second, such as 125000000"
@@ -115,6 +116,7 @@ class Settings(BaseModel):
     scaling_policy: str | None = _setting(
         "GPUFLOW_SCALING_POLICY", None, "the path of a scaling policy, or a preset such as local"
     )
+    cost_per_hour: Duration = _setting("GPUFLOW_COST_PER_HOUR", 0.0, "what an hour of this machine costs, such as 2.5")
     lease_seconds: Seconds = _setting("GPUFLOW_LEASE_SEC", 60, "seconds, such as 60")
     key_prefix: str = _setting("GPUFLOW_KEY_PREFIX", "", "letters, digits, '.', '_', '-' and ':'")
     worker_token: SecretStr | None = _setting("GPUFLOW_WORKER_TOKEN", None, "a worker token", secret=True)
@@ -161,8 +163,14 @@ class Settings(BaseModel):
         "GPUFLOW_PREPARE_SEC", 3600, "seconds that an attempt may take to fetch what it reads, such as 3600"
     )
     notice_seconds: Seconds = _setting("GPUFLOW_NOTICE_SEC", 30, "seconds a preempted task has to save its state")
+    spot_notices: Literal["none", "aws"] = _setting("GPUFLOW_SPOT_NOTICES", "none", "none or aws")
+    spot_metadata_url: str = _setting(
+        "GPUFLOW_SPOT_METADATA_URL", "http://169.254.169.254", "a URL such as http://169.254.169.254"
+    )
     submit_timeout_seconds: Seconds = _setting(
-        "GPUFLOW_SUBMIT_TIMEOUT_SEC", 30, "seconds that a submit goes on trying while the broker is away"
+        "GPUFLOW_SUBMIT_TIMEOUT_SEC",
+        30,
+        "seconds that commands wait for a broker that is away, such as 30",
     )
     events_maxlen: PositiveCount = _setting("GPUFLOW_EVENTS_MAXLEN", 10_000, "a count of events a task keeps")
     events_max_bytes: Annotated[ByteSize, Field(ge=65_536)] = _setting(

@@ -108,6 +108,7 @@ SAMPLING: Final[dict[str, Bound]] = {
     "top_k": Bound(low=0, high=10_000_000, also=(-1,)),
     "min_p": _SHARE,
     "n": Bound(low=1, high=1024),
+    "no_repeat_ngram_size": Bound(low=0, high=10_000),
     "seed": Bound(low=0, high=2**63 - 1),
     "presence_penalty": _PENALTY,
     "frequency_penalty": _PENALTY,

@@ -14,15 +14,17 @@ from pydantic import ValidationError
 
 from gpuflow.protocol import is_user_type
 from gpuflow.spec.fields import check_section
-from gpuflow.spec.graph_template import render
+from gpuflow.spec.graph_template import check_template, render
 from gpuflow.spec.models_task import TaskSpec
-from gpuflow.spec.normalise import Renames, normalise
+from gpuflow.spec.multimodal import check_multimodal
+from gpuflow.spec.normalise import normalise
 from gpuflow.spec.plain_secrets import check_plain_secrets
 from gpuflow.spec.pydantic_report import report
 from gpuflow.spec.ranks import check_ranks
 from gpuflow.spec.reading import read_mapping
-from gpuflow.spec.references import is_pending
-from gpuflow.spec.report import Findings, Path, one_of, show, suggest
+from gpuflow.spec.references import is_pending, walk_references
+from gpuflow.spec.report import Findings, Path, Renames, one_of, show, suggest
+from gpuflow.spec.results_out import check_destination
 from gpuflow.spec.retrieval import check_retrieval
 from gpuflow.spec.sections import (
     ENGINE,
@@ -39,6 +41,8 @@ from gpuflow.spec.sharding import check_parallel
 
 #: Longest path of unknown fields that are taken out one after the other before giving up.
 _MAX_PASSES: Final = 4
+#: Type of a place that weights or an index are fetched from -> the field that says where it is.
+_PLACES: Final = {"http": "url", "s3": "url", "path": "path", "local": "path"}
 #: Sections of which one field is what a task needs.
 _SHOWN: Final = {"model": "model.source", "embedding": "embedding.model"}
 
@@ -67,23 +71,29 @@ def check_spec(
     spec = {key: copy.deepcopy(value) for key, value in given.items() if value is not None}
     renamed = normalise(spec, findings, foreign=foreign)
     findings = findings.within(_through(findings, renamed))
+    check_multimodal(spec, findings)
+    check_destination(spec, findings)
     task_type = _task_type(spec, findings)
     if task_type is not None:
         _check_use(spec, task_type, findings, foreign=foreign)
         _check_needs(spec, task_type, findings)
+        _warn_of_unused(spec, findings)
         check_retrieval(spec, task_type, findings)
     _library_sections(spec, task_type, findings, foreign=foreign, at_dispatch=at_dispatch)
     if task_type in TRAINING_SCHEMAS:
         check_ranks(spec, findings)
     elif isinstance(spec.get("checkpoint"), dict) and spec["checkpoint"].get("merge_first") is not None:
         findings.add(("checkpoint", "merge_first"), f"is for trainings that begin from an adapter, not for {task_type}")
+    _check_template(spec, findings)
     if at_dispatch:
         _render_template(spec, findings)
     else:
         check_plain_secrets(spec, findings, foreign=foreign)
+    known = len(findings.mistakes)
     done = _validate(spec, findings, foreign=foreign, at_dispatch=at_dispatch)
+    _check_further(done, findings, known)
     if task_type is not None:
-        check_parallel(done, findings, foreign=foreign, at_dispatch=at_dispatch)
+        check_parallel(done, findings, at_dispatch=at_dispatch)
     return done
 
 
@@ -134,6 +144,28 @@ def _check_needs(spec: dict[str, Any], task_type: str, findings: Findings) -> No
             findings.add((choice[0],), f"is missing: taskType {task_type} needs {what}")
 
 
+def _warn_of_unused(spec: Mapping[str, Any], findings: Findings) -> None:
+    """Say what is read and changes nothing; that the author has counted on it is for them to tell."""
+    if spec.get("sloSeconds") is not None:
+        findings.warn(("sloSeconds",), "is not used: no task is put before others for it; give priority, or timeout")
+    data = spec.get("data")
+    if isinstance(data, Mapping) and data.get("trust_remote_code"):
+        findings.warn(("data", "trust_remote_code"), "is not used: the code of a data set is never run")
+    for section, name in (("checkpoint", "load"), ("search", "index")):
+        holder = spec.get(section)
+        load = holder.get(name) if isinstance(holder, Mapping) else None
+        place = _PLACES.get(str(load.get("type"))) if isinstance(load, Mapping) else None
+        if isinstance(load, Mapping) and place is not None and load.get(place) is None:
+            findings.warn(
+                (section, name, "type"), f"is not used: {load['type']} is named by {place}, and none is given"
+            )
+    model = spec.get("model")
+    adapters = model.get("adapters") if isinstance(model, Mapping) else None
+    for index, adapter in enumerate(adapters if isinstance(adapters, list) else ()):
+        if isinstance(adapter, Mapping) and adapter.get("name") is not None:
+            findings.warn(("model", "adapters", index, "name"), "is not used: an adapter is known by its path or url")
+
+
 def _has(spec: Mapping[str, Any], section: str) -> bool:
     """Whether a section is there; a model may also come whole from a checkpoint."""
     value = spec.get(section)
@@ -161,10 +193,31 @@ def _library_sections(
             holder[path[-1]] = check_section(given, section, path, findings, lenient=foreign, at_dispatch=at_dispatch)
 
 
+def _check_template(spec: Mapping[str, Any], findings: Findings) -> None:
+    data = spec.get("data")
+    template = data.get("template") if isinstance(data, Mapping) else None
+    if isinstance(template, Mapping):
+        for path, message in check_template(template):
+            findings.add(("data", "template", *path), message)
+
+
+def _check_further(spec: Mapping[str, Any], findings: Findings, known: int) -> None:
+    """Run the checks that layers above this package bring, on parts in which nothing is wrong so far."""
+    wrong = [mistake.path for mistake in findings.mistakes[known:]]
+    for name, check in findings.checks.items():
+        value = spec.get(name)
+        if value is None or any(True for _ in walk_references(value)) or any(name in path for path in wrong):
+            continue
+        for path, message in check(value):
+            findings.add((name, *path), message)
+
+
 def _render_template(spec: dict[str, Any], findings: Findings) -> None:
     """Replace a graph template whose values are known by the list of its prompts."""
     data = spec.get("data")
     if not isinstance(data, dict) or data.get("type") != "graph_template" or not isinstance(data.get("template"), dict):
+        return
+    if any(mistake.path.startswith("spec.data.template") for mistake in findings.mistakes):
         return
     try:
         items = render(data["template"])

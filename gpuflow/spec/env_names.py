@@ -37,6 +37,8 @@ REFUSED: Final = (
 
 def problem_of(name: str) -> str | None:
     """Return why a task may not set the variable `name`, with what to do instead; None where it may."""
+    if not name or "=" in name or "\0" in name:  # what follows would be part of the value, for docker among others
+        return f"{name[:60]!r} is no name of an environment variable; use letters, digits and _"
     if not any(fnmatch.fnmatchcase(name.upper(), pattern) for pattern in REFUSED):
         return None
     return (

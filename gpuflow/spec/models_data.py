@@ -92,15 +92,19 @@ class Column(Strict):
     node: Name | None = None
     path: Name | None = None
     expr: Name | None = None
-    data: Any = None
+    data: dict[str, Any] | None = Field(None, description="{type: list, items: [...]}: values that are written out")
+    default: Any = Field(None, description="Where the value is null")
 
 
 class GraphTemplate(Strict):
     """Prompts made from the results of other stages."""
 
-    name: Name | None = None
-    columns: list[Column] = Field(min_length=1, max_length=1000)
-    options: dict[str, Any] | None = Field(None, description="intro, closing: lines before and after the columns")
+    name: Name | None = Field(None, description="columns (where it is left out), two_column_briefing, format or text")
+    columns: list[Column] | None = Field(None, max_length=1000)
+    text: Text | None = Field(None, description="Of a template `text`, with {col0_label}, {col0_value}, ...")
+    options: dict[str, Any] | None = Field(
+        None, description="intro, closing: lines before and after the columns; of `format`: its steps and messages"
+    )
 
 
 class Data(Strict):

@@ -267,12 +267,34 @@ class Container(Strict):
 class Destination(Strict):
     """Where results are copied to, besides the results folder."""
 
-    type: Literal["local", "http", "s3"]
+    type: Literal["local", "http", "s3", "callback"] = Field(
+        description="callback: the result is sent to `url` once the task has succeeded"
+    )
     url: Name | None = None
-    method: Literal["POST", "PUT", "post", "put"] | None = None
+    method: Literal["POST", "PUT", "post", "put"] | None = Field(None, description="Of a callback; POST if unset")
     headers: dict[Name, Text] | None = None
     path: Name | None = None
-    timeoutSec: Number | None = Field(None, gt=0, le=604_800, description="Seconds")  # noqa: N815
+    timeoutSec: Number | None = Field(  # noqa: N815
+        None, gt=0, le=604_800, description="Seconds that a callback may take, at most 60"
+    )
+    retries: Whole | None = Field(None, ge=0, le=10, description="Further tries of a callback; 5 if unset")
+    secret: Text | None = Field(None, description="Key that a callback is signed with: ${env:NAME} of a secret")
+
+
+class JsonlExport(Strict):
+    """A file with one JSON object for each item of the result."""
+
+    path: RelativePath
+    fields: dict[Name, Any] = Field(
+        min_length=1, max_length=1000, description="Field -> prompt, output, metadata.x, item.x, or a fixed value"
+    )
+    required_fields: list[Name] | None = Field(None, max_length=1000, description="Fields that no line may lack")
+
+
+class Postprocess(Strict):
+    """What is made of a result once it is there."""
+
+    jsonl_export: JsonlExport | None = None
 
 
 class Output(Strict):
@@ -280,3 +302,6 @@ class Output(Strict):
 
     destination: Destination | None = None
     artifacts: list[RelativePath] | None = Field(None, max_length=1000)
+    aliases: dict[RelativePath, RelativePath] | None = Field(
+        None, max_length=20, description="Further names of artifacts: name -> the file that it is a copy of"
+    )

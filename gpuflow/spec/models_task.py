@@ -21,6 +21,7 @@ from gpuflow.spec.models_kinds import (
     Index,
     Model,
     Output,
+    Postprocess,
     Qdrant,
     Search,
 )
@@ -79,6 +80,11 @@ class Notification(Strict):
     on: list[Literal["succeeded", "failed", "cancelled", "dead", "finished"]] = Field(min_length=1)
     url: Name
     headers: dict[Name, Text] | None = None
+    method: Literal["POST", "PUT", "post", "put"] | None = Field(None, description="POST if unset")
+    body: Literal["status", "result"] | None = Field(None, description="What is sent; status if unset")
+    timeoutSec: Number | None = Field(None, gt=0, le=60, description="Seconds for the call; 10 if unset")  # noqa: N815
+    retries: Whole | None = Field(None, ge=0, le=10, description="Further tries; 5 if unset")
+    secret: Text | None = Field(None, description="Key of the signature: ${env:NAME} of a secret of the task")
 
 
 class TaskSpec(Strict):
@@ -104,6 +110,7 @@ class TaskSpec(Strict):
     container: Container | None = None
     parameters: dict[str, Any] | None = Field(None, description="Of a user's own task type")
     output: Output | None = None
+    postprocess: Postprocess | None = Field(None, description="Files that are made of the result")
     parallel: Parallel | None = None
     env: dict[SettableEnvName, Text] | None = Field(None, description="Environment of the child")
     secrets: list[EnvName] | None = Field(None, max_length=100, description="Variables that the worker may pass on")

@@ -11,9 +11,12 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any, Final
 
-from gpuflow.spec.presets import list_presets
-from gpuflow.spec.references import walk_references
-from gpuflow.spec.report import Findings, Path, show
+from gpuflow.spec.dialect import translate
+from gpuflow.spec.engines import choose_engine
+from gpuflow.spec.presets import list_presets, names_preset
+from gpuflow.spec.references import parse_reference
+from gpuflow.spec.report import Findings, Path, Renames, show
+from gpuflow.spec.results_out import call_back
 
 #: Data fields of public MLOC and FlowMesh templates -> ours.
 _DATA_NAMES: Final = {"dataset_name": "url", "config_name": "name", "max_samples": "max_items"}
@@ -36,23 +39,16 @@ _SUFFIXES: Final = {
 }
 #: What a path begins with, as no id on the hub does.
 _PATHS: Final = ("/", "./", "../", "~")
-#: How FlowMesh and MLOC sample where a template does not say: each value, with the names by which it may be given.
-_FOREIGN_SAMPLING: Final = {
-    "temperature": (0.7, ("temperature",)),
-    "top_p": (0.95, ("top_p",)),
-    "max_tokens": (512, ("max_tokens", "max_new_tokens")),
-}
-_ENV_STYLE: Final = re.compile(r"(?<!\$)\$\{([A-Z_][A-Z0-9_]*)\}")
 
-Renames = dict[Path, Path]
+#: A path over all rows of a result: a field of `items` without a number between.
+_ALL_ROWS: Final = re.compile(r"\.items\.(?!\d)")
 
 
 def normalise(spec: dict[str, Any], findings: Findings, *, foreign: bool) -> Renames:
     """Rewrite `spec` in place; returns path now -> path as written."""
     renamed: Renames = {}
     if foreign:
-        _foreign(spec, findings, renamed)
-        _foreign_sampling(spec)
+        translate(spec, findings, renamed)
     _resources(spec, findings, renamed)
     if spec.get("taskType") == "embedding" and isinstance(spec.get("embedding"), dict):
         _embedding_model(spec, spec["embedding"], findings, renamed)
@@ -66,6 +62,8 @@ def normalise(spec: dict[str, Any], findings: Findings, *, foreign: bool) -> Ren
         _data(spec["data"], findings, renamed, foreign=foreign)
     if isinstance(spec.get("inference"), dict):
         _sampling(spec["inference"], findings, foreign=foreign)
+    choose_engine(spec, findings)
+    call_back(spec, findings, renamed)
     return renamed
 
 
@@ -95,7 +93,7 @@ def _model(spec: dict[str, Any]) -> None:
     model = spec.get("model")
     source = model.get("source") if isinstance(model, dict) else None
     if isinstance(source, dict) and source.get("type") is None and "identifier" in source:
-        source["type"] = "huggingface"
+        source["type"] = "preset" if names_preset(source["identifier"]) else "huggingface"
 
 
 def _embedding_model(spec: dict[str, Any], section: dict[str, Any], findings: Findings, renamed: Renames) -> None:
@@ -166,11 +164,11 @@ def _data(data: dict[str, Any], findings: Findings, renamed: Renames, *, foreign
             data["type"] = found
     template = data.get("template")
     if isinstance(template, dict) and isinstance(template.get("columns"), list):
-        for column in template["columns"]:
+        for index, column in enumerate(template["columns"]):
             if isinstance(column, dict):
-                _column(column)
+                _column(column, index, findings)
     if foreign and isinstance(data.get("items"), list):
-        data["items"] = [_node_item(item) for item in data["items"]]
+        data["items"] = _items(data["items"], findings)
 
 
 def _from_jsonl(data: dict[str, Any], nested: dict[str, Any], findings: Findings, renamed: Renames) -> None:
@@ -215,28 +213,55 @@ def _type_of(data: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _column(column: dict[str, Any]) -> None:
+def _column(column: dict[str, Any], index: int, findings: Findings) -> None:
     """Turn `node` with `path`, or `expr`, into `value: ${...}`, so that one mechanism resolves it."""
     node, path, expr = column.get("node"), column.get("path"), column.get("expr")
+    at = ("data", "template", "columns", index)
     if isinstance(expr, str) and "value" not in column:
-        column["value"] = "${" + _with_result(expr) + "}"
+        column["value"] = _reference(_with_result(expr.strip()), (*at, "expr"), findings)
         column.pop("expr")
     elif isinstance(node, str) and "value" not in column:
-        column["value"] = _node_reference(node, path)
+        column["value"] = _reference(_inside(node, path), (*at, "path" if path else "node"), findings)
         column.pop("node")
         column.pop("path", None)
 
 
-def _node_item(item: Any) -> Any:
-    """An item `{node, path}` of a public graph template is a reference."""
-    if isinstance(item, dict) and set(item) == {"node", "path"} and isinstance(item["node"], str):
-        return _node_reference(item["node"], item["path"])
+def _items(given: list[Any], findings: Findings) -> Any:
+    """Return items with `{node, path}` and `{expr}` as references; one over all rows of a stage is all the items."""
+    items = [_node_item(item, index, findings) for index, item in enumerate(given)]
+    for index, (before, now) in enumerate(zip(given, items, strict=True)):
+        if now is not before and _ALL_ROWS.search(now):
+            if len(items) == 1:
+                return now
+            findings.add(("data", "items", index), "is a list, of all rows of a stage; let it be the only item")
+    return items
+
+
+def _node_item(item: Any, index: int, findings: Findings) -> Any:
+    """An item `{node, path}` or `{expr}` of a public template is a reference."""
+    if not isinstance(item, dict):
+        return item
+    at = ("data", "items", index)
+    if set(item) == {"node", "path"} and isinstance(item["node"], str):
+        return _reference(_inside(item["node"], item["path"]), (*at, "path"), findings)
+    if set(item) == {"expr"} and isinstance(item["expr"], str):
+        return _reference(_with_result(item["expr"].strip()), (*at, "expr"), findings)
     return item
 
 
-def _node_reference(node: str, path: Any) -> str:
+def _reference(inside: str, at: Path, findings: Findings) -> str:
+    """Return the reference; what leads into no result is a mistake, or it would be sent to the model as text."""
+    try:
+        parse_reference(inside)
+    except ValueError:
+        findings.add(at, f"{show(inside)} leads into no result; write a stage and a path, as in ask.items[0].output")
+        return ""
+    return "${" + inside + "}"
+
+
+def _inside(node: str, path: Any) -> str:
     inside = str(path).removeprefix("result.") if path else "items"
-    return "${" + f"{node}.result" + (inside if inside.startswith("[") else f".{inside}" if inside else "") + "}"
+    return f"{node}.result" + (inside if inside.startswith("[") else f".{inside}" if inside else "")
 
 
 def _with_result(expr: str) -> str:
@@ -259,46 +284,3 @@ def _sampling(section: dict[str, Any], findings: Findings, *, foreign: bool) -> 
         section["temperature"] = 0.0
     elif greedy:
         findings.add(("inference", "do_sample"), "is true, but temperature is 0; keep one of them")
-
-
-def _foreign(spec: dict[str, Any], findings: Findings, renamed: Renames) -> None:
-    """What only flowmesh/v1 and mloc/v1 spell so: enforce_cpu, and `${NAME}` for the environment."""
-    if spec.get("condition") is not None:
-        # Left out with a warning, what its author meant to skip would run, and be paid for.
-        findings.add(("condition",), "is for a stage, which runs only if it holds; a single task has none before it")
-    if spec.get("enforce_cpu") is True:
-        del spec["enforce_cpu"]
-        resources = spec.setdefault("resources", {})
-        if isinstance(resources, dict):
-            hardware = resources.setdefault("hardware", {})
-            if isinstance(hardware, dict):
-                hardware["gpu"] = {"count": 0}
-                renamed["resources", "hardware", "gpu"] = ("enforce_cpu",)
-    elif spec.get("enforce_cpu") is False:
-        del spec["enforce_cpu"]
-    if any(isinstance(found, ValueError) for _, found in walk_references(spec)):
-        for key, value in spec.items():
-            spec[key] = _env_style(value)
-
-
-def _foreign_sampling(spec: dict[str, Any]) -> None:
-    """Write out the sampling that the author of such a template counts on; ours differs."""
-    if spec.get("taskType") != "inference":
-        return
-    section = spec.setdefault("inference", {})
-    if not isinstance(section, dict):
-        return
-    for name, (value, spellings) in _FOREIGN_SAMPLING.items():
-        is_greedy = name == "temperature" and section.get("do_sample") is False
-        if not is_greedy and all(section.get(spelling) is None for spelling in spellings):
-            section[name] = value
-
-
-def _env_style(value: Any) -> Any:
-    if isinstance(value, str):
-        return _ENV_STYLE.sub(r"${env:\1}", value)
-    if isinstance(value, dict):
-        return {key: _env_style(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_env_style(item) for item in value]
-    return value

@@ -18,7 +18,7 @@ from gpuflow.spec.models_task import Metadata
 from gpuflow.spec.presets import list_presets, preset_document
 from gpuflow.spec.pydantic_report import report
 from gpuflow.spec.reading import MAX_BYTES, Document, missing, read_file, read_mapping, read_text
-from gpuflow.spec.report import Findings, Path, one_of, show, suggest
+from gpuflow.spec.report import Check, Findings, Path, one_of, show, suggest
 from gpuflow.spec.stages import build_stages, collect_references
 from gpuflow.spec.template import Stage, Template
 
@@ -27,31 +27,40 @@ API_VERSIONS: Final = {"gpuflow/v1": False, "flowmesh/v1": True, "mloc/v1": True
 _TOP: Final = ("apiVersion", "kind", "metadata", "spec")
 
 
-def parse(source: str | os.PathLike[str] | Mapping[str, Any] | Template, *, max_bytes: int = MAX_BYTES) -> Template:
+def parse(
+    source: str | os.PathLike[str] | Mapping[str, Any] | Template,
+    *,
+    max_bytes: int = MAX_BYTES,
+    checks: Mapping[str, Check] | None = None,
+) -> Template:
     """Return the checked template of a file, a shipped pipeline's name, or a mapping; a Template comes back as it is.
 
-    `max_bytes` limits what is read of a file. A mapping without `spec` is taken as a bare task spec. Raises
-    InvalidTemplate with one report of every mistake.
+    `max_bytes` limits what is read of a file. A mapping without `spec` is taken as a bare task spec. `checks` look at
+    sections of each task; `gpuflow.templates` gives those of the library. Raises InvalidTemplate with one report of
+    every mistake and warning.
     """
     if isinstance(source, Template):
         return source
+    checks = checks or {}
     if isinstance(source, Mapping):
-        return _template(read_mapping(source))
+        return _template(read_mapping(source), checks)
     if not isinstance(source, str | os.PathLike):
         raise TypeError(f"a template is a path, a name, a mapping or a Template, not a {type(source).__name__}")
     name = os.fspath(source)
     path = FilePath(name)
     if name and _exists(path):
-        return _template(read_file(path, max_bytes))
+        return _template(read_file(path, max_bytes), checks)
     shipped = list_presets("pipelines")
     if isinstance(source, str) and name in shipped:
-        return _template(preset_document("pipelines", name))
+        return _template(preset_document("pipelines", name), checks)
     raise missing(name, shipped, "shipped templates")
 
 
-def parse_text(text: str, name: str = "template", *, max_bytes: int = MAX_BYTES) -> Template:
+def parse_text(
+    text: str, name: str = "template", *, max_bytes: int = MAX_BYTES, checks: Mapping[str, Check] | None = None
+) -> Template:
     """Return the checked template of YAML or JSON text; `name` stands in reports. Raises InvalidTemplate."""
-    return _template(read_text(text, name, max_bytes=max_bytes))
+    return _template(read_text(text, name, max_bytes=max_bytes), checks or {})
 
 
 def _exists(path: FilePath) -> bool:
@@ -61,8 +70,8 @@ def _exists(path: FilePath) -> bool:
         return False
 
 
-def _template(document: Document) -> Template:
-    findings = Findings(line_of=document.line_of)
+def _template(document: Document, checks: Mapping[str, Check]) -> Template:
+    findings = Findings(line_of=document.line_of, checks=checks)
     try:
         template = _build(document, findings)
     except RecursionError:  # pragma: no cover - depth is limited when reading; a net, not a path
@@ -176,8 +185,11 @@ def _single(base: dict[str, Any], spec_at: Path, name: Any, findings: Findings, 
         del given["dependsOn"]
     spec = check_spec(given, inside, foreign=foreign)
     spec, references = collect_references(spec, inside, foreign=foreign)
+    located = findings.within(lambda where: where)
     for path, reference in references:
-        findings.within(lambda where: where).add(
+        if findings.full:
+            break
+        located.add(
             path,
             f"{reference}: a single task has no stages to refer to; for the text itself write $${reference.text[1:]}",
         )

@@ -33,6 +33,11 @@ def list_presets(kind: str) -> list[str]:
     return sorted(path.stem for path in (configs_root() / kind).glob("*.yaml"))
 
 
+def names_preset(identifier: object, kind: str = "models") -> bool:
+    """Say whether a bare name is that of a preset. Ids of the hub have a `/`, and are not looked for."""
+    return isinstance(identifier, str) and "/" not in identifier and identifier in list_presets(kind)
+
+
 def preset_path(kind: str, name: str) -> Path:
     """Return the file of a preset. Raises GPUFlowError naming near matches."""
     names = list_presets(kind)

@@ -30,15 +30,15 @@ def report(
 ) -> tuple[bool, list[Path]]:
     """Note what `error` says. Returns whether it holds a real mistake, and the unknown fields that were warned of.
 
-    A value for which `pending` holds (it is still to be replaced) is passed over. `lenient` makes an unknown field a
-    warning.
+    A value for which `pending` holds (it is still to be replaced) is passed over; keys are never replaced. `lenient`
+    makes an unknown field a warning.
     """
     wrong, unknown = False, list[Path]()
     for one in error.errors(include_url=False):
         if findings.full:
             return True, unknown
         path: Path = tuple(part for part in one["loc"] if part != "[key]")
-        if pending(one["input"]):
+        if pending(one["input"]) and one["loc"][-1:] != ("[key]",):
             wrong = True
             continue
         if one["type"] == "extra_forbidden":

@@ -17,8 +17,14 @@ _COUNT: Final = re.compile(r"(?:[0-9]{1,4}\s*\.\.\s*)?([0-9]{1,4})")
 
 
 def check_ranks(spec: Mapping[str, Any], findings: Findings) -> None:
-    """Note a `training.nproc_per_node` that the task can never have."""
+    """Note a `training.nproc_per_node` that the task can never have, and GPUs that it will not use."""
     training = spec.get("training")
+    if isinstance(training, Mapping) and training.get("allow_multi_gpu") is False:
+        taken = most_gpus(spec.get("resources")) or 0
+        if taken > 1:
+            findings.warn(
+                ("training", "allow_multi_gpu"), f"is false: the task takes {taken} GPUs and trains on one; ask for one"
+            )
     asked = training.get("nproc_per_node") if isinstance(training, Mapping) else None
     if not isinstance(training, Mapping) or not isinstance(asked, int) or asked <= 1:
         return

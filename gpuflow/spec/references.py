@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final, Literal
 
 from gpuflow.errors import GPUFlowError
@@ -50,6 +51,15 @@ class Reference:
 
 def parse_reference(inside: str) -> Reference:
     """Read what stands between `${` and `}`. Raises ValueError with cause and mend."""
+    read = _read_reference(inside)
+    if isinstance(read, str):
+        raise ValueError(read)
+    return read
+
+
+@lru_cache(maxsize=1024)  # a template may repeat one thousands of times
+def _read_reference(inside: str) -> Reference | str:
+    """Return a reference, or why it is none."""
     text = "${" + inside + "}"
     inside = inside.strip()
     env = _ENV.fullmatch(inside)
@@ -65,7 +75,7 @@ def parse_reference(inside: str) -> Reference:
         mend = f"for the whole result of stage {inside!r} write ${{{inside}.result}}"
     else:
         mend = "write ${stage.result.field} or ${env:NAME}"
-    raise ValueError(f"{text!r} is not a reference; {mend}, or $${{...}} for the text itself")
+    return f"{text!r} is not a reference; {mend}, or $${{...}} for the text itself"
 
 
 def _step(found: re.Match[str]) -> str | int:
@@ -80,12 +90,11 @@ def references_in(text: str) -> Iterator[Reference | ValueError]:
     for found in _OPEN.finditer(text):
         if len(found[1]) != 1:
             continue
-        try:
-            if found[2] is None:
-                raise ValueError("'${' is not closed; write ${stage.result.field}, or $${ for the text itself")
-            yield parse_reference(found[2][:-1])
-        except ValueError as error:
-            yield error
+        if found[2] is None:
+            yield ValueError("'${' is not closed; write ${stage.result.field}, or $${ for the text itself")
+            continue
+        read = _read_reference(found[2][:-1])
+        yield ValueError(read) if isinstance(read, str) else read
 
 
 def find_references(value: Any) -> list[Reference]:
@@ -209,11 +218,8 @@ def escape_malformed(value: Any) -> Any:
 
 
 def _escaped_if_malformed(found: re.Match[str]) -> str:
-    if len(found[1]) == 1:
-        try:
-            parse_reference((found[2] or " }")[:-1])
-        except ValueError:
-            return f"${found[0]}"
+    if len(found[1]) == 1 and isinstance(_read_reference((found[2] or " }")[:-1]), str):
+        return f"${found[0]}"
     return found[0]
 
 
@@ -262,11 +268,23 @@ def pick(result: Any, reference: Reference) -> Any:
                     f"{reference}: {walked} has {len(value)} entries, so there is no [{step}] (they count from 0)"
                 )
             value = value[step]
+        elif isinstance(value, list | tuple):
+            value = _of_each(value, str(step), f"{reference}: {walked}")
         else:
-            kind = "a list; name an entry as in [0]" if isinstance(value, list | tuple) else _kind(value)
-            raise UnresolvedReference(f"{reference}: {walked} is {kind}, so it has no {str(step)!r}")
+            raise UnresolvedReference(f"{reference}: {walked} is {_kind(value)}, so it has no {str(step)!r}")
         walked += f"[{step}]" if isinstance(step, int) else f".{step}"
     return value
+
+
+def _of_each(rows: Sequence[Any], name: str, walked: str) -> list[Any]:
+    """Return a field of every entry of a list: `items.output` is the outputs of all items."""
+    for index, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise UnresolvedReference(f"{walked} is a list whose entries have no fields; name an entry as in [0]")
+        if name not in row:
+            there = ", ".join(str(key) for key in list(row)[:12]) or "nothing"
+            raise UnresolvedReference(f"{walked}[{index}] has no {name!r}; it has {there}")
+    return [row[name] for row in rows]
 
 
 def _kind(value: Any) -> str:

@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -17,6 +17,11 @@ from gpuflow.errors import InvalidTemplate
 
 #: Where a value stands in a template: keys and list positions from the top.
 Path = tuple[str | int, ...]
+#: Path now -> path as it was written.
+Renames = dict[Path, Path]
+
+#: A check of one section of a task spec: yields path below the section, and message.
+Check = Callable[[Any], Iterable[tuple[Path, str]]]
 
 #: Most lines of one report; `InvalidTemplate.mistakes` holds more of them.
 MAX_REPORT_LINES: Final = 100
@@ -42,13 +47,17 @@ class Mistake:
 
 @dataclass(kw_only=True)
 class Findings:
-    """Collects mistakes and warnings. `locate` maps a path to where the user wrote it, `line_of` to its line."""
+    """Collects mistakes and warnings. `locate` maps a path to where the user wrote it, `line_of` to its line.
+
+    `checks` are those that layers above this package bring: section of a task spec -> what looks at it.
+    """
 
     locate: Callable[[Path], Path] = lambda path: path
     line_of: Callable[[Path], int | None] = lambda path: None
     mistakes: list[Mistake] = field(default_factory=list)
     warnings: list[Mistake] = field(default_factory=list)
     seen: set[Mistake] = field(default_factory=set)
+    checks: Mapping[str, Check] = field(default_factory=dict)
 
     def add(self, path: Path, message: str) -> None:
         """Note a mistake, once."""
@@ -68,25 +77,39 @@ class Findings:
         return len(self.mistakes) + len(self.warnings) >= MAX_FOUND
 
     def _note(self, notes: list[Mistake], path: Path, message: str) -> None:
+        if self.full:
+            return
         place = self.locate(path)
         note = Mistake(path=path_text(place), line=self.line_of(place), message=message)
-        if note not in self.seen and not self.full:
+        if note not in self.seen:
             self.seen.add(note)
             notes.append(note)
 
     def raise_if_any(self, source: str) -> None:
         """Raise InvalidTemplate with one report when there is a mistake."""
         if self.mistakes:
-            raise invalid(source, self.mistakes)
+            raise invalid(source, self.mistakes, self.warnings)
 
 
-def invalid(source: str, mistakes: Iterable[Mistake]) -> InvalidTemplate:
-    """Return the error whose message lists the mistakes by line: `file.yaml:12: spec.x: cause; mend`."""
-    found = tuple(sorted(mistakes, key=lambda one: one.line or 0))
-    lines = [line_text(source, mistake) for mistake in found[:MAX_REPORT_LINES]]
-    if len(found) > MAX_REPORT_LINES:
-        lines.append(f"{source}: and {len(found) - MAX_REPORT_LINES} more mistakes")
-    return InvalidTemplate("\n".join(lines), mistakes=found)
+def invalid(source: str, mistakes: Iterable[Mistake], warnings: Iterable[Mistake] = ()) -> InvalidTemplate:
+    """Return the error whose message lists the mistakes by line: `file.yaml:12: spec.x: cause; mend`.
+
+    The warnings follow, so that who mends the template sees at once what of it is not used.
+    """
+    found, told = _by_line(mistakes), _by_line(warnings)
+    lines = _lines(source, found, "mistakes") + [f"warning: {line}" for line in _lines(source, told, "warnings")]
+    return InvalidTemplate("\n".join(lines), mistakes=found, warnings=told)
+
+
+def _by_line(notes: Iterable[Mistake]) -> tuple[Mistake, ...]:
+    return tuple(sorted(notes, key=lambda one: one.line or 0))
+
+
+def _lines(source: str, notes: Sequence[Mistake], what: str) -> list[str]:
+    lines = [line_text(source, note) for note in notes[:MAX_REPORT_LINES]]
+    if len(notes) > MAX_REPORT_LINES:
+        lines.append(f"{source}: and {len(notes) - MAX_REPORT_LINES} more {what}")
+    return lines
 
 
 def line_text(source: str, mistake: Mistake) -> str:

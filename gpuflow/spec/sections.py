@@ -42,6 +42,7 @@ USED_BY: Final[Mapping[str, frozenset[str]]] = {
     "command": frozenset({"command"}),
     "container": frozenset({"container"}),
     "parameters": frozenset(),
+    "postprocess": frozenset({"inference"}),
 }
 
 #: Sections that users' own executors use, beside those that are common to all.
@@ -124,6 +125,7 @@ INFERENCE: Final = Section(
         "chat_template": ("str", "null"),
         "chat_template_kwargs": ("dict",),
         "add_generation_prompt": ("bool",),
+        "no_repeat_ngram_size": ("int",),
     },
     managed={"output_kind": "use stream"},
     hints={"max_length": "write max_tokens", "num_beams": "beam search is not offered; use temperature: 0"},

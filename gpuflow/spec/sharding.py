@@ -110,26 +110,30 @@ def _known(data: Mapping[str, Any], field: str, cut: Sequence[Any], total: int) 
     return parts
 
 
-def check_parallel(spec: Mapping[str, Any], findings: Findings, *, foreign: bool, at_dispatch: bool) -> None:
-    """Note what is wrong with `parallel`, `resources.replicas` and `data.shard` of a checked spec.
-
-    In a `foreign` template what changes no result is a warning.
-    """
+def check_parallel(spec: Mapping[str, Any], findings: Findings, *, at_dispatch: bool) -> None:
+    """Note what is wrong with `parallel`, `resources.replicas` and `data.shard` of a checked spec."""
     parallel, data = _mapping(spec.get("parallel")), _mapping(spec.get("data"))
     most, replicas = parallel.get("max_shards"), _mapping(spec.get("resources")).get("replicas")
     several = isinstance(replicas, int) and replicas > 1
     count = shard_count(spec)
     if parallel.get("enabled") is True and most is None and not several:
-        note = findings.warn if foreign else findings.add
-        note(("parallel", "max_shards"), "is missing: one task runs; give the number of tasks that share the data")
+        findings.add(
+            ("parallel", "max_shards"), "is missing: one task runs; give the number of tasks that share the data"
+        )
     if several and parallel.get("enabled") is False:
         findings.add(
             ("resources", "replicas"),
             f"is {replicas}, but parallel.enabled is false; replicas share the data; keep one",
         )
     elif several and isinstance(most, int) and most != replicas:
-        note = findings.warn if foreign else findings.add
-        note(("resources", "replicas"), f"is {replicas}, but parallel.max_shards is {most}, which counts; keep one")
+        findings.add(
+            ("resources", "replicas"), f"is {replicas}, but parallel.max_shards is {most}, which counts; keep one"
+        )
+    if count > 1 and _mapping(spec.get("postprocess")).get("jsonl_export") is not None:
+        findings.add(
+            ("postprocess", "jsonl_export"),
+            "makes one file of all rows, which several tasks share; leave parallel and replicas out, or the file",
+        )
     if "shard" in data and not at_dispatch:
         findings.add(("data", "shard"), "is set by gpuflow; give parallel, which splits the data")
     elif count > 1:

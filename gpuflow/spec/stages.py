@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final
 
@@ -16,7 +16,7 @@ from gpuflow.spec.models_task import TaskSpec
 from gpuflow.spec.models_types import Strict
 from gpuflow.spec.overlay import stage_spec, written_at
 from gpuflow.spec.pydantic_report import report
-from gpuflow.spec.references import Reference, escape_malformed, walk_references
+from gpuflow.spec.references import Reference, escape_malformed, parse_reference, walk_references
 from gpuflow.spec.report import Findings, Path, one_of, show, suggest
 from gpuflow.spec.sections import USED_BY
 from gpuflow.spec.stage_matrix import check_matrix
@@ -24,6 +24,10 @@ from gpuflow.spec.template import Stage
 
 #: Most stages of one pipeline.
 MAX_STAGES: Final = 1000
+#: Sections whose texts programs read that have such braces of their own.
+_READ_BY_OTHERS: Final = frozenset({"command", "container", "env"})
+_PLACEHOLDER: Final = re.compile(r"\{\{\s{0,9}([A-Za-z0-9][\w-]{0,62})((?:\.[\w-]{1,99}|\[\d{1,9}\]){1,20})\s{0,9}\}\}")
+_NAMED: Final = re.compile(r"(?<!\$)\$\{(\s{0,9}([A-Za-z0-9][\w-]{0,62})[^{}\n]{0,300})\}")
 STAGE_NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}", re.I)
 
 
@@ -82,7 +86,7 @@ def build_stages(
         return ()
     drafts = _drafts(entries, at, findings, foreign=foreign)
     for draft in drafts.values():
-        _fill(draft, base, base_at, findings, foreign=foreign)
+        _fill(draft, base, base_at, findings, drafts, foreign=foreign)
     _warn_of_unused(base, base_at, drafts, findings)
     names = list(drafts)
     for index, draft in enumerate(drafts.values()):
@@ -160,7 +164,15 @@ def _entry(raw: dict[str, Any], findings: Findings, *, foreign: bool) -> Entry |
         return Entry.model_validate({key: value for key, value in raw.items() if (key,) not in unknown})
 
 
-def _fill(draft: Draft, base: dict[str, Any], base_at: Path, findings: Findings, *, foreign: bool) -> None:
+def _fill(
+    draft: Draft,
+    base: dict[str, Any],
+    base_at: Path,
+    findings: Findings,
+    stages: Collection[str],
+    *,
+    foreign: bool,
+) -> None:
     own, own_at = draft.entry.spec, (*draft.at, "spec")
     merged = stage_spec(base, own)
 
@@ -178,6 +190,7 @@ def _fill(draft: Draft, base: dict[str, Any], base_at: Path, findings: Findings,
         )
     else:
         draft.spec = check_spec(merged, inside, foreign=foreign)
+    note_placeholders(draft.spec, inside, stages, foreign=foreign)
     draft.spec, draft.references = collect_references(draft.spec, inside, foreign=foreign)
     if draft.matrix:
         under = findings.within(_under(findings, (*draft.at, "matrix")))
@@ -190,23 +203,58 @@ def _fill(draft: Draft, base: dict[str, Any], base_at: Path, findings: Findings,
         draft.references += more
 
 
+def note_placeholders(spec: Any, findings: Findings, stages: Collection[str], *, foreign: bool) -> None:
+    """Note what names a stage and is no reference: it would go to the model as text.
+
+    `{{stage.field}}` is a mistake in a foreign template; in one of ours a warning, since another reader of the text may
+    mean it so. A malformed `${stage...}`, which is a mistake of ours anyway, is one of theirs too.
+    """
+    for path, text in _texts(spec):
+        if path[0] in _READ_BY_OTHERS or "chat_template" in path:
+            continue
+        for found in _PLACEHOLDER.finditer(text) if "{{" in text else ():
+            if found[1] in stages:
+                note = findings.add if foreign else findings.warn
+                note(path, f"has {found[0]!r}, which stays text; write ${{{found[1]}{found[2]}}}")
+        for found in _NAMED.finditer(text) if foreign and "${" in text else ():
+            if found[2] in stages:
+                try:
+                    parse_reference(found[1])
+                except ValueError as error:
+                    findings.add(path, str(error))
+
+
+def _texts(value: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _texts(item, (*path, key))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _texts(item, (*path, index))
+
+
 def collect_references(value: Any, findings: Findings, *, foreign: bool) -> tuple[Any, list[tuple[Path, Reference]]]:
-    """Return the value and its references to stages, each with its path as located; malformed ones are mistakes, or, in
+    """Return the value and its references to stages, once for each path as located; malformed ones are mistakes, or, in
     foreign templates, plain text with a warning."""
-    found: list[tuple[Path, Reference]] = []
-    malformed = False
+    found: dict[tuple[Path, Reference], None] = {}
+    malformed: set[tuple[Path, str]] = set()
     for path, reference in walk_references(value):
         if findings.full:
             break
         if isinstance(reference, ValueError):
-            malformed = True
+            wrong = (path, str(reference))
+            if wrong in malformed:
+                continue
+            malformed.add(wrong)
             if foreign:
                 findings.warn(path, f"is taken as plain text: {reference}")
             else:
                 findings.add(path, str(reference))
         elif reference.kind == "stage":
-            found.append((findings.locate(path), reference))
-    return (escape_malformed(value) if malformed and foreign else value), found
+            found[findings.locate(path), reference] = None
+    return (escape_malformed(value) if malformed and foreign else value), list(found)
 
 
 def _warn_of_unused(base: dict[str, Any], base_at: Path, drafts: Mapping[str, Draft], findings: Findings) -> None:

@@ -107,6 +107,12 @@ class Template:
         """Whose it is; empty when not said."""
         return str(self.metadata.get("owner") or "")
 
+    @property
+    def labels(self) -> dict[str, str]:
+        """What people find it by: metadata.labels."""
+        found = self.metadata.get("labels")
+        return {str(name): str(value) for name, value in found.items()} if isinstance(found, Mapping) else {}
+
     def stage(self, name: str) -> Stage:
         """Return a stage by name. Raises KeyError."""
         return {stage.name: stage for stage in self.stages}[name]

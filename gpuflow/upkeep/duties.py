@@ -14,7 +14,8 @@ from redis.exceptions import LockError, RedisError
 
 from gpuflow.broker.sweeper import Sweeper
 from gpuflow.celery_app import GPUFlow
-from gpuflow.logs import get_logger
+from gpuflow.logs import dress, get_logger, use_level
+from gpuflow.outages import outage
 from gpuflow.scaling import autoscaler
 from gpuflow.tokens.broker_users import BrokerRefuses
 from gpuflow.tokens.store import TokenStore
@@ -52,6 +53,7 @@ class Duties(threading.Thread):
             count += 1
             try:
                 self._sweeper.sweep(self._app.redis)
+                outage.over()
                 if count % rounds == 0:
                     self.reconcile()
             except (RedisError, OperationalError) as error:
@@ -87,5 +89,7 @@ class Duties(threading.Thread):
 
 def start(app: GPUFlow) -> None:
     """Start the duties of a beat process, and its autoscaler."""
+    use_level(app.settings.log_level)
+    dress(app.settings.log_format, None, "celery")
     Duties(app).start()
     autoscaler.start(app)

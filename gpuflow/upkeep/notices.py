@@ -5,10 +5,14 @@ The call is a task of its own, in a queue and slots of its own, so that a slow r
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
+import hmac
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -33,18 +37,51 @@ def wanted(record: TaskRecord) -> list[Mapping[str, Any]]:
     return [entry for entry in entries if state in entry["on"] or "finished" in entry["on"]]
 
 
-def body(record: TaskRecord) -> dict[str, Any]:
-    """Return what is posted: the task as `gpuflow status --json` shows it."""
-    return {"event": "task", **record.public()}
+def body(record: TaskRecord, entry: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return what is sent: the task as `gpuflow status --json` shows it, or with `body: result` its result.
+
+    Large fields of a result are references to files of the store, as they are in the record.
+    """
+    if (entry or {}).get("body") != "result":
+        return {"event": "task", **record.public()}
+    return {
+        "event": "result",
+        "task_id": record.id,
+        "name": record.name,
+        "taskType": record.task_type,
+        "state": str(record.state),
+        "attempt": record.attempt,
+        "result": record.result,
+    }
+
+
+def signed(secret: str, delivery: str, seconds: int, content: bytes) -> dict[str, str]:
+    """Return the headers that let a receiver check who sent this, as Standard Webhooks has it (HMAC-SHA256).
+
+    What is signed is `<id>.<timestamp>.<content>`; an old timestamp tells that somebody has kept a call.
+    """
+    text = f"{delivery}.{seconds}.".encode() + content
+    digest = hmac.new(secret.encode(), text, hashlib.sha256).digest()
+    return {
+        "webhook-id": delivery,
+        "webhook-timestamp": str(seconds),
+        "webhook-signature": f"v1,{base64.b64encode(digest).decode()}",
+    }
 
 
 def deliver(
-    entry: Mapping[str, Any], content: Mapping[str, Any], *, hosts: Hosts, timeout_seconds: float = TIMEOUT_SECONDS
+    entry: Mapping[str, Any],
+    content: Mapping[str, Any],
+    *,
+    hosts: Hosts,
+    delivery: str = "",
+    timeout_seconds: float | None = None,
 ) -> None:
-    """POST `content` as JSON to the entry's URL; all of it ends within the time, and nothing but its status is read.
+    """Send `content` as JSON to the entry's URL; all of it ends within the time, and nothing but its status is read.
 
-    `hosts` is what it may reach. Redirects are not followed: the headers that a user wrote for one host go to no other.
-    Raises NotAllowed, and NotDelivered without the URL's query or user part, and without any header.
+    `delivery` is the same in every try of one call. `hosts` is what it may reach. Redirects are not followed: the
+    headers that a user wrote for one host go to no other. Raises NotAllowed, and NotDelivered without the URL's query
+    or user part, and without any header.
     """
     import httpx
 
@@ -54,15 +91,21 @@ def deliver(
     shown = one_line(url.split("?", 1)[0].rsplit("@", 1)[-1])
     if not url.startswith(("http://", "https://")):
         raise NotDelivered(f"{shown} is no http(s) URL; correct it in `notify`")
+    timeout_seconds = timeout_seconds or float(entry.get("timeoutSec") or TIMEOUT_SECONDS)
+    sent = json.dumps(content, ensure_ascii=False).encode("utf-8", "replace")
     line = _Line()
     try:
         headers = httpx.Headers({"Content-Type": "application/json", "User-Agent": f"gpuflow/{__version__}"})
         headers.update(entry.get("headers") or {})
+        if delivery:
+            headers["Idempotency-Key"] = delivery
+        if entry.get("secret"):
+            headers.update(signed(str(entry["secret"]), delivery, int(time.time()), sent))
         with line.cut_after(timeout_seconds), client(hosts, timeout=timeout_seconds) as sender:
             sending = sender.build_request(
-                "POST",
+                str(entry.get("method") or "POST").upper(),
                 url,
-                content=json.dumps(content, ensure_ascii=False).encode(),
+                content=sent,
                 headers=headers,
                 extensions={"trace": line.opened},
             )

@@ -15,6 +15,7 @@ from typing import Any, Final
 from redis.client import NEVER_DECODE
 
 from gpuflow.broker.answers import passes
+from gpuflow.broker.keys import RECONCILED_AT
 from gpuflow.broker.priorities import list_keys
 from gpuflow.celery_app import GPUFlow
 from gpuflow.errors import GPUFlowError
@@ -66,6 +67,7 @@ class Reconciler:
             if count:
                 self.client.hincrby(self.keys.repairs, kind, count)
                 log.info("repaired", kind=kind, count=count)
+        self.client.hset(self.keys.metrics, RECONCILED_AT, self.client.time()[0])
         return made
 
     def _made(self, kind: str, repair: Callable[..., int], *about: str) -> int:

@@ -44,6 +44,7 @@ from gpuflow.worker.runtime import Runtime, current, find, install
 from gpuflow.worker.sessions.neighbours import Neighbours
 from gpuflow.worker.sessions.setup import make_sessions, yield_to
 from gpuflow.worker.slots import Limits
+from gpuflow.worker.spot_notices import SpotNotices
 from gpuflow.worker.stopping import Stopper
 from gpuflow.worker.user_environments import environments_of
 
@@ -51,6 +52,8 @@ log = get_logger("gpuflow.worker")
 
 #: CPUs that one job without GPUs is counted for, where it asks for none itself.
 CPUS_PER_JOB = 4
+#: What an hour of a machine may cost at most: more is a mistake, and would not fit the counters.
+MOST_COST = 1e9
 
 
 def parse_labels(given: tuple[str, ...], tags: tuple[str, ...]) -> dict[str, str]:
@@ -107,14 +110,16 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
         gpus: str | None = None,
         executors: str | None = None,
         max_jobs: int | None = None,
-        cost: float = 0.0,
+        cost: float | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(worker, **kwargs)
         app = worker.app
         shadowing_check(Path.cwd())
-        if cost < 0:
-            raise InvalidSettings(f"--cost {cost:g} is below 0; give what an hour of this machine costs")
+        cost = app.settings.cost_per_hour if cost is None else cost
+        if not 0 <= cost <= MOST_COST:
+            cause = "is below 0" if cost < 0 else "is no amount"
+            raise InvalidSettings(f"--cost {cost:g} {cause}; give what an hour of this machine costs")
         if max_jobs is not None and max_jobs < 0:
             raise InvalidSettings(f"--max-jobs {max_jobs} is below 0; give the most child processes at once")
         hardware = probe(only=gpus)
@@ -187,8 +192,11 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
         """Say what was found."""
         runtime = current()
         names = ", ".join(gpu.name for gpu in runtime.hardware.gpus) or runtime.hardware.nvml or "no GPU"
+        settings = runtime.app.settings
         if runtime.stopper is not None:
             runtime.stopper.start()
+            if settings.spot_notices == "aws":
+                SpotNotices(settings.spot_metadata_url, runtime.stopper.drain).start()
         log.info("machine", worker=runtime.worker_id, gpus=names, cpus=runtime.hardware.cpu_count)
 
     def terminate(self, worker: Any) -> None:

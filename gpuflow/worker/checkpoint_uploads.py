@@ -8,8 +8,6 @@ says.
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,11 +17,12 @@ from typing import Final
 from redis.exceptions import RedisError
 
 from gpuflow.artifacts.checkpoint_store import CheckpointGone, drop_checkpoints, prune_checkpoints, upload_checkpoint
-from gpuflow.artifacts.destination import stored_name
-from gpuflow.artifacts.store import Store, file_url_path
+from gpuflow.artifacts.destination import is_at, stored_name
+from gpuflow.artifacts.held_files import Rights, aside, forget_held, hold_tree
+from gpuflow.artifacts.store import Store
 from gpuflow.errors import ArtifactError
 from gpuflow.logs import get_logger
-from gpuflow.protocol import CHECKPOINT_MARKER, Event, complete_checkpoints, is_complete
+from gpuflow.protocol import CHECKPOINT_MARKER, Event, complete_checkpoints
 from gpuflow.worker.attempt import Attempt, Outcome
 from gpuflow.worker.results import ResultsFolder
 
@@ -41,8 +40,6 @@ STALL_SECONDS: Final = 300.0
 #: What an upload that was told to stop has to do so, in seconds; then it is left behind. It commits nothing.
 _LEAVE_SECONDS: Final = 1.0
 _POLL_SECONDS: Final = 0.1
-#: Where the files of a checkpoint are held while they are uploaded, in the folder of the checkpoints.
-PINNED: Final = ".uploading"
 
 
 class _Stopped(Exception):
@@ -52,8 +49,11 @@ class _Stopped(Exception):
 class CheckpointUploads(threading.Thread):
     """Keeps the newest complete checkpoint of `folder` in a store. Call `start`, and `finish` when the child has ended.
 
-    `wanted` says whether the attempt is still ours, `end_by` when the worker means to be done with it (monotonic
-    seconds; None: no limit), and `tell` puts a sentence into the task's events. `begun`: something was sent.
+    `within` is the folder above it that the task may not change: there the files of a checkpoint are held while they
+    are uploaded, so that they stay though the trainer removes the checkpoint, and stay what they are though the task
+    puts links in their places. They are opened with the `rights` of the task. `wanted` says whether the attempt is
+    still ours, `end_by` when the worker means to be done with it (monotonic seconds; None: no limit), and `tell` puts a
+    sentence into the task's events. `begun`: something was sent.
     """
 
     def __init__(
@@ -61,14 +61,17 @@ class CheckpointUploads(threading.Thread):
         store: Store,
         folder: Path,
         *,
+        within: Path,
         task_id: str,
         attempt: int,
         wanted: Callable[[], bool],
+        rights: Rights = contextlib.nullcontext,
         end_by: Callable[[], float | None] = lambda: None,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
         super().__init__(name=f"gpuflow-checkpoints-{task_id}", daemon=True)
         self._store, self._folder = store, folder
+        self._within, self._rights = within, rights
         self._task_id, self._attempt = task_id, attempt
         self._wanted, self._end_by, self._tell = wanted, end_by, tell
         self._wake = threading.Event()
@@ -122,7 +125,7 @@ class CheckpointUploads(threading.Thread):
                 self.begun = True
                 started = time.monotonic()
                 # Gone: the trainer keeps a few, so there is a newer one.
-                with contextlib.suppress(CheckpointGone), _pinned(newest) as folder:
+                with contextlib.suppress(CheckpointGone), self._held(newest) as folder:
                     upload_checkpoint(self._store, folder, self._task_id, self._attempt, progress=self._moved)
                     self._stored, self._failures = newest.name, 0
                     self._note(newest, time.monotonic() - started)
@@ -141,6 +144,18 @@ class CheckpointUploads(threading.Thread):
             self._failures += 1
             return False
         return True
+
+    @contextlib.contextmanager
+    def _held(self, checkpoint: Path) -> Iterator[Path]:
+        """Give a folder with the files of a checkpoint that nobody else changes. Raises CheckpointGone."""
+        with aside(self._within, self._attempt) as own:
+            held = own / checkpoint.name
+            inside = checkpoint.relative_to(self._within).parts
+            try:
+                hold_tree(self._within, inside, held, last=CHECKPOINT_MARKER, rights=self._rights, progress=self._moved)
+            except FileNotFoundError:
+                raise CheckpointGone(f"{checkpoint} was removed before it could be stored") from None
+            yield held
 
     def _newest(self) -> Path | None:
         found = complete_checkpoints(self._folder)
@@ -170,38 +185,16 @@ class CheckpointUploads(threading.Thread):
         )
 
 
-@contextlib.contextmanager
-def _pinned(checkpoint: Path) -> Iterator[Path]:
-    """Give a folder with the files of a checkpoint, which stay though the trainer removes the checkpoint meanwhile.
-
-    They are hard links: without them a trainer that saves faster than the store takes would get nothing stored. Where
-    the disk has none it is the checkpoint itself. Raises CheckpointGone.
-    """
-    pins = checkpoint.parent / PINNED
-    pin = pins / checkpoint.name
-    try:
-        shutil.rmtree(pins, ignore_errors=True)
-        try:
-            files = [path for path in checkpoint.rglob("*") if path.is_symlink() or not path.is_dir()]
-            for path in sorted(files, key=lambda path: path.name == CHECKPOINT_MARKER):
-                target = pin / path.relative_to(checkpoint)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                os.link(path, target, follow_symlinks=False)
-        except FileNotFoundError:
-            raise CheckpointGone(f"{checkpoint} was removed before it could be stored") from None
-        except OSError as error:
-            log.debug("checkpoint_not_pinned", checkpoint=str(checkpoint), cause=str(error))
-        yield pin if is_complete(pin) else checkpoint
-    finally:
-        shutil.rmtree(pins, ignore_errors=True)
-
-
-def begin_uploads(store: Store | None, attempt: Attempt, *, wanted: Callable[[], bool]) -> CheckpointUploads | None:
+def begin_uploads(
+    store: Store | None, attempt: Attempt, *, wanted: Callable[[], bool], rights: Rights
+) -> CheckpointUploads | None:
     """Start the uploads of an attempt; None for a task without a store, or whose store is the results folder here."""
     task_id, holder = attempt.request.task_id, attempt.holder
-    folder = Path(attempt.request.checkpoint_dir or attempt.request.output_dir)
-    if store is None or _is_here(store.url(stored_name(task_id, holder.attempt, folder.name)), folder):
+    output_dir = Path(attempt.request.output_dir)
+    folder = Path(attempt.request.checkpoint_dir or output_dir)
+    if store is None or is_at(store, stored_name(task_id, holder.attempt, folder.name), folder):
         return None
+    forget_held(output_dir.parent, below=holder.attempt)
 
     def tell(message: str) -> None:
         event = Event(name="log", data={"message": attempt.redactor.text(message)})
@@ -213,9 +206,11 @@ def begin_uploads(store: Store | None, attempt: Attempt, *, wanted: Callable[[],
     uploads = CheckpointUploads(
         store,
         folder,
+        within=output_dir.parent,
         task_id=task_id,
         attempt=holder.attempt,
         wanted=wanted,
+        rights=rights,
         end_by=lambda: attempt.end_by,
         tell=tell,
     )
@@ -240,7 +235,3 @@ def forget_checkpoints(
         drop_checkpoints(store, task_id)
     except ArtifactError as error:
         log.warning("checkpoints_left_in_the_store", task=task_id, cause=str(error))
-
-
-def _is_here(url: str, folder: Path) -> bool:
-    return url.startswith("file:") and file_url_path(url).resolve() == folder.resolve()

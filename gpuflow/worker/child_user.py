@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -22,6 +23,10 @@ from gpuflow.settings import Settings
 
 _SEARCH: Final = 0o011
 _CHECK_SECONDS: Final = 60.0
+#: The number of the system call setgroups(2), by machine (arch/*/entry/syscalls in Linux).
+_SETGROUPS: Final[Mapping[str, int]] = {
+    "x86_64": 116, "aarch64": 159, "riscv64": 159, "loongarch64": 159, "ppc64le": 81, "s390x": 206,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,21 +126,37 @@ def let_through(folder: Path) -> None:
 
 @contextlib.contextmanager
 def files_as(user: ChildUser | None) -> Iterator[None]:
-    """Let this thread use files with the rights of a user, and no more (setfsuid(2)), while the block runs.
+    """Let this thread use files with the rights of a user, and no more, while the block runs. Raises OSError.
 
-    What a task has left is not to lead root anywhere, and what is made for it is to be its own.
+    What a task has left is not to lead root anywhere, and what is made for it is to be its own. setfsuid(2) leaves the
+    supplementary groups, so they are changed too: by the system call, as the function of libc changes all threads.
+    A thread that cannot be given its rights back is not to go on with more or less of them: OSError.
     """
     if user is None or sys.platform != "linux":
         yield
         return
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.setfsgid(user.gid)
-    libc.setfsuid(user.uid)
+    before = os.getgroups()
+    _set_groups(libc, user.groups)
+    gid = libc.setfsgid(user.gid)  # both return what was before
+    uid = libc.setfsuid(user.uid)
     try:
         yield
     finally:
-        libc.setfsuid(os.geteuid())
-        libc.setfsgid(os.getegid())
+        libc.setfsuid(uid)
+        libc.setfsgid(gid)
+        _set_groups(libc, before)
+
+
+def _set_groups(libc: ctypes.CDLL, groups: Sequence[int]) -> None:
+    """Set the supplementary groups of this thread alone. Raises OSError."""
+    number = _SETGROUPS.get(os.uname().machine)
+    if number is None:
+        raise OSError(errno.ENOSYS, "GPUFLOW_CHILD_USER knows no setgroups(2) for this kind of machine; unset it")
+    ids = (ctypes.c_uint32 * len(groups))(*groups)
+    if libc.syscall(ctypes.c_long(number), ctypes.c_long(len(groups)), ids) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"setgroups: {os.strerror(number)}")
 
 
 def owner_of(settings: Settings, folder: Path) -> ChildUser | None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import re
 import sysconfig
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -116,7 +118,13 @@ def is_forbidden(name: str) -> bool:
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    return _any_of(tuple(patterns)).match(name) is not None
+
+
+@cache
+def _any_of(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    # One expression: each child of a worker has every variable of that worker compared with all of them.
+    return re.compile("|".join(fnmatch.translate(pattern) for pattern in patterns) or "(?!)")
 
 
 def given_variables(

@@ -5,19 +5,23 @@ from __future__ import annotations
 import logging
 import os
 import uuid
+import warnings
 from typing import Any
 
 from celery.apps.worker import Worker as CeleryWorker
+from celery.exceptions import CPendingDeprecationWarning
 from celery.utils.nodenames import default_nodename, gethostname
 from click import ClickException
 
 from gpuflow.errors import GPUFlowError
-from gpuflow.logs import mask_handlers
+from gpuflow.logs import dress, get_logger, use_level
 from gpuflow.process_guard import guard_process
 from gpuflow.secrets import known
 from gpuflow.worker import conf_view, confinement
 from gpuflow.worker.runtime import find
 from gpuflow.worker.secret_sources import read_token, worker_redactor
+
+log = get_logger("gpuflow.worker")
 
 
 class CannotStart(ClickException):
@@ -40,11 +44,13 @@ class Worker(CeleryWorker):  # type: ignore[misc]
         name: str | None = None,
         isolate: str | None = None,
         worker_token_file: str | None = None,
+        spot_notices: str | None = None,
         **kwargs: Any,
     ) -> None:
         ours = app or self.app
-        if isolate is not None:
-            ours.settings = ours.settings.model_copy(update={"isolate": isolate})
+        given = {"isolate": isolate, "spot_notices": spot_notices}
+        if update := {name: value for name, value in given.items() if value is not None}:
+            ours.settings = ours.settings.model_copy(update=update)
         settings = ours.settings
         guard_process(settings.umask_bits)
         self.worker_id = name or settings.worker_id or f"w-{uuid.uuid4().hex[:10]}"
@@ -71,10 +77,17 @@ class Worker(CeleryWorker):  # type: ignore[misc]
         super().on_init_blueprint()
         known.add(worker_redactor(self.app.settings))
         conf_view.install()
-        for name in (None, "celery", "celery.task"):
-            mask_handlers(logging.getLogger(name))
+        use_level(self.app.settings.log_level)
+        dress(self.app.settings.log_format, None, "celery", "celery.task")
+        # It says after each cut that Celery 6 will cancel what runs then; here a lease decides that.
+        warnings.filterwarnings("ignore", category=CPendingDeprecationWarning, module=r"celery\.worker\.consumer")
         for name in ("httpx", "httpcore"):  # they log whole URLs, and the path of a web hook is often its key
             logging.getLogger(name).setLevel(logging.WARNING)
+
+    def on_consumer_ready(self, consumer: Any) -> None:
+        """Say that work is taken now; also after a cut connection."""
+        super().on_consumer_ready(consumer)
+        log.info("ready", worker=self.worker_id, queues=",".join(self.asked_queues or ()) or "all that fit")
 
     def install_platform_tweaks(self, worker: Any) -> None:
         """Install Celery's signal handlers, then our own for SIGTERM and SIGINT (`worker.stopping`)."""

@@ -93,8 +93,9 @@ def _localized(
     policy: Policy | None,
 ) -> dict[str, Any]:
     """Return what replaces a caller's spec, and note its variables and secrets once all of it is there."""
-    env = {str(name): str(value) for name, value in (own.get("env") or {}).items()}
-    refuse_variables(env)
+    given = own.get("env") or {}
+    refuse_variables(given)
+    env = {str(name): str(value) for name, value in given.items()}
     if policy is not None:
         policy.ask({**spec, **own})
     contradicted = [name for name, value in env.items() if gathered.env.get(name, value) != value]

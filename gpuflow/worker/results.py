@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Final
 
 from gpuflow.artifacts.links import point
+from gpuflow.artifacts.store import RESERVED_PREFIX
 from gpuflow.errors import ArtifactError
 from gpuflow.protocol import complete_checkpoints, is_safe_id
 
 _ATTEMPT: Final = re.compile(r"attempt-(\d+)")
+_FETCHED: Final = "fetched"
 
 
 class ResultsFolder:
@@ -49,7 +51,7 @@ class ResultsFolder:
     @property
     def fetched_dir(self) -> Path:
         """The folder of what was fetched from a store for this task."""
-        return self.root / "fetched"
+        return self.root / _FETCHED
 
     def forget_fetched(self) -> None:
         """Remove what was fetched; for a task that has ended. What cannot be removed is left to the retention."""
@@ -76,9 +78,14 @@ class ResultsFolder:
         return path
 
     def publish(self, number: int) -> None:
-        """Point the top-level names at the committed attempt; each link appears by rename."""
+        """Point the top-level names at the committed attempt; each link appears by rename.
+
+        Names that this folder has for its own are left out: a task chooses those of its files.
+        """
         target = self.attempt_dir(number)
         for entry in sorted(target.iterdir()):
+            if entry.name.startswith(RESERVED_PREFIX) or _ATTEMPT.fullmatch(entry.name) or entry.name == _FETCHED:
+                continue
             point(self.root / entry.name, Path(target.name) / entry.name)
 
 

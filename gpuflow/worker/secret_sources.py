@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -152,15 +152,18 @@ def reference_values(spec: Mapping[str, Any], secrets: Mapping[str, str], settin
 
     Variables of `env` that are put together are so in the order in which they stand; one that lacks a part is left out.
     """
+    requested = spec.get("env")
+    if not isinstance(requested, Mapping):  # of a merged call straight from the broker, which fails by itself
+        requested = {}
     values = child_environment(
         os.environ,
         pass_env=settings.pass_env,
         given={},
-        requested=spec.get("env"),
+        requested=requested,
         secrets=secrets,
         offline=settings.offline,
     )
-    for name, value in (spec.get("env") or {}).items():
+    for name, value in requested.items():
         if "${env:" in str(value) and not is_forbidden(name):
             with contextlib.suppress(UnresolvedReference):
                 values[name] = resolve_env(str(value), values)
@@ -197,18 +200,18 @@ def _of_worker(settings: Settings) -> Iterator[str]:
 def scrubbed(outcome: Outcome, folder: Path, redactor: Redactor) -> Outcome:
     """Hide secrets in the text files that the child has left; a failure when that cannot be done."""
     try:
-        scrub(folder.rglob("*"), redactor)
+        scrub(folder, redactor)
     except OSError as error:
         return replace(outcome, completed=False, error=outcome.error or cause_of(error))
     return outcome
 
 
-def scrub(paths: Iterable[Path], redactor: Redactor) -> None:
-    """Rewrite those of the files that are text and hold a secret; each appears by rename. Raises OSError."""
-    for path in paths:
+def scrub(folder: Path, redactor: Redactor) -> None:
+    """Rewrite those files of an attempt that are text and hold a secret; each appears by rename. Raises OSError."""
+    for path in folder.rglob("*"):
         if path.suffix.lower() not in _TEXT_SUFFIXES or path.is_symlink() or not path.is_file():
             continue
-        if _LEFT_ALONE & set(path.parts):
+        if _LEFT_ALONE & set(path.relative_to(folder).parts):
             continue
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             state = os.fstat(file.fileno())

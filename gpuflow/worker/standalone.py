@@ -18,7 +18,9 @@ from gpuflow.protocol import Event, Request, parse_line
 from gpuflow.settings import Settings
 from gpuflow.spec.units import duration_seconds
 from gpuflow.worker.child import Child, ChildEnd
+from gpuflow.worker.confinement import UNCONFINED
 from gpuflow.worker.containers.local import removal_of
+from gpuflow.worker.engine_sockets import own_sockets
 from gpuflow.worker.environment import child_environment, given_variables, python_path
 from gpuflow.worker.given_result import GivenResult, ResultLost, shown_piece
 from gpuflow.worker.judging import StopReason, cannot_start, failed, stopped, succeeded
@@ -83,13 +85,14 @@ class Standalone:
         output_dir.mkdir(parents=True, exist_ok=True)
         started = time.monotonic()
         try:
-            child = Child(
-                self._argv,
-                request=self._request.to_json(),
-                environment=self._environment,
-                cwd=output_dir,
-                at_end=removal_of(self._request),
-            )
+            with own_sockets(self._environment, removal_of(self._request), UNCONFINED) as begun:
+                child = Child(
+                    self._argv,
+                    request=self._request.to_json(),
+                    environment=begun.environment,
+                    cwd=output_dir,
+                    at_end=begun.at_end,
+                )
         except OSError as error:
             return Ended(completed=False, error=cannot_start(error))
         try:

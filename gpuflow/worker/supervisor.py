@@ -9,19 +9,22 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Final, Literal, NoReturn, TypeVar
 
 from celery.exceptions import Ignore
 from redis.exceptions import RedisError
 
-from gpuflow.artifacts.destination import stored_name, upload_attempt
-from gpuflow.artifacts.manifest import SealedResults, seal_results
+from gpuflow.artifacts.destination import MANIFEST, is_at, stored_name, upload_attempt
+from gpuflow.artifacts.held_files import aside, hold_files
+from gpuflow.artifacts.manifest import SealedResults, digests_in, seal_results
+from gpuflow.artifacts.partial import file_digest
 from gpuflow.artifacts.store import Store
 from gpuflow.broker.calls import RUN_HEADER
-from gpuflow.errors import GPUFlowError
+from gpuflow.errors import ArtifactError, GPUFlowError
 from gpuflow.ledger.ledger import Holder, StartVerdict
-from gpuflow.ledger.records import RECORD_SCHEMA, SCHEMA_HEADER, TaskRecord, new_record_fields
+from gpuflow.ledger.records import RECORD_SCHEMA, SCHEMA_HEADER, TaskRecord, Usage, new_record_fields
 from gpuflow.ledger.retries import AVOID_SECONDS, Again, decide
 from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
@@ -43,6 +46,7 @@ from gpuflow.worker.runtime import Runtime, current
 from gpuflow.worker.secret_sources import scrubbed
 from gpuflow.worker.starting import EnvironmentNotReady, Start
 from gpuflow.worker.steps import until_answered
+from gpuflow.worker.usage_meter import UsageMeter, meter_of
 from gpuflow.worker.work import begin_of, hold_of
 
 log = get_logger("gpuflow.supervisor")
@@ -90,6 +94,7 @@ class Delivery:
         self._asked_at = 0.0
         self.store: Store | None = None
         self.uploads: CheckpointUploads | None = None
+        self.meter: UsageMeter | None = None
 
     def run(self) -> dict[str, Any]:
         """START, the attempt, COMMIT."""
@@ -187,6 +192,7 @@ class Delivery:
         try:
             runtime.policy.ask(self.spec)
             hold = hold_of(runtime, self.tag, allocation)
+            self.meter = meter_of(runtime.admission, self.tag, hold, allocation)
             start = runtime.offering.start_of(self.spec, gpus=bool(hold.uuids))
             runtime.begin(self.id, preparing)
             if not leases.start(self.tag, lambda: preparing.stop("lost")):
@@ -234,7 +240,9 @@ class Delivery:
             redactor=prepared.redactor,
         )
         runtime.admission.models.used(model_key(self.spec))
-        self.uploads = begin_uploads(self.store, attempt, wanted=lambda: leases.holds(self.tag))
+        self.uploads = begin_uploads(
+            self.store, attempt, wanted=lambda: leases.holds(self.tag), rights=lambda: self._rights(number)
+        )
         runtime.begin(self.id, attempt)
         leases.start(self.tag, lambda: attempt.stop("lost"))
         if not leases.holds(self.tag):
@@ -246,13 +254,18 @@ class Delivery:
             outcome = attempt.run()
         finally:
             leases.beat(self.tag, over=True)
+            self._usage()
             runtime.admission.child_gone(self.tag)
             self._wake()
             if self.uploads is not None:
                 self.uploads.finish(upload=outcome is not None and goes_on(outcome))
             runtime.end(self.id)
-        with files_as(owner_of(runtime.app.settings, prepared.output_dir)):
+        with self._rights(number):
             return scrubbed(self._by_engine(outcome, start), prepared.output_dir, prepared.redactor)
+
+    def _usage(self) -> Usage | None:
+        """Return what the attempt has used until this was asked first; None: it had no place yet."""
+        return None if self.meter is None else self.meter.stop()
 
     def _owned(self, others: Sequence[str], wanted: Callable[[], bool]) -> set[str]:
         """Return those of other tasks that are of the same owner as this one; one without a record is nobody's.
@@ -286,6 +299,7 @@ class Delivery:
 
     def _not_begun(self, outcome: Outcome) -> Outcome:
         """Note that the attempt has ended before its child."""
+        self._usage()
         self.runtime.leases.beat(self.tag, over=True)
         self.runtime.admission.child_gone(self.tag)
         self._wake()
@@ -339,6 +353,7 @@ class Delivery:
                 result=sealed.result,
                 manifest=sealed.digest,
                 log_tail=outcome.log_tail,
+                usage=None if self.meter is None else self.meter.with_artifacts(sealed.total_bytes),
             )
         )
         if not committed:
@@ -359,14 +374,28 @@ class Delivery:
         def url_of(name: str) -> str:
             return store.url(stored_name(self.id, number, name)) if store is not None else (folder / name).as_uri()
 
-        with files_as(owner_of(self.runtime.app.settings, folder)):
+        with self._rights(number):
             if self.is_run:
                 sealed = seal_calls(folder, outcome.result, outcome.artifacts, self.calls, url_of)
             else:
                 sealed = seal_results(folder, outcome.result, outcome.artifacts, self.spec, url_of)
-        if store is not None:
-            upload_attempt(store, folder, self.id, number, sealed.names)
+        if store is not None and not is_at(store, f"{self.id}/{folder.name}", folder):
+            self._upload(store, number, sealed)
         return sealed
+
+    def _upload(self, store: Store, number: int, sealed: SealedResults) -> None:
+        """Store the sealed results. A process of the task, or of its user, may live on: what is read is held first."""
+        with aside(self.folder.root, number) as own:
+            held, inside = own / "results", (self.folder.attempt_dir(number).name,)
+            names = [*sealed.names, MANIFEST]
+            hold_files(self.folder.root, inside, names, held, rights=lambda: self._rights(number))
+            if file_digest(held / MANIFEST) != sealed.digest:
+                raise ArtifactError(f"{MANIFEST} was written to after the results were sealed; end all processes")
+            upload_attempt(store, held, self.id, number, sealed.names, digests_in(held / MANIFEST))
+
+    def _rights(self, number: int) -> AbstractContextManager[None]:
+        """Return a context in which this thread uses files with the rights of the task."""
+        return files_as(owner_of(self.runtime.app.settings, self.folder.attempt_dir(number)))
 
     def _commit(self, step: Callable[[], bool]) -> bool:
         """COMMIT; once more if it was refused by an older snapshot that has not been told yet what runs here."""
@@ -426,6 +455,7 @@ class Delivery:
                 avoid=avoid,
                 avoid_seconds=delay_seconds + AVOID_SECONDS,
                 alone=alone,
+                usage=self._usage(),
             )
         )
         if answer == "cancel":
@@ -446,7 +476,9 @@ class Delivery:
     def _finish(self, holder: Holder, state: TaskState, error: Mapping[str, Any], outcome: Outcome) -> NoReturn:
         """Commit an end without result and raise it for Celery; Ignore when it is refused."""
         if not self._commit(
-            lambda: self.ledger.commit(self.id, state, holder=holder, error=error, log_tail=outcome.log_tail)
+            lambda: self.ledger.commit(
+                self.id, state, holder=holder, error=error, log_tail=outcome.log_tail, usage=self._usage()
+            )
         ):
             log.warning("late_failure_refused", task=self.id, attempt=holder.attempt)
             self._let_go()

@@ -13,6 +13,7 @@ from gpuflow.worker.child import Child, Work
 from gpuflow.worker.child_user import hand_over
 from gpuflow.worker.confinement import of_attempt
 from gpuflow.worker.containers.local import removal_of
+from gpuflow.worker.engine_sockets import own_sockets
 from gpuflow.worker.handed_back import HandedBack
 from gpuflow.worker.preparation import Prepared
 from gpuflow.worker.runtime import Runtime
@@ -46,7 +47,8 @@ def begin_of(
     opening = opening_of(start, prepared)
 
     def ask() -> Work:
-        hand_over(prepared.settings, prepared.output_dir)
+        if opening.confinement.user is not None:  # the folders of a session of containers stay the worker's
+            hand_over(prepared.settings, prepared.output_dir)
         return sessions.ask(tag, prepared.request, opening, alone=alone)
 
     return ask
@@ -57,12 +59,13 @@ def _own_child(allocation: Allocation | None, start: Start, prepared: Prepared) 
     confinement = of_attempt(prepared.settings, prepared.request, prepared.environment, start.use.python)
     if confinement.user is not None:
         hand_over(prepared.settings, prepared.output_dir)
-    return Child(
-        start.argv,
-        request=prepared.request.to_json(),
-        environment=prepared.environment,
-        cwd=prepared.output_dir,
-        keep_open=hold.fds if hold is not None else (),
-        at_end=removal_of(prepared.request),
-        confinement=confinement,
-    )
+    with own_sockets(prepared.environment, removal_of(prepared.request), confinement) as started:
+        return Child(
+            start.argv,
+            request=prepared.request.to_json(),
+            environment=started.environment,
+            cwd=prepared.output_dir,
+            keep_open=hold.fds if hold is not None else (),
+            at_end=started.at_end,
+            confinement=confinement,
+        )

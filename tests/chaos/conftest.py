@@ -13,7 +13,9 @@ __all__ = ["OPTIONS", "fleet", "long_fleet"]
 
 #: Term of a lease in these tests, in seconds.
 LEASE_SECONDS = 3
-LEASE = {"GPUFLOW_LEASE_SEC": str(LEASE_SECONDS)}
+#: At level DEBUG nothing of what an outage causes is left out of the log.
+SAYS_ALL = {"LOG_LEVEL": "DEBUG"}
+LEASE = {"GPUFLOW_LEASE_SEC": str(LEASE_SECONDS), **SAYS_ALL}
 #: Options of a worker that can be told to die.
 MORTAL = ("--include", "faults,tallies")
 

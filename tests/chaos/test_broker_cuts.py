@@ -131,7 +131,7 @@ def test_a_task_that_ends_on_a_dead_line_leaves_nothing_once_it_is_mended(
 
     # When it ends, and then the line is mended
     (tmp_path / "go").touch()
-    eventually(lambda: "leases_not_renewed" in worker.log(), what="a worker that knows of its dead line")
+    eventually(lambda: "event=broker_lost" in worker.log(), what="a worker that knows of its dead line")
     proxy.allow()
 
     # Then nothing of it is left, although the worker lives on

@@ -18,14 +18,14 @@ from gpuflow.client import submit
 from gpuflow.errors import BrokerUnavailable
 from gpuflow.ledger.states import TaskState
 from tests.chaos.accounting import check, check_ran_once
-from tests.chaos.conftest import LEASE, MORTAL
+from tests.chaos.conftest import LEASE, MORTAL, SAYS_ALL
 from tests.chaos.faults import Fault
 from tests.support.fleet import Broker, TestFleet, WorkerProcess
 from tests.support.waiting import eventually, patient, promised
 
 PLAIN = ("--include", "plain_tasks")
 #: Terms that are longer than a refusal in these tests.
-LONG_LEASE = {"GPUFLOW_LEASE_SEC": "60"}
+LONG_LEASE = {"GPUFLOW_LEASE_SEC": "60", **SAYS_ALL}
 
 
 @contextmanager

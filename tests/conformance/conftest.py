@@ -10,6 +10,7 @@ import pytest
 from tests.conformance.providers import PROVIDERS, Provider
 from tests.conformance.runs import Runs
 from tests.fixtures.tiny_model import make_tiny_model
+from tests.support.ec2 import ec2, ec2_server  # noqa: F401  (fixtures)
 
 #: (case, executor) -> what came of it.
 _table: dict[tuple[str, str], str] = {}

@@ -13,7 +13,7 @@ import pytest
 import gpuflow
 from gpuflow.gateway.files import ResultsFolder
 from gpuflow.gateway.problems import Problem
-from gpuflow.logs import get_logger, mask_handlers
+from gpuflow.logs import dress, get_logger
 from gpuflow.terminal import clean, log_lines, log_value
 from gpuflow.worker.secret_sources import MissingSecret, secret_values
 
@@ -31,7 +31,7 @@ def written() -> tuple[logging.Logger, io.StringIO]:
     handler.setFormatter(logging.Formatter("[now] %(message)s"))
     logger.handlers, logger.propagate = [handler], False
     logger.setLevel(logging.INFO)
-    mask_handlers(logger)
+    dress("text", logger.name)
     return logger, stream
 
 

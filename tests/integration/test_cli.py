@@ -308,6 +308,22 @@ def test_to_stop_watching_cancels_nothing(served: Shell, fleet: TestFleet) -> No
     served("cancel", run_id)
 
 
+def test_the_fleet_is_watched_until_ctrl_c_and_what_it_used_is_summed(served: Shell, fleet: TestFleet) -> None:
+    process, out = served.start("status", "--watch")
+    served.until(process, out, "workers: 1 idle | waiting: 0 | running: 0")
+    ended = out.read_text()
+    served("submit", served.write({"taskType": "echo", "echo": {"output": 1}}), "--wait")
+    eventually(lambda: out.read_text() != ended and "succeeded" in out.read_text(), what="the end of the task")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=patient(30)) == 130
+    assert "needs the ID" in served("status", "--watch", "--json", code=2).stderr
+    found = served.json("usage", "--by", "type", "--since", "1d")
+    (row,) = (row for row in found["rows"] if row["name"] == "echo")
+    assert row["tasks"] >= 1 and row["seconds"] > 0 and found["total"]["seconds"] >= row["seconds"]
+    assert "WORKER" in served("usage", "--by", "worker").stdout
+    assert "is not a duration" in served("usage", "--since", "ever", code=2).stderr
+
+
 def test_run_on_an_external_broker_leaves_it_alone(served: Shell, fleet: TestFleet) -> None:
     assert "pipeline succeeded" in served("run", served.write(pipeline(stage("one", "a")))).stdout
     assert fleet.broker.client.ping()

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import uuid
 from collections.abc import Iterator
 
 import pytest
 
-from gpuflow.broker.leases import LeaseTable
-from gpuflow.broker.scripts import broker_script
 from gpuflow.client import submit
-from gpuflow.ledger.ledger import Holder
 from gpuflow.ledger.states import TaskState
 from tests.support.fleet import TestFleet
-from tests.support.pops import POP_ONE, lose
-
-LEASE_SECONDS = 600.0
+from tests.support.pops import begin, lose
 
 
 @pytest.fixture(scope="module")
@@ -27,25 +20,6 @@ def brokered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestFleet]:
         yield made
     finally:
         made.close()
-
-
-def begin(fleet: TestFleet, owner: str) -> tuple[Holder, str]:
-    """Take the waiting message as this process and start its task; return the attempt and the delivery tag."""
-    keys, client = fleet.app.keys, fleet.broker.client
-    table = LeaseTable(keys, LEASE_SECONDS, owner=owner)
-    table.connect(client, keep=False)
-    table.sweeper.sweep(client)
-    names = [keys.leases, keys.unacked, keys.owners, keys.ready, keys.returned, keys.sweep, table.bell]
-    taken = broker_script("pop")(client, [*names, f"{keys.prefix}cpu"], [owner, LEASE_SECONDS, POP_ONE])
-    message = json.loads(taken[1])
-    tag = message["properties"]["delivery_tag"]
-    task, call = message["headers"]["id"], uuid.uuid4().hex
-    call_of_it = {"owner_token": owner, "tag": tag, "call": call, "returned": taken[5]}
-    started = fleet.app.ledger.start(task, worker=owner, **call_of_it)
-    assert started.verdict == "begin"
-    # The same step again, as its answer may be lost on the way, begins nothing again.
-    assert fleet.app.ledger.start(task, worker=owner, **call_of_it) == started
-    return Holder(attempt=started.attempt, token=owner), tag
 
 
 @pytest.mark.parametrize("by", ["another", "same"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -13,15 +14,17 @@ from typing import Any
 
 import pytest
 
+from gpuflow.cli.scaling import scaling_status
 from gpuflow.client import submit
 from gpuflow.explaining import explain_records, find_records
 from gpuflow.fleet.desired import AUTOMATIC, DesiredState
+from gpuflow.fleet.identity import fleet_id, fleet_tag
 from gpuflow.fleet.registry import FORSAKEN_SECONDS
 from gpuflow.routing.capability import Capability
 from gpuflow.scaling.autoscaler import Autoscaler, start
 from gpuflow.scaling.model import Family, Kind, Policy
 from gpuflow.scaling.policy_file import Launching, LoadedPolicy
-from gpuflow.scaling.provisioners import ProvisionerError, Wanted
+from gpuflow.scaling.provisioners import ProvisionerError, UnknownMachine, Wanted
 from gpuflow.scaling.provisioners.local import LocalProcesses
 from gpuflow.scaling.snapshot import read
 from gpuflow.scaling.store import Leadership, Machine, NoLeader, ScalingStore
@@ -93,6 +96,13 @@ def gpuflow(fleet: TestFleet, *arguments: str, code: int = 0) -> str:
     return done.stdout + done.stderr
 
 
+def launched_by(fleet: TestFleet) -> LocalProcesses:
+    """The machines of a fleet: those that bear the tag of its broker."""
+    keys = fleet.app.keys
+    tag = fleet_tag(fleet_id(fleet.app.redis, keys), keys)
+    return LocalProcesses(fleet.settings, fleet.broker.url, tag)
+
+
 @pytest.fixture
 def quick(tmp_path: Path) -> Iterator[TestFleet]:
     """A fleet whose intervals are short; what was launched ends with it."""
@@ -105,7 +115,7 @@ def quick(tmp_path: Path) -> Iterator[TestFleet]:
     finally:
         for beat in beats:
             beat.close()
-        launched = LocalProcesses(made.settings, made.broker.url)
+        launched = launched_by(made)
         for machine_id in launched.machines():
             launched.terminate(machine_id)
         made.close()
@@ -119,6 +129,8 @@ def beat(fleet: TestFleet, name: str, **env: str) -> Beat:
 
 class Pretended:
     """A provisioner without machines; it fails when told to."""
+
+    listed_within_seconds = 10.0
 
     def __init__(self) -> None:
         self.there: dict[str, str] = {}
@@ -139,12 +151,15 @@ class Pretended:
     def machines(self) -> dict[str, str]:
         return dict(self.there)
 
+    def unknown(self) -> list[UnknownMachine]:
+        return [UnknownMachine(id="box-old", family="box", fleet="gpuflow-old", host="gpu-box-2", pid=7)]
+
 
 def scaler(fleet: TestFleet, provisioner: Pretended, name: str = "a", deadline: float = 60.0, **knobs: Any) -> Any:
     here = Capability(cpu_count=64, memory_mib=1 << 20, disk_free_mib=1 << 30)
     policy = Policy(**{"min_active": 0, "families": (Family(name="box", capability=here, most=2),), **knobs})
     loaded = LoadedPolicy(policy=policy, launching=(Launching(family="box", deadline_seconds=deadline),))
-    made = Autoscaler(fleet.app, loaded, lambda one: provisioner, name=name)
+    made = Autoscaler(fleet.app, loaded, lambda one, tag: provisioner, name=name)
     made._leader.lead()
     return made
 
@@ -240,6 +255,46 @@ def test_a_machine_of_ours_that_no_record_knows_ends_unless_its_worker_lives(fle
     client.hdel(keys.owners, "tag")
     one.round()
     assert provider.there == {}
+
+
+def test_a_flushed_broker_is_another_fleet_and_ends_nothing_of_the_first(fleet: TestFleet) -> None:
+    # Given a leader of epoch 1 that has listed its machines, when the broker is flushed
+    provider = Pretended()
+    provider.there = {"box-works": "box"}
+    one = scaler(fleet, provider)
+    one._follow_fleet()
+    before = one._tag
+    sources = {family: one._source(provisioner) for family, provisioner in one._provisioners.items()}
+    fleet.app.redis.flushall()
+    # Then the round that goes on ends nothing
+    with pytest.raises(NoLeader):
+        one._tend(sources)
+    assert provider.calls == [] and ScalingStore(fleet.app.redis, fleet.app.keys).machines() == []
+    # And the next one has another tag
+    tags: list[str] = []
+    one._make = lambda launching, tag: tags.append(tag) or Pretended()
+    one.round()
+    assert tags == [one._tag] and one._tag != before
+
+
+def test_machines_of_others_are_listed_with_what_ends_them(fleet: TestFleet) -> None:
+    provider = Pretended()
+    scaler(fleet, provider).round()
+    assert provider.calls == []
+    (shown,) = scaling_status(fleet.app)["unknown"]
+    assert (shown["id"], shown["fleet"]) == ("box-old", "gpuflow-old")
+    assert shown["end"] == "kill 7  # on gpu-box-2"
+    for text in (
+        "[",
+        "7",
+        "[7]",
+        '[{"id": "x", "pid": "seven"}]',
+        '[{"id": "x", "newer": 1, "pid": "7", "host": "a"}]',
+    ):
+        fleet.app.redis.set(fleet.app.keys.unknown_machines, text)
+        assert [one["end"] for one in scaling_status(fleet.app)["unknown"]] == (
+            ["kill 7  # on a"] if "newer" in text else []
+        )
 
 
 def test_the_snapshot_counts_by_priority_and_keeps_the_prefix(tmp_path: Path) -> None:
@@ -379,6 +434,8 @@ def test_a_disabled_worker_takes_nothing_and_by_hand_wins(quick: TestFleet) -> N
     found = json.loads(gpuflow(fleet, "scaling", "decisions", "--json"))
     reasons = {entry["action"]: entry["reason"] for entry in found}
     assert set(reasons) == {"enable", "disable"}
+    counts = ScalingStore(fleet.app.redis, fleet.app.keys).counts()
+    assert counts["enable"] >= 1 and counts["disable"] >= 1
     assert reasons["enable"] == "1 task waits in cpu and no enabled worker serves it"
     gpuflow(fleet, "workers", "enable", "w1")
     assert "enabled by hand" in gpuflow(fleet, "workers")
@@ -404,7 +461,7 @@ def test_load_launches_once_under_two_beats_and_idle_retires(quick: TestFleet) -
     assert len(names) == 1 and names[0].startswith("local-")
     second.send(signal.SIGKILL)  # whoever is left ends what idles
     eventually(lambda: not store.machines(), within=40, what="the machine retired")
-    assert LocalProcesses(fleet.settings, fleet.broker.url).machines() == {}
+    assert launched_by(fleet).machines() == {}
     actions = [entry["action"] for entry in reversed(store.decisions(50))]
     assert actions == ["launch", "retire", "terminate"]
     assert store.counts()["terminated"] == 1
@@ -427,7 +484,7 @@ def test_up_with_autoscale_launches_and_ends_its_workers(tmp_path: Path) -> None
             )
         try:
             assert submit(fleet.echo(), app=fleet.app).get(timeout=patient(60))
-            launched = LocalProcesses(fleet.settings, fleet.broker.url)
+            launched = launched_by(fleet)
             (name,) = launched.machines()
             assert name.startswith("local-")
             up.send_signal(signal.SIGINT)
@@ -437,15 +494,15 @@ def test_up_with_autoscale_launches_and_ends_its_workers(tmp_path: Path) -> None
             if up.poll() is None:
                 up.kill()
                 up.wait()
-            for machine_id in LocalProcesses(fleet.settings, fleet.broker.url).machines():
-                LocalProcesses(fleet.settings, fleet.broker.url).terminate(machine_id)
+            for machine_id in launched_by(fleet).machines():
+                launched_by(fleet).terminate(machine_id)
     finally:
         fleet.close()
 
 
 def test_up_ends_what_one_that_was_killed_has_launched_and_not_that_of_one_that_lives(tmp_path: Path) -> None:
     fleet = TestFleet(tmp_path, env=QUICK)
-    launched = LocalProcesses(fleet.settings, fleet.broker.url)
+    launched = launched_by(fleet)
     options = ["up", "--workers", "0", "--autoscale", "--max", "1", "--no-flower", "--no-gateway"]
     ups: list[subprocess.Popen[bytes]] = []
 
@@ -488,3 +545,83 @@ def test_up_ends_what_one_that_was_killed_has_launched_and_not_that_of_one_that_
         for machine_id in launched.machines():
             launched.terminate(machine_id)
         fleet.close()
+
+
+#: A provider of worker processes whose every second launch fails, the first one too.
+PROVIDER = """
+import json, os, pathlib, signal, subprocess, sys
+asked, folder = json.load(sys.stdin), pathlib.Path(sys.argv[1])
+machine = asked.get("machine", {})
+def pids():
+    found = {}
+    for path in folder.glob("*.pid"):
+        pid = int(path.read_text())
+        try:
+            alive = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        except OSError:
+            alive = False
+        if alive:
+            found[path.stem] = pid
+    return found
+if asked["action"] == "launch":
+    with (folder / "launches").open("a+") as tries:
+        tries.write("x")
+    if (folder / "launches").stat().st_size % 2:
+        sys.exit("no quota")
+    if not (folder / f"{machine['id']}.pid").exists():
+        argv = [sys.executable, "-m", "celery", "-A", "gpuflow", "worker", "--name", machine["id"], "--without-mingle"]
+        with (folder / "workers.log").open("ab") as log:
+            streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            worker = subprocess.Popen([*argv, *machine["workerOptions"]], start_new_session=True, **streams)
+        (folder / f"{machine['id']}.pid").write_text(str(worker.pid))
+    print("{}")
+elif asked["action"] == "terminate":
+    pid = pids().get(machine["id"])
+    if pid:
+        os.kill(pid, signal.SIGKILL)
+    print("{}")
+else:
+    print(json.dumps({"machines": [{"id": name, "family": "box"} for name in pids()]}))
+"""
+FAILING = """
+schema: 1
+families:
+  - name: box
+    provisioner: {{kind: command, command: [{python}, {program}, {folder}]}}
+    capability: {{cpus: 64, memory: 64GiB, disk: 64GiB}}
+    max: 2
+    maxJobs: 4
+    launchDeadline: 60
+    targetBacklog: 1s
+    workerOptions: [-c, "8"]
+"""
+
+
+def test_forty_tasks_while_beats_die_and_every_second_launch_fails(quick: TestFleet) -> None:
+    # Given two beats, and a provider of which every second launch fails
+    fleet, folder = quick, quick.folder / "provider"
+    folder.mkdir()
+    (folder / "provider.py").write_text(PROVIDER)
+    policy = FAILING.format(python=sys.executable, program=folder / "provider.py", folder=folder)
+    (fleet.folder / "scaling.yaml").write_text(policy)
+    first, _ = beat(fleet, "first"), beat(fleet, "second")
+    store = ScalingStore(fleet.app.redis, fleet.app.keys)
+    try:
+        # When forty tasks come, and a beat is killed in the middle and another one comes
+        tasks = [submit(fleet.echo(sleep_seconds=0.2), app=fleet.app) for _ in range(40)]
+        eventually(lambda: fleet.state(tasks[0].id) == "SUCCEEDED", within=60, what="the first result")
+        first.send(signal.SIGKILL)
+        beat(fleet, "third")
+        # Then each has run once, undisturbed
+        for task in tasks:
+            task.get(timeout=patient(60))
+        assert {task.record().attempt for task in tasks} == {1}
+        # And the fleet is empty in the end
+        eventually(lambda: store.machines() == [], within=60, what="the end of the machines")
+        counts = store.counts()
+        assert counts["launch_failures"] >= 1 and counts.get("never_registered", 0) == 0
+        assert counts["launched"] == counts["terminated"], "each launch is accounted for"
+    finally:
+        for path in folder.glob("*.pid"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(path.read_text()), signal.SIGKILL)

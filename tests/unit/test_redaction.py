@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from executors import failures
 from executors.data import hub
 from gpuflow.errors import NotAllowed
-from gpuflow.logs import get_logger, mask_handlers
+from gpuflow.logs import dress, get_logger
 from gpuflow.secrets import (
     Redactor,
     is_secret_variable,
@@ -297,7 +297,7 @@ def test_files_that_a_child_left_are_scrubbed(tmp_path: Path) -> None:
     (tmp_path / "final_model" / "vocab.json").write_text('{"12345678": 1}')
     (tmp_path / "link.txt").symlink_to(tmp_path / "weights.bin")
 
-    scrub(tmp_path.rglob("*"), Redactor(["12345678"]))
+    scrub(tmp_path, Redactor(["12345678"]))
 
     assert json.loads((tmp_path / "responses.json").read_text()) == {"a": "***", "b": "***", "c": "x"}
     assert (tmp_path / "notes.txt").read_bytes() == b"\xff ***\n"
@@ -305,6 +305,18 @@ def test_files_that_a_child_left_are_scrubbed(tmp_path: Path) -> None:
     assert (tmp_path / "weights.bin").read_bytes() == b"12345678"
     assert (tmp_path / "final_model" / "vocab.json").read_text() == '{"12345678": 1}'
     assert len(list(tmp_path.iterdir())) == 5
+
+
+def test_the_names_of_folders_above_the_attempt_do_not_count(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints" / "final_model" / "task-1" / "attempt-1"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "notes.txt").write_text("12345678")
+    (folder / "checkpoints" / "vocab.json").write_text('{"12345678": 1}')
+
+    scrub(folder, Redactor(["12345678"]))
+
+    assert (folder / "notes.txt").read_text() == "***"
+    assert (folder / "checkpoints" / "vocab.json").read_text() == '{"12345678": 1}', "those of the attempt do"
 
 
 # -- the worker's own log -------------------------------------------------------------------------------------------
@@ -318,8 +330,8 @@ def test_log_lines_and_tracebacks_are_masked(caplog: pytest.LogCaptureFixture) -
     redactor = Redactor(["canaryword"])
     known.add(redactor)
     try:
-        mask_handlers(logger)
-        mask_handlers(logger)
+        dress("text", logger.name)
+        dress("text", logger.name)
         get_logger("gpuflow.test_secrets").info("seen", cause="canaryword", url="http://a:b@h", why=["canaryword"])
         try:
             raise ValueError("canaryword")

@@ -13,6 +13,41 @@ local function queue_of(ready, list)
   return cut and string.sub(name, 1, cut - 1) or name
 end
 
+-- Counts of the fleet, for metrics (metrics/counters.py): the hash `gpuflow.metrics` has `<name>\n<label>\n<task type>`,
+-- and for some `\n<queue>` -> a whole number that only grows. Task types and queues are named by users: beyond so many
+-- combinations, new ones are counted as 'other'. A count that cannot be kept fails no step.
+local MOST_SERIES = 5000
+local LONGEST_LABEL = 120
+
+local function label_of(text)
+  text = text or ''
+  return (#text > LONGEST_LABEL or string.find(text, '\n', 1, true)) and 'other' or text
+end
+
+local function count(prefix, amount, name, label, task_type, queue)
+  local key = prefix .. 'gpuflow.metrics'
+  local field = name .. '\n' .. label .. '\n' .. label_of(task_type) .. (queue and '\n' .. label_of(queue) or '')
+  if redis.pcall('HINCRBY', key, field, amount) == tonumber(amount) and redis.call('HLEN', key) > MOST_SERIES then
+    redis.call('HDEL', key, field)
+    redis.pcall('HINCRBY', key, name .. '\n' .. label .. '\nother' .. (queue and '\nother' or ''), amount)
+  end
+end
+
+-- Count a duration in its bucket, and its milliseconds. metrics/counters.py has the same bounds.
+local SECONDS_BOUNDS = {0.1, 0.5, 1, 5, 15, 60, 300, 900, 3600, 14400, 86400}
+
+local function observe(prefix, name, task_type, seconds)
+  local bucket = '+Inf'
+  for _, bound in ipairs(SECONDS_BOUNDS) do
+    if seconds <= bound then
+      bucket = tostring(bound)
+      break
+    end
+  end
+  count(prefix, 1, name .. '_bucket', bucket, task_type)
+  count(prefix, string.format('%.0f', math.max(0, seconds) * 1000), name .. '_ms', '', task_type)
+end
+
 -- Return when a message was first queued, as text; nil for one of a plain queue or of a stock producer.
 local function queued_at(raw) return string.match(raw, '^{"at":([%d.]+),') end
 

@@ -121,7 +121,9 @@ end
 if options.requirement ~= '' then register(ready, options.queue, options.requirement, seconds) end
 local run, how = find_run()
 if not run then run, how = begin_run(), 'new' end
-write(KEYS[3], options.caller, options.queue, KEYS[1], queued(ARGV[2]), cjson.decode(ARGV[7]))
+local fields = cjson.decode(ARGV[7])
+write(KEYS[3], options.caller, options.queue, KEYS[1], queued(ARGV[2]), fields)
+count(prefix, 1, 'submitted', '', fields.task_type, options.queue)
 redis.call('HSET', KEYS[3], 'state', 'MERGED', 'run', run, 'call', options.call)
 redis.call('SADD', run_key(run, 'callers:' .. options.call), options.caller)
 redis.call('XADD', KEYS[4], '*', 'event', 

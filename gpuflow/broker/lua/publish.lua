@@ -33,7 +33,10 @@ if #ARGV > 4 then
     redis.call('HSET', KEYS[5], 'id', ARGV[5], 'queue', ARGV[6], 'created_at', seconds, 'updated_at', seconds,
       'message', message, 'list', KEYS[1], unpack(fields))
     redis.call('ZADD', KEYS[6], seconds, ARGV[5])
-    if KEYS[8] then redis.call('SADD', KEYS[8], ARGV[5]) end
+    if KEYS[8] then
+      redis.call('SADD', KEYS[8], ARGV[5])
+      count(prefix_of(KEYS[2]), 1, 'submitted', '', redis.call('HGET', KEYS[5], 'task_type'), ARGV[6])
+    end
     if ARGV[9] ~= '' then fall_back_in(KEYS[2], ARGV[5], ARGV[9]) end
     redis.call('XADD', KEYS[7], '*', 'event',
       cjson.encode({event = 'state', state = 'QUEUED', queue = ARGV[6]}))

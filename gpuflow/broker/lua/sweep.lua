@@ -16,7 +16,7 @@
 -- Messages of stock producers are in no index: a few demand queues, chosen at random, are entered anew each time.
 -- After a pause or a clock that jumped, nobody could renew: every lease gets one term of grace.
 -- Returns {restored, graced, name of the server run, 1 while the fleet gathers after a new run, seconds until the
--- caller is to come again or ''}.
+-- caller is to come again or '', up to 50 of what was restored as '<owner token>\n<task id>'}.
 -- A task that has waited long for one alternative of its accelerators moves on to the next, in the same step.
 local function fall_back(ready, task, seconds)
   local prefix = prefix_of(ready)
@@ -44,6 +44,8 @@ local function fall_back(ready, task, seconds)
   put(ready, moved_to, 'front', message, seconds)
 end
 
+-- So many of the messages that go back are told of by name, for the log.
+local TOLD = 50
 -- Of a message that is never acknowledged (a purge) it is forgotten after so long that it had been returned.
 local RETURNED_SECONDS = 90 * 86400
 local time = redis.call('TIME')
@@ -88,7 +90,7 @@ end
 
 if now >= last and now - last < tonumber(ARGV[7]) and more ~= '1' then
   if move_due() then redis.call('HSET', KEYS[5], 'more', '1') end
-  return {0, 0, run or '', hold > now and 1 or 0, alarm()}
+  return {0, 0, run or '', hold > now and 1 or 0, alarm(), {}}
 end
 redis.call('HSET', KEYS[5], 'at', string.format('%.6f', now), 'more', '0')
 local gathering = 0
@@ -106,7 +108,7 @@ if hold > now then
   end
 end
 local restored, graced = 0, 0
-local ended = {}
+local ended, lost = {}, {}
 if now < last or now - last > tonumber(ARGV[2]) then
   local held = redis.call('ZRANGE', KEYS[1], 0, -1)
   local ends = now + tonumber(ARGV[1])
@@ -121,6 +123,10 @@ else
       put(KEYS[4], string.sub(held, string.find(held, '\n', 1, true) + 1), 'front', raw, ARGV[4])
       note_return(KEYS[4], tag)
       restored = restored + 1
+      if #lost < TOLD then
+        local owner = string.sub(held, 1, string.find(held, '\n', 1, true) - 1)
+        lost[#lost + 1] = owner .. '\n' .. (string.match(raw, '"id": "([^"]+)"') or '')
+      end
     end
     end_lease(KEYS[1], KEYS[2], KEYS[3], tag)
   end
@@ -136,4 +142,4 @@ end
 redis.call('ZREMRANGEBYSCORE', prefix_of(KEYS[4]) .. 'gpuflow.returned', '-inf', now - RETURNED_SECONDS)
 redis.call('ZREMRANGEBYSCORE', prefix_of(KEYS[4]) .. 'gpuflow.avoided', '-inf', now)
 if #ended == most or more_due then redis.call('HSET', KEYS[5], 'more', '1') end
-return {restored, graced, run or '', gathering, alarm()}
+return {restored, graced, run or '', gathering, alarm(), lost}

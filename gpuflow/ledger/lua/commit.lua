@@ -6,6 +6,7 @@
 -- ARGV[4] result JSON or ''  ARGV[5] error JSON or ''  ARGV[6] digest of the manifest or ''
 -- ARGV[7] tail of the attempt's log or ''  ARGV[8] cap of the event stream
 -- ARGV[9] seconds until the record and its events expire  ARGV[10] id of this call
+-- ARGV[11] what the attempt has used, JSON (ledger.records.Usage), or ''
 --
 -- Returns 1 committed, 2 this very commit was made before (replay the tail), 0 refused: nothing was changed.
 local state, attempt, token = unpack(redis.call('HMGET', KEYS[1], 'state', 'attempt', 'owner_token'))
@@ -26,7 +27,7 @@ local seconds = clock()
 if ARGV[4] ~= '' then redis.call('HSET', KEYS[1], 'result', ARGV[4]) end
 if ARGV[6] ~= '' then redis.call('HSET', KEYS[1], 'manifest', ARGV[6]) end
 if ARGV[2] ~= '' and ARGV[1] == 'SUCCEEDED' then measure(KEYS[1], seconds) end
-if ARGV[2] ~= '' then remember(KEYS[1], KEYS[3], seconds, string.lower(ARGV[1]), ARGV[5], ARGV[7]) end
+if ARGV[2] ~= '' then remember(KEYS[1], KEYS[3], seconds, string.lower(ARGV[1]), ARGV[5], ARGV[7], ARGV[11]) end
 finish(KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], ARGV[8], ARGV[9], seconds, ARGV[1], ARGV[5])
 if ARGV[2] == '' then note_answer(KEYS[1], 'commit', ARGV[10], ARGV[1]) end
 return 1

@@ -17,18 +17,44 @@ local function worker_lost(record, message)
     message = message or 'worker ' .. (redis.call('HGET', record, 'worker') or '?') .. ' was lost while the attempt ran'})
 end
 
--- Note how the attempt that the record names has ended (`outcome`), with its error and the tail of its log, JSON.
-local function remember(record, attempts, seconds, outcome, error, log_tail)
-  local attempt, worker, started = unpack(redis.call('HMGET', record, 'attempt', 'worker', 'started_at'))
+-- The prefix of all keys, by the record of a task.
+local function prefix_before(record, id) return string.sub(record, 1, -#id - #'task:' - 1) end
+
+-- Add what an attempt has used (`ledger.records.Usage`, JSON) to that of its task, and to the counts of the fleet.
+local USED = {gpuSeconds = 'gpu_ms', energyJoules = 'energy_mj', cost = 'cost_millionths',
+  artifactBytes = 'artifact_bytes'}
+local UNITS = {gpuSeconds = 1e3, energyJoules = 1e3, cost = 1e6, artifactBytes = 1}
+
+local function add_usage(record, prefix, task_type, used)
+  local total = cjson.decode(redis.call('HGET', record, 'usage') or '{}')
+  for name, given in pairs(used) do
+    local amount = tonumber(given) or 0
+    total[name] = (total[name] or 0) + amount
+    if USED[name] then
+      count(prefix, string.format('%.0f', math.max(0, amount) * UNITS[name]), USED[name], '', task_type)
+    end
+  end
+  redis.call('HSET', record, 'usage', cjson.encode(total))
+end
+
+-- Note how the attempt that the record names has ended (`outcome`), with its error, the tail of its log, JSON, and what
+-- it has used, JSON or ''; nobody knows that of a lost one.
+local function remember(record, attempts, seconds, outcome, error, log_tail, usage)
+  local attempt, worker, started, id, task_type = unpack(redis.call('HMGET', record,
+    'attempt', 'worker', 'started_at', 'id', 'task_type'))
+  local prefix = prefix_before(record, id)
   local entry = {attempt = tonumber(attempt), worker = worker or '', startedAt = tonumber(started or '0'),
     endedAt = tonumber(seconds), outcome = outcome}
   if error ~= '' then entry['error'] = cjson.decode(error) end
   if log_tail ~= '' then entry['logTail'] = log_tail end
+  if (usage or '') ~= '' then
+    entry['usage'] = cjson.decode(usage)
+    add_usage(record, prefix, task_type, entry['usage'])
+  end
   redis.call('HSET', attempts, attempt, cjson.encode(entry))
+  count(prefix, 1, 'attempts', outcome, task_type)
+  if outcome == 'succeeded' then observe(prefix, 'run', task_type, tonumber(seconds) - tonumber(started or seconds)) end
 end
-
--- The prefix of all keys, by the record of a task.
-local function prefix_before(record, id) return string.sub(record, 1, -#id - #'task:' - 1) end
 
 -- Whether a pipeline that has not ended needs the record: a later stage, or a resume, may read its result.
 -- Its end lets the record expire (pipeline_end.lua).
@@ -74,8 +100,9 @@ local function finish(record, events, attempts, dead, unfinished, cap, ttl, seco
   redis.call('HSET', record, 'state', state, 'finished_at', seconds, 'updated_at', seconds)
   if error ~= '' then redis.call('HSET', record, 'error', error) end
   redis.call('HDEL', record, 'tag', 'owner_token', 'cancel_requested', 'not_before', 'fetches')
-  local id, attempt = unpack(redis.call('HMGET', record, 'id', 'attempt'))
+  local id, attempt, task_type, queue = unpack(redis.call('HMGET', record, 'id', 'attempt', 'task_type', 'queue'))
   redis.call('SREM', unfinished, id)
+  if not tokens then count(prefix_before(record, id), 1, 'ended', state, task_type, queue or '') end
   local event = {event = 'state', state = state, attempt = tonumber(attempt or '0')}
   if error ~= '' then event['error'] = cjson.decode(error) end
   tell(events, cap, event)

@@ -25,6 +25,8 @@ redis.call('DEL', KEYS[4])
 redis.call('ZREM', KEYS[6], id)
 redis.call('SADD', KEYS[7], id)
 tell(KEYS[2], ARGV[2], {event = 'state', state = 'QUEUED'})
+local task_type, in_queue = unpack(redis.call('HMGET', KEYS[1], 'task_type', 'queue'))
+count(prefix_of(KEYS[3]), 1, 'submitted', '', task_type, in_queue or '')
 local pause = redis.call('HGET', KEYS[1], 'fallback_seconds')
 if pause then fall_back_in(KEYS[3], id, pause) end
 -- The queue may have been forgotten meanwhile, and with it what the name alone does not say.

@@ -36,10 +36,13 @@ if not state then
   redis.call('HSET', KEYS[1], 'id', ARGV[1], 'created_at', seconds, unpack(fields))
   redis.call('ZADD', KEYS[5], seconds, ARGV[1])
   redis.call('SADD', KEYS[8], ARGV[1])
+  local task_type, in_queue = unpack(redis.call('HMGET', KEYS[1], 'task_type', 'queue'))
+  count(prefix_of(KEYS[9]), 1, 'submitted', '', task_type, in_queue or '')
   state = 'QUEUED'
 end
-local schema, attempt, tag, worker, until_, failures, call, alone = unpack(redis.call('HMGET', KEYS[1],
-  'schema', 'attempt', 'tag', 'avoid_worker', 'avoid_until', 'failures', 'start_call', 'alone'))
+local schema, attempt, tag, worker, until_, failures, call, alone, task_type, queued_since, not_before = unpack(
+  redis.call('HMGET', KEYS[1], 'schema', 'attempt', 'tag', 'avoid_worker', 'avoid_until', 'failures', 'start_call',
+    'alone', 'task_type', 'updated_at', 'not_before'))
 alone = alone and 1 or 0
 attempt, failures = tonumber(attempt or '0'), tonumber(failures or '0')
 if tonumber(schema or '1') > tonumber(ARGV[7]) then return {'newer', state, attempt, failures, alone} end
@@ -69,6 +72,10 @@ if runs(state) then
     finish(KEYS[1], KEYS[4], KEYS[6], KEYS[7], KEYS[8], ARGV[6], ARGV[9], seconds, 'DEAD', error)
     return {'final', 'DEAD', attempt, failures, alone}
   end
+end
+count(prefix_of(KEYS[9]), 1, 'started', '', task_type)
+if state == 'QUEUED' and queued_since then
+  observe(prefix_of(KEYS[9]), 'wait', task_type, seconds - math.max(tonumber(queued_since), tonumber(not_before or '0')))
 end
 attempt = math.max(attempt + 1, tonumber(ARGV[5]))
 redis.call('HSET', KEYS[1], 'state', 'STARTING', 'attempt', attempt, 'worker', ARGV[2], 'owner_token', ARGV[3],

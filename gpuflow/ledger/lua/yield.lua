@@ -9,6 +9,7 @@
 -- ARGV[8] worker that is not to take it, or ''  ARGV[9] for how many seconds
 -- ARGV[10] cap of the event stream  ARGV[11] doorbell token seconds
 -- ARGV[12] 1: a warm session is to answer it by itself from now on
+-- ARGV[13] what the attempt has used, JSON (ledger.records.Usage), or ''
 --
 -- Returns 'queued'; 'cancel' (a user has asked for it: commit CANCELLED instead); 'refused': nothing was changed.
 local state, attempt, token = unpack(redis.call('HMGET', KEYS[1], 'state', 'attempt', 'owner_token'))
@@ -21,7 +22,7 @@ if string.sub(held, 1, cut - 1) ~= ARGV[2] or not raw then return 'refused' end
 if redis.call('HEXISTS', KEYS[1], 'cancel_requested') == 1 then return 'cancel' end
 local list = string.sub(held, cut + 1)
 local seconds = clock()
-remember(KEYS[1], KEYS[3], seconds, ARGV[4], ARGV[5], ARGV[6])
+remember(KEYS[1], KEYS[3], seconds, ARGV[4], ARGV[5], ARGV[6], ARGV[13])
 redis.call('HINCRBY', KEYS[1], ARGV[4] == 'failed' and 'failures' or 'preemptions', 1)
 redis.call('HSET', KEYS[1], 'state', 'QUEUED', 'updated_at', seconds)
 redis.call('HDEL', KEYS[1], 'tag', 'owner_token', 'worker', 'progress', 'not_before', 'avoid_worker', 'avoid_until')

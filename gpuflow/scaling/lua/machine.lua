@@ -2,16 +2,16 @@
 -- before it is done: whoever leads next finishes it, and the machine's id makes the second launch the first one.
 --
 -- KEYS[1] gpuflow.machines  KEYS[2] gpuflow.scaling.leader  KEYS[3] gpuflow.scaling.decisions
--- KEYS[4] worker:<id>  KEYS[5] worker:<id>:hb  KEYS[6] gpuflow.scaling
+-- KEYS[4] worker:<id>  KEYS[5] worker:<id>:hb  KEYS[6] gpuflow.scaling  KEYS[7] gpuflow.fleet
 -- ARGV[1] begin, note, end or forget  ARGV[2] machine id  ARGV[3] its record, JSON, or ''  ARGV[4] name of the leader
 -- ARGV[5] its epoch  ARGV[6] decision, JSON, or ''  ARGV[7] how many decisions are kept
--- ARGV[8..] counter, amount, ... to add in gpuflow.scaling
+-- ARGV[8] id of the fleet that the leader saw  ARGV[9..] counter, amount, ... to add in gpuflow.scaling
 --
 -- begin: the machine is about to be launched. note: its record has changed. end: it is about to be terminated, unless its
 -- worker lives; a worker that comes up after all is told to end. forget: it has been terminated.
--- Returns 'done', 'fenced' (the caller leads no more), 'alive' (its worker lives), 'there' or 'gone'.
+-- Returns 'done', 'fenced' (the caller leads no more, or the broker was flushed and is that of another fleet by now), 'alive' (its worker lives), 'there' or 'gone'.
 local SECONDS_OF_AN_ORDER = 86400
-if not leads(KEYS[2], ARGV[4], ARGV[5]) then return 'fenced' end
+if not leads(KEYS[2], ARGV[4], ARGV[5]) or redis.call('GET', KEYS[7]) ~= ARGV[8] then return 'fenced' end
 local there = redis.call('HEXISTS', KEYS[1], ARGV[2]) == 1
 if ARGV[1] == 'begin' and there then return 'there' end
 if ARGV[1] == 'note' and not there then return 'gone' end
@@ -26,6 +26,6 @@ if ARGV[1] == 'forget' then
 else
   redis.call('HSET', KEYS[1], ARGV[2], ARGV[3])
 end
-for i = 8, #ARGV, 2 do redis.call('HINCRBYFLOAT', KEYS[6], ARGV[i], ARGV[i + 1]) end
+for i = 9, #ARGV, 2 do redis.call('HINCRBYFLOAT', KEYS[6], ARGV[i], ARGV[i + 1]) end
 decided(KEYS[3], ARGV[6], tonumber(ARGV[7]))
 return 'done'

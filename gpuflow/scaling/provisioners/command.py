@@ -17,7 +17,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from gpuflow.scaling.provisioners import ProvisionerError, Wanted
+from gpuflow.scaling.provisioners import ProvisionerError, UnknownMachine, Wanted
 from gpuflow.terminal import clean
 
 #: Of what the program prints so much is read.
@@ -28,6 +28,8 @@ _END_SECONDS: Final = 5.0
 
 class CommandProvisioner:
     """Runs `command` for each call; `tag` names this fleet."""
+
+    listed_within_seconds = 10.0
 
     def __init__(self, command: Sequence[str], *, tag: str, timeout_seconds: float = 120.0) -> None:
         self._command = list(command)
@@ -49,6 +51,10 @@ class CommandProvisioner:
             return {str(one["id"]): str(one.get("family", "")) for one in answer["machines"]}
         except (KeyError, TypeError, AttributeError):
             raise self._error("list", 'its answer is not {"machines": [{"id": ..., "family": ...}]}') from None
+
+    def unknown(self) -> tuple[UnknownMachine, ...]:
+        """Return nothing: the program lists by the tag alone."""
+        return ()
 
     def _call(self, action: str, machine: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
         request: dict[str, Any] = {"schema": 1, "action": action, "fleet": self._tag}

@@ -1,7 +1,7 @@
 """Machines that are worker processes of this machine, in sessions of their own: they outlive the beat that began them.
 
-Each has a file `<state dir>/machines/<id>.json` with its process. The folder is the tag of the fleet; a lock on a file
-in it makes launching and terminating take turns, so that a second launch of one id finds the first.
+Each has a file `<state dir>/machines/<tag of the fleet>/<id>.json` with its process. A lock on a file of that folder
+makes launching and terminating take turns, so that a second launch of one id finds the first.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from typing import Any, Final
 import psutil
 
 from gpuflow.filelocks import holding
-from gpuflow.scaling.provisioners import ProvisionerError, Wanted
+from gpuflow.scaling.provisioners import ProvisionerError, UnknownMachine, Wanted
 from gpuflow.settings import Settings
 
 #: A worker that is terminated has drained, or never served; what is left of it has so many seconds.
@@ -33,10 +34,12 @@ _KEPT: Final = 200
 class LocalProcesses:
     """Workers of the broker `url` as processes, with the settings of this process."""
 
-    def __init__(self, settings: Settings, url: str) -> None:
+    listed_within_seconds = 10.0
+
+    def __init__(self, settings: Settings, url: str, tag: str) -> None:
         self._settings = settings
         self._url = url
-        self._folder = settings.state_dir / "machines"
+        self._folder = settings.state_dir / "machines" / tag
         self._children: list[subprocess.Popen[bytes]] = []
 
     def launch(self, wanted: Wanted) -> None:
@@ -81,6 +84,23 @@ class LocalProcesses:
         self._reap()
         found = {path.stem: self._read(path) for path in sorted(self._folder.glob("*.json"))}
         return {name: str(record.get("family", "")) for name, record in found.items() if _process(record) is not None}
+
+    def unknown(self) -> list[UnknownMachine]:
+        """Return the workers that run for other fleets of this state folder, or for an earlier broker."""
+        root = self._folder.parent
+        paths = [path for path in sorted([*root.glob("*.json"), *root.glob("*/*.json")]) if path.parent != self._folder]
+        records = [(path, self._read(path)) for path in paths]
+        return [
+            UnknownMachine(
+                id=path.stem,
+                family=str(record.get("family", "")),
+                fleet=path.parent.name if path.parent != root else "",
+                host=socket.gethostname(),
+                pid=process.pid,
+            )
+            for path, record in records
+            if (process := _process(record)) is not None
+        ]
 
     def _reap(self) -> None:
         """Take in what our children that have ended left, so that none stays a zombie."""

@@ -19,6 +19,7 @@ from gpuflow.logs import get_logger
 from gpuflow.protocol import Request
 from gpuflow.routing.requirement import Requirement
 from gpuflow.worker.child import Child
+from gpuflow.worker.engine_sockets import own_sockets
 from gpuflow.worker.handed_back import HandedBack
 from gpuflow.worker.sessions.keeper import Keeper
 from gpuflow.worker.sessions.logs import new_log
@@ -121,6 +122,11 @@ class Sessions:
         """Return the GPUs of the session in which a message has a place. Raises HandedBack where it has none."""
         return self._of(tag).hold
 
+    def sharers(self, tag: str) -> int:
+        """Return how many messages have a place in the session of this one; 1 where it has none any more."""
+        with self._lock:
+            return next((len(warm.places) for warm in self._warm if tag in warm.places), 1)
+
     def tags_on(self, uuid: str) -> list[str]:
         """Return the tags of the messages that a session on a GPU answers."""
         with self._lock:
@@ -187,16 +193,17 @@ class Sessions:
     def _open(self, warm: Warm, opening: Opening) -> None:
         """Begin the process of a session. Raises OSError; the session is expected then as before."""
         path = new_log(self._log_dir, opening.title)
-        child = Child(
-            list(opening.argv),
-            request=opening.line + "\n",
-            environment=opening.environment,
-            cwd=self._log_dir,
-            keep_open=warm.hold.fds if warm.hold is not None else (),
-            at_end=opening.at_end,
-            talks=True,
-            confinement=opening.confinement,
-        )
+        with own_sockets(opening.environment, opening.at_end, opening.confinement) as started:
+            child = Child(
+                list(opening.argv),
+                request=opening.line + "\n",
+                environment=started.environment,
+                cwd=self._log_dir,
+                keep_open=warm.hold.fds if warm.hold is not None else (),
+                at_end=started.at_end,
+                talks=True,
+                confinement=opening.confinement,
+            )
         session = Session(child, log_path=path, redactor=opening.redactor, on_end=self._ended)
         with self._lock:
             self.loads += 1

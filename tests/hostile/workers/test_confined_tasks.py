@@ -17,6 +17,9 @@ from tests.support.fleet import TestFleet, WorkerProcess
 from tests.support.users import User, launcher
 from tests.support.waiting import eventually, patient
 
+#: Uploads of checkpoints that the race is given.
+TRIES = 8
+
 
 def need_bubblewrap() -> None:
     if shutil.which("bwrap") is None:
@@ -166,6 +169,48 @@ def test_links_lead_a_worker_of_root_nowhere(fleet: TestFleet, as_ben: WorkerPro
     submit(command(sys.executable, "-c", plant), app=fleet.app).get(timeout=patient(60))
 
     assert victim.read_text() == "root's"
+
+
+def test_a_checkpoint_that_changes_into_links_while_root_uploads_it(
+    fleet: TestFleet, ben: User, open_folder: Path
+) -> None:
+    """The task exchanges folders of its checkpoints for links to files of root, over and over."""
+    victim, store, stop = open_folder / "victim", open_folder / "store", open_folder / "stop"
+    (victim / "sub").mkdir(parents=True)
+    for name in ("complete.json", "sub/a.bin"):
+        (victim / name).write_text("root's")
+        (victim / name).chmod(0o600)
+    env = {"GPUFLOW_CHILD_USER": ben.name, "PYTHONDONTWRITEBYTECODE": "1", "GPUFLOW_STORE_URL": store.as_uri()}
+    worker = WorkerProcess(
+        fleet.settings.redis_url or "", open_folder / "w", "w1", "--without-mingle", env=env, launcher=launcher()
+    )
+    fleet.workers.append(worker)
+    worker.ready()
+    body = f"""
+import itertools, shutil
+top = os.path.join(os.environ['CHECKPOINT_DIR'])
+for step in itertools.count(1):
+    one = os.path.join(top, f'checkpoint-{{step}}')
+    os.makedirs(one + '/sub')
+    open(one + '/sub/a.bin', 'w').write('mine')
+    open(one + '/complete.json', 'w').write('{{}}')
+    print(json.dumps({{'event': 'checkpoint', 'path': one, 'step': step}}), flush=True)
+    for _ in range(300):
+        for path, leads in ((one + '/sub', {str(victim / "sub")!r}), (one, {str(victim)!r})):
+            os.rename(path, path + '-own'); os.symlink(leads, path)
+            os.remove(path); os.rename(path + '-own', path)
+    if os.path.exists({str(stop)!r}):
+        break
+    shutil.rmtree(one)
+"""
+    task = submit(command(*script(body)), app=fleet.app)
+    eventually(lambda: worker.log().count("event=checkpoint_") >= TRIES, within=60, what="uploads that were tried")
+    stop.touch()
+    task.get(timeout=patient(60))
+
+    found = [path.read_text() for path in store.rglob("*") if path.is_file()]
+    assert "{}" in found or len(found) > 1, "its results are stored"
+    assert "root's" not in found
 
 
 def refused(fleet: TestFleet, folder: Path, *options: str, before: list[str] | None = None, **env: str) -> str:

@@ -139,6 +139,45 @@ def test_variables_that_a_reference_loads(fleet: TestFleet, worker: WorkerProces
     assert task.record().attempt == 1
 
 
+@pytest.mark.parametrize(
+    ("env", "cause"),
+    [
+        ({"MODE": "1", "LD_PRELOAD": "/tmp/x"}, "LD_PRELOAD cannot be set by a task"),
+        ({"pythonpath": "/tmp/x"}, "pythonpath cannot be set by a task"),
+        ({"PYTHONPATH": "${env:HOME}"}, "PYTHONPATH cannot be set by a task"),
+        ({"A=1": "x"}, "is no name of an environment variable"),
+        ([["LD_PRELOAD", "/tmp/x"]], "env must be a mapping"),
+        ("${env:HOME}", "env must be a mapping"),
+    ],
+    ids=["a name", "in small letters", "filled in by the child", "no name", "pairs", "a text"],
+)
+def test_variables_straight_from_redis(fleet: TestFleet, worker: WorkerProcess, env: Any, cause: str) -> None:
+    task = straight(fleet, {"taskType": "echo", "echo": {"output": 1}, "env": env})
+
+    with pytest.raises(TaskFailed, match=cause):
+        task.get(timeout=patient(30))
+    record = task.record()
+    assert record.attempt == 1
+    assert record.error is not None and record.error["type"] == "RefusedVariable"
+
+
+@pytest.mark.parametrize(
+    "second", [{"spec": {"env": "${a.result.output}"}}, {"spec": {}, "matrix": {"env": ["${a.result.output}"]}}]
+)
+def test_variables_that_a_stage_names(fleet: TestFleet, worker: WorkerProcess, second: dict[str, Any]) -> None:
+    """Of the names nothing is known before the first stage has ended."""
+    spec = fleet.echo()
+    stages = [
+        {"name": "a", "spec": {"echo": {"output": {"LD_PRELOAD": "/tmp/x"}}}},
+        {"name": "b", "dependsOn": ["a"], **second},
+    ]
+    run = submit_pipeline({"apiVersion": "gpuflow/v1", "spec": {**spec, "stages": stages}}, app=fleet.app)
+
+    eventually(lambda: run.record().state.final, within=60, what="the end of the pipeline")
+    assert str(run.record().state) == "FAILED"
+    assert "LD_PRELOAD cannot be set by a task" in json.dumps(run.status(), default=str)
+
+
 def test_code_in_one_stage_of_a_matrix(fleet: TestFleet, worker: WorkerProcess, tmp_path: Path) -> None:
     template = {
         "apiVersion": "gpuflow/v1",

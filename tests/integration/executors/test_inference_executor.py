@@ -7,6 +7,9 @@ import signal
 
 import pytest
 
+from tests.fixtures.executor_child import Child, request_json
+from tests.fixtures.hub import hub
+
 pytestmark = pytest.mark.ml
 
 PROMPTS = [
@@ -176,3 +179,33 @@ def test_sigterm_in_the_middle_cancels(start, tmp_path):
 
     assert (ended.code, ended.finish) == (143, {"status": "cancelled"})
     assert not (tmp_path / "out" / "responses.json").exists()
+
+
+def test_no_sequence_comes_twice_and_what_is_not_used_stands_in_the_result(run):
+    said = {"type": "list", "items": [{"prompt": "Good morning", "metadata": {"id": 7}}, {"prompt": "Hi", "other": 1}]}
+    greedy = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+    plain = run("inference", {"data": said, "inference": greedy})
+    once = run(
+        "inference",
+        {"data": said, "inference": {**greedy, "no_repeat_ngram_size": 1}, "model": {"vllm": {"max_model_len": 64}}},
+    )
+
+    assert _outputs(once) != _outputs(plain)
+    first, second = once.result["items"]
+    assert (first["input"], first["metadata"]) == ("Good morning", {"id": 7})
+    assert second["input"] == {"prompt": "Hi", "other": 1}
+    (warning,) = once.result["warnings"]
+    assert "model.vllm is not used: this task runs on the transformers engine" in warning
+    assert "warnings" not in plain.result
+
+
+def test_an_id_that_the_hub_does_not_have_is_not_tried_again(tmp_path):
+    model = {"source": {"type": "huggingface", "identifier": "ana/absent"}}
+    request = request_json("inference", {"data": _texts(["Hello"]), "model": model}, tmp_path / "out")
+    with hub(tmp_path, "ana/there") as address:
+        child = Child(request, {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "0"})
+        ended = child.end()
+        child.close()
+
+    assert (ended.error["type"], ended.error["retryable"]) == ("NotFound", False)
+    assert "check the name" in ended.error["message"]

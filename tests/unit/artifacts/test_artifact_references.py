@@ -242,6 +242,34 @@ def test_the_store_of_the_setting_is_the_default_destination_and_the_gateway_is_
     assert destination_store({}, settings) is None
 
 
+def test_http_without_a_url_is_the_gateway_then_the_store_then_an_error(settings: Settings) -> None:
+    http = {"output": {"destination": {"type": "http"}}}
+    shared = settings.model_copy(update={"store_url": "file:///shared"})
+    both = shared.model_copy(update={"gateway_url": "https://gate:8080"})
+
+    found = [destination_store(http, known) for known in (shared, both)]
+    assert [store and store.url("t/a") for store in found] == [
+        "file:///shared/t/a",
+        "https://gate:8080/api/v1/results/t/files/a",
+    ]
+    with pytest.raises(ArtifactError, match="GPUFLOW_STORE_URL"):
+        destination_store(http, settings)
+
+
+def test_a_callback_stores_nothing_but_at_the_fleets_own_service(settings: Settings) -> None:
+    gateway = settings.model_copy(update={"gateway_url": "https://gate:8080"})
+
+    def called(url: str) -> dict[str, object]:
+        return {"output": {"destination": {"type": "callback", "url": url}}}
+
+    assert destination_store(called("https://elsewhere/hook"), gateway) is None
+    assert destination_store(called("https://gate:8080/other"), gateway) is None
+    own = destination_store(called("https://gate:8080/api/v1/results"), gateway)
+    assert own is not None
+    assert own.url("t/a") == "https://gate:8080/api/v1/results/t/files/a"
+    assert destination_store({**called("https://h/${env:A}"), "secrets": ["A"]}, gateway, {"A": "key-123456"}) is None
+
+
 def test_the_token_goes_to_the_fleets_store_alone(settings: Settings) -> None:
     http = Settings(store_url="https://gate/api/v1/results", worker_token="token-0123456789")
 

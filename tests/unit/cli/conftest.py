@@ -22,6 +22,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPUFLOW_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("GPUFLOW_ENV_DIR", str(tmp_path / "environments"))
     monkeypatch.setenv("RESULTS_DIR", str(tmp_path / "results"))
+    monkeypatch.setenv("GPUFLOW_SUBMIT_TIMEOUT_SEC", "0.1")
     monkeypatch.chdir(tmp_path)
 
 

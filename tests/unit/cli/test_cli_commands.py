@@ -80,7 +80,9 @@ def test_an_unreachable_broker_is_one_line(invoke: Invoke, monkeypatch: pytest.M
     monkeypatch.setenv("REDIS_URL", "redis://:secret@127.0.0.1:1/0")
     told = invoke("queues")
     assert told.exit_code == 1
-    assert told.stderr.startswith("gpuflow: the broker cannot be reached")
+    waits, ends = told.stderr.splitlines()
+    assert waits.startswith("the broker does not answer") and "waiting 0.1 s for it" in waits
+    assert ends.startswith("gpuflow: the broker cannot be reached")
     assert "secret" not in told.stderr
 
 
@@ -267,3 +269,30 @@ def test_ctrl_c_has_its_own_exit_code(invoke: Invoke, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("gpuflow.fleet.hardware.probe", interrupted)
     assert invoke("hardware").exit_code == 130
+
+
+def test_validate_tells_warnings_beside_mistakes_and_where_results_go(invoke: Invoke, tmp_path: Path) -> None:
+    spec = {"taskType": "echo", "data": {"items": ["a"]}, "output": {"destination": {"type": "http"}}}
+    file = tmp_path / "theirs.json"
+    file.write_text(json.dumps({"apiVersion": "flowmesh/v1", "spec": {**spec, "colour": 1, "priority": 12}}))
+    told = json.loads(invoke("validate", str(file), "--json").stdout)
+    assert [one["path"] for one in told["mistakes"]] == ["spec.priority"]
+    assert {one["path"] for one in told["warnings"]} == {"spec.colour", "spec.output.destination"}
+    shown = invoke("validate", str(file))
+    assert shown.exit_code == 2
+    assert "warning: " in shown.stderr
+
+    file.write_text(json.dumps({"apiVersion": "flowmesh/v1", "spec": spec}))
+    assert "`gpuflow run` keeps them" in invoke("validate", str(file)).stderr
+    assert "`gpuflow run` keeps them" in invoke("explain", str(file)).stderr
+
+
+@pytest.mark.parametrize("accelerators", ["A100:H100:2", "A100:99999999999999999999"])
+def test_validate_and_explain_refuse_the_same_accelerators(invoke: Invoke, tmp_path: Path, accelerators: str) -> None:
+    file = tmp_path / "wrong.json"
+    resources = {"accelerators": accelerators}
+    file.write_text(json.dumps({"apiVersion": "gpuflow/v1", "spec": {"taskType": "echo", "resources": resources}}))
+    told = [invoke(command, str(file)) for command in ("validate", "explain")]
+    assert {one.exit_code for one in told} == {2}
+    assert len({one.stderr for one in told}) == 1
+    assert "spec.resources.accelerators" in told[0].stderr

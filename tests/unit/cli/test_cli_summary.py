@@ -126,3 +126,10 @@ def test_text_of(value: object, text: str) -> None:
 )
 def test_lines_of_logs(name: str, data: dict[str, Any], text: str | None) -> None:
     assert message(name, data) == text
+
+
+def test_what_is_missing_and_what_was_not_used_is_shown() -> None:
+    told = {"items": [], "missing_artifacts": ["plot.png", "logs"], "warnings": ["model.vllm is not used"]}
+    lines = stage_lines(StageSummary(name="ask", state="SUCCEEDED", result=told))
+    assert "  missing: plot.png, logs (asked for in output.artifacts)" in lines
+    assert "  warning: model.vllm is not used" in lines

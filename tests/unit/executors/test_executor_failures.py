@@ -51,7 +51,23 @@ CASES = [
         False,
     ),
     (_caused(OSError("not a local folder"), _named("RepositoryNotFoundError")("401")), "NotFound", False),
+    (
+        OSError("x/y is not a local folder and is not a valid model identifier listed on 'https://hub'"),
+        "NotFound",
+        False,
+    ),
     (_caused(OSError("couldn't connect"), _named("LocalEntryNotFoundError")("offline")), "Network", True),
+    (
+        _caused(OSError("couldn't connect"), _caused(_named("LocalEntryNotFoundError")("x"), _HTTPError(404))),
+        "NotFound",
+        False,
+    ),
+    (
+        _caused(OSError("couldn't connect"), _caused(_named("LocalEntryNotFoundError")("x"), _HTTPError(503))),
+        "Network",
+        True,
+    ),
+    (_caused(_named("ConnectError")("x"), _named("RemoteEntryNotFoundError", _HTTPError)(404)), "Network", True),
     (_caused(RuntimeError("could not save"), OSError(errno.ENOSPC, "full")), "DiskFull", True),
     (ConnectionResetError("reset by peer"), "Network", True),
     (TimeoutError("timed out"), "Network", True),

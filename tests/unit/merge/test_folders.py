@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,14 +25,14 @@ def test_threads_that_complete_one_caller_at_once_leave_one_whole_folder(
     warnings: list[str] = []
     monkeypatch.setattr(folders.log, "warning", lambda event, **data: warnings.append(f"{event} {data}"))
     together = threading.Barrier(THREADS)
-    link_tree = folders._link_tree
+    link_tree = folders.hold_tree
 
-    def link_at_once(source: Path, target: Path) -> None:
+    def link_at_once(*arguments: Any, **options: Any) -> None:
         together.wait(timeout=30)
-        link_tree(source, target)
+        link_tree(*arguments, **options)
         together.wait(timeout=30)
 
-    monkeypatch.setattr(folders, "_link_tree", link_at_once)
+    monkeypatch.setattr(folders, "hold_tree", link_at_once)
 
     def link(_: int) -> Path | None:
         return folders.link_results(tmp_path, "run", 1, "digest", "caller", single=True)

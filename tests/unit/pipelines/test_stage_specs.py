@@ -131,3 +131,10 @@ def test_items_of_several_tasks_are_joined_from_references() -> None:
     assert [item["index"] for item in joined["items"]] == list(range(11))
     assert joined["usage"] == {"n": 3}
     assert stage_result(results[:1], loader)["items"] == reference()
+
+
+def test_what_any_task_tells_is_told_of_the_stage():
+    results = [{"items": [1], "warnings": ["a", "b"]}, {"items": [2], "warnings": ["b"], "missing_artifacts": ["x"]}]
+    joined = stage_result(results, lambda value: value)
+    assert (joined["warnings"], joined["missing_artifacts"]) == (["a", "b"], ["x"])
+    assert "warnings" not in stage_result([{"items": [1]}, {"items": [2]}], lambda value: value)

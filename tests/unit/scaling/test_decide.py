@@ -51,6 +51,8 @@ def said(actions: tuple[Action, ...]) -> list[str]:
 OFF = {"enabled": False, "toggled_seconds": 1000.0}
 RAN = {"leases": 1, "idle_seconds": None}
 
+BUSY_80 = (worker(capability=GPU80, **RAN),)
+
 TABLE: dict[str, tuple[Snapshot, Policy, list[str]]] = {
     "an empty fleet": (Snapshot(), Policy(), []),
     "an idle worker is disabled": (
@@ -69,6 +71,26 @@ TABLE: dict[str, tuple[Snapshot, Policy, list[str]]] = {
         Snapshot(workers=(worker("a", cost_per_hour=1), worker("b", cost_per_hour=9))),
         Policy(),
         ["disable b"],
+    ),
+    "a family that -Q keeps from a queue is not launched for it": (
+        Snapshot(demands=(demand(ASK_GPU, 9),)),
+        Policy(families=(family("a", families=("cpu",)), family("b", families=("gpu",), cost_per_hour=9, most=1))),
+        ["launch b"],
+    ),
+    "two long tasks are a backlog, whatever the threshold": (
+        Snapshot(workers=BUSY_80, demands=(demand(ASK_GPU, 2, running=1, task_seconds=3600.0),)),
+        Policy(families=(family(),)),
+        ["launch gpu", "launch gpu"],
+    ),
+    "four short ones are none": (
+        Snapshot(workers=BUSY_80, demands=(demand(ASK_GPU, 4, running=1, task_seconds=5.0),)),
+        Policy(families=(family(),)),
+        [],
+    ),
+    "nor are a few of which nobody knows how long they take": (
+        Snapshot(workers=BUSY_80, demands=(demand(ASK_GPU, 4, running=1),)),
+        Policy(families=(family(),)),
+        [],
     ),
     "a busy one is left alone": (Snapshot(workers=(worker(**RAN), worker("w2", **RAN))), Policy(min_active=0), []),
     "one that idles for less than the cool-down since it was toggled": (

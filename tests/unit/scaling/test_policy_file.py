@@ -9,7 +9,8 @@ import pytest
 from gpuflow.errors import InvalidSettings
 from gpuflow.routing.capability import Capability
 from gpuflow.routing.requirement import Requirement
-from gpuflow.scaling.fitting import fits, places
+from gpuflow.scaling.fitting import Place, fits, places
+from gpuflow.scaling.model import Demand
 from gpuflow.scaling.policy_file import LoadedPolicy, load_policy
 from gpuflow.settings import Settings
 
@@ -59,6 +60,41 @@ def test_a_whole_policy(tmp_path: Path) -> None:
     assert launching.worker_options == ("-Q", "gpu", "--max-jobs", "4", "--label", "zone=a", "--cost", "12")
 
 
+AWS = """
+schema: 1
+families:
+  - name: a10
+    provisioner:
+      kind: aws
+      instance:
+        {region: eu-west-1, image: ami-12ab, types: [g5.xlarge, g6.xlarge], subnets: [subnet-1a], userData: run.sh}
+    capability: {gpus: [{name: A10G, memory: 24GB}], cpus: 4, memory: 16GiB}
+    max: 4
+"""
+
+
+def test_instances_of_aws(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text("#!/bin/sh\n@WORKER_COMMAND@\n")
+    instance = load(tmp_path, AWS).launching[0].instance
+    assert instance is not None and instance.types == ("g5.xlarge", "g6.xlarge")
+    assert instance.user_data == script.read_text()
+    script.write_text("#!/bin/sh\ntrue\n")
+    with pytest.raises(InvalidSettings, match="must hold @WORKER_COMMAND@"):
+        load(tmp_path, AWS)
+    script.unlink()
+    with pytest.raises(InvalidSettings, match="cannot be read"):
+        load(tmp_path, AWS)
+    for old, new, cause in (
+        ("eu-west-1", "somewhere", "region"),
+        ("g5.xlarge", "'g5;xlarge'", "types.0"),
+        ("image: ami-12ab, ", "", "give a launchTemplate, or image"),
+        ("kind: aws", "kind: local", "kind aws has an `instance`"),
+    ):
+        with pytest.raises(InvalidSettings, match=cause):
+            load(tmp_path, AWS.replace(old, new))
+
+
 def test_the_settings_alone(tmp_path: Path) -> None:
     loaded = load_policy(Settings(), lambda: HERE)
     assert loaded.policy.families == () and loaded.policy.min_active == 1
@@ -67,6 +103,24 @@ def test_the_settings_alone(tmp_path: Path) -> None:
 def test_the_shipped_preset_is_this_machine() -> None:
     loaded = load_policy(Settings(scaling_policy="local"), lambda: HERE)
     assert [family.capability for family in loaded.policy.families] == [HERE]
+
+
+def options(text: str, more: str = "") -> str:
+    also = f", {more}" if more else ""
+    return f"schema: 1\nfamilies: [{{name: a, provisioner: {{kind: local}}, max: 1, workerOptions: [{text}]{also}}}]"
+
+
+def test_what_the_options_of_its_workers_say_is_known_of_a_family(tmp_path: Path) -> None:
+    text = options('-Q, "gpu-a100,cpu,mail", --label, zone=b, --max-jobs=3, -c, "8"')
+    (family,) = load(tmp_path, text).policy.families
+    assert (family.families, family.plain_queues) == (("gpu-a100", "cpu"), ("mail",))
+    assert family.capability.labels == (("zone", "b"),) and family.slots == 3
+    place = Place.of_family(family, 1)
+    assert place.serves(Demand(queue="cpu", requirement=Requirement()))
+    assert not place.serves(Demand(queue="cpu.team=a", requirement=Requirement(labels=(("team", "a"),))))
+    assert place.serves(Demand(queue="mail")) and not place.serves(Demand(queue="tasks"))
+    (family,) = load(tmp_path, options("-Q, mail")).policy.families
+    assert not Place.of_family(family, 1).serves(Demand(queue="cpu", requirement=Requirement()))
 
 
 @pytest.mark.parametrize(
@@ -83,6 +137,15 @@ def test_the_shipped_preset_is_this_machine() -> None:
             "schema: 1\nfamilies: [{name: a, provisioner: {kind: command, command: [x]}, max: 1}]",
             "capability is missing",
         ),
+        (
+            "schema: 1\nfamilies: [{name: a, provisioner: {kind: container}, capability: {}, max: 1}]",
+            "kind container has a `container`",
+        ),
+        (
+            "schema: 1\nfamilies: [{name: a, provisioner: {kind: container, container: {image: --privileged}}, "
+            "capability: {}, max: 1}]",
+            "container.image",
+        ),
         ("schema: 1\nfamilies: [{name: a, provisioner: {kind: magic}, max: 1}]", "provisioner.kind"),
         (
             "schema: 1\nfamilies: [{name: a, provisioner: {kind: local}, max: 1}, "
@@ -93,6 +156,16 @@ def test_the_shipped_preset_is_this_machine() -> None:
         ("schema: 1\nbudgetPerHour: .nan", "budgetPerHour"),
         ("schema: 1\ndisableQueueMax: 9", "must not be above enableThreshold"),
         ("schema: [", "policy.yaml"),
+        (options("--executors, echo"), "cannot have; which task types"),
+        (options("-X, celery"), "name with -Q"),
+        (options("--name, x"), "name of its worker"),
+        (options("--no-such-option"), "cannot be read: No such option"),
+        (options("-Q"), "cannot be read"),
+        (options("gpu"), "of no option"),
+        (options("--label, fast"), "not of the form key=value"),
+        (options('--max-jobs, "0"'), "a count from 1 up"),
+        (options('--gpus, "0"'), "say with `capability`"),
+        (options('--max-jobs, "2"', "maxJobs: 2"), "given twice"),
     ],
 )
 def test_mistakes_are_named(text: str, cause: str, tmp_path: Path) -> None:

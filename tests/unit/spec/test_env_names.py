@@ -10,6 +10,7 @@ from gpuflow.errors import InvalidTemplate
 from gpuflow.spec import parse
 from gpuflow.spec.checking import canonical
 from gpuflow.spec.env_names import first_problem, problem_of
+from gpuflow.spec.references import pick
 
 REFUSED = [
     *(
@@ -64,12 +65,48 @@ def test_a_variable_that_changes_how_programs_start_is_refused(name: str, versio
         {**ECHO, "graph": {"nodes": [{"name": "a", "spec": {**ECHO, "env": {"PYTHONPATH": "${env:HERE}"}}}]}},
         {**ECHO, "stages": [{"name": "a", "spec": {}, "matrix": {"env.PYTHONPATH": ["/x"]}}]},
         {**ECHO, "stages": [{"name": "a", "spec": {}, "matrix": {"env": [{"PYTHONPATH": "/x"}]}}]},
+        {**ECHO, "env": {"MODE": "1"}, "stages": [{"name": "a", "spec": {"env": {"PYTHONPATH": "/x"}}}]},
+        {**ECHO, "env": {"MODE": "1"}, "stages": [{"name": "a", "spec": {}, "matrix": {"env.pythonPath": ["/x"]}}]},
+        {**ECHO, "env": {"PYTHONPATH": None}, "stages": [{"name": "a", "spec": {"env": {"PYTHONPATH": "/x"}}}]},
     ],
-    ids=["stage", "base", "graph", "matrix of a name", "matrix of env"],
+    ids=[
+        *("stage", "base", "graph", "matrix of a name", "matrix of env", "stage over base", "matrix over base"),
+        "base and stage",
+    ],
 )
 def test_in_every_form(spec: dict[str, Any]) -> None:
-    with pytest.raises(InvalidTemplate, match="PYTHONPATH"):
+    with pytest.raises(InvalidTemplate, match=r"(?i)PYTHONPATH cannot be set by a task"):
         parse(template(spec))
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        {"spec": {"env": "${a.result.output}"}},
+        {"spec": {}, "matrix": {"env": ["${a.result.output}"]}},
+    ],
+    ids=["env", "a value of a matrix"],
+)
+def test_what_a_stage_gave_is_judged_when_it_is_there(stage: dict[str, Any]) -> None:
+    """The names may come from a stage's result: of them nothing is known when the template is read."""
+    first = {"name": "a", "spec": {"echo": {"output": 1}}}
+    made = {"output": {"LD_PRELOAD": "/x"}}
+    parsed = parse(template({**ECHO, "stages": [first, {"name": "b", "dependsOn": ["a"], **stage}]}))
+
+    with pytest.raises(InvalidTemplate, match="LD_PRELOAD cannot be set by a task"):
+        parsed.stages[1].tasks(lambda reference: pick(made, reference))
+
+
+@pytest.mark.parametrize("name", ["A=B", "A\0B", ""])
+def test_what_is_no_name_is_refused_by_the_worker_too(name: str) -> None:
+    assert "is no name of an environment variable" in (first_problem([name]) or "")
+
+
+@pytest.mark.parametrize("name", ["${a.result.output}", "PYTHON${a.result.output}", "${env:NAME}", "A B", ""])
+def test_a_name_is_not_put_together(name: str) -> None:
+    first = {"name": "a", "spec": {"echo": {"output": 1}}}
+    with pytest.raises(InvalidTemplate, match="is no name of an environment variable"):
+        parse(template({**ECHO, "stages": [first, {"name": "b", "spec": {"env": {name: "x"}}}]}))
 
 
 def test_at_dispatch_too() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gpuflow.errors import InvalidTemplate
-from gpuflow.spec import canonical
+from gpuflow.spec import canonical, parse
 from gpuflow.spec.ranks import most_gpus
 
 BASE = {"taskType": "sft", "model": {"source": {"identifier": "example/base"}}, "data": {"items": ["a"]}}
@@ -75,3 +75,12 @@ def test_what_can_never_work_is_refused(resources, training, says):
 
     assert "training.nproc_per_node" in str(caught.value)
     assert says in str(caught.value)
+
+
+def test_gpus_that_would_idle_are_told():
+    def told(count, **training):
+        template = parse({"apiVersion": "gpuflow/v1", "spec": spec({"accelerators": f"A100:{count}"}, **training)})
+        return [one.message for one in template.warnings]
+
+    assert "trains on one" in told(2, allow_multi_gpu=False)[0]
+    assert told(1, allow_multi_gpu=False) == told(2, allow_multi_gpu=True) == []

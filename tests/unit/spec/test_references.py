@@ -17,6 +17,8 @@ from gpuflow.spec.references import (
     resolve,
     resolve_env,
 )
+from gpuflow.spec.report import Findings
+from gpuflow.spec.stages import collect_references
 
 RESULTS = {"ask": {"items": [{"output": "hi", "n": 3}], "none": None, "ok": True}, "tune": {"loss": 0.5}}
 LOOKALIKES = ["${env:A}", "$${env:A}", "${a.b}", "$", "{"]
@@ -91,7 +93,7 @@ def test_resolve(text, value):
         ("${ask.items[4]}", r"ask.result.items has 1 entries, so there is no \[4\]"),
         ("${ask.itens}", "ask.result has no 'itens'; it has items, none, ok"),
         ("${tune.loss.value}", "tune.result.loss is a number, so it has no 'value'"),
-        ("${ask.items.output}", "is a list; name an entry"),
+        ("${ask.items.outputs}", r"ask.result.items\[0\] has no 'outputs'"),
         ("${ask.none.x}", "is null"),
         ("x ${ask}", "whole result"),
         ("x ${ask.items", "not closed"),
@@ -136,3 +138,13 @@ def test_find_references():
 def test_any_text_resolves_or_says_why(text):
     with contextlib.suppress(UnresolvedReference):
         resolve(text, lambda reference: 1)
+
+
+@pytest.mark.parametrize(("text", "found", "mistakes"), [("${a.b}${a.c}", 2, 0), ("${}", 0, 1)])
+def test_what_a_text_repeats_is_collected_once(text, found, mistakes):
+    noted = Findings()
+
+    _, references = collect_references({"x": text * 5000, "y": [text]}, noted, foreign=False)
+
+    assert len(references) == 2 * found, "once for each place"
+    assert len(noted.mistakes) == 2 * mistakes

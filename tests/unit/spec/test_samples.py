@@ -13,19 +13,19 @@ from gpuflow.spec.sections import TRAINING_SCHEMAS
 
 SAMPLES = {
     "pipeline": 0,
-    "flowmesh_all_arguments": 6,
+    "flowmesh_all_arguments": 1,
     "flowmesh_conditional": 0,
-    "flowmesh_graph": 0,
-    "flowmesh_lora_then_inference": 0,
+    "flowmesh_graph": 1,
+    "flowmesh_lora_then_inference": 1,
     "mloc_cpu_inference": 0,
     "mloc_infer_then_dpo": 4,
     "mloc_ppo": 4,
-    "mloc_rag": 1,
+    "mloc_rag": 2,
     "mloc_sft_multi_gpu": 2,
 }
 
 RESULTS = {
-    "adapt": {"final_lora_archive": "http://host/lora.tar.gz"},
+    "adapt": {"final_lora_archive": "/there/lora.tar.gz", "final_lora_archive_url": "http://host/lora.tar.gz"},
     "pros": {"items": [{"output": "fast"}]},
     "cons": {"items": [{"output": "loud"}]},
     "first": {"items": [{"output": "skip-me"}]},
@@ -41,11 +41,11 @@ def lookup(reference):
 
 
 @pytest.mark.parametrize(("name", "warnings"), SAMPLES.items())
-def test_samples_are_read_with_every_unknown_field_listed(templates, name, warnings):
+def test_samples_are_read_with_everything_that_differs_told(templates, name, warnings):
     template = parse(templates / f"{name}.yaml")
 
     assert len(template.warnings) == warnings, template.warnings
-    assert all(one.line and "not used" in one.message for one in template.warnings)
+    assert all(one.line and one.message for one in template.warnings)
 
 
 @pytest.mark.parametrize("name", SAMPLES)
@@ -72,7 +72,9 @@ def test_the_same_fields_in_gpuflow_v1_are_mistakes(templates):
 
     with pytest.raises(Exception, match="unknown field") as caught:
         parse_text(text.replace("flowmesh/v1", "gpuflow/v1"), "x")
-    assert len(caught.value.mistakes) == SAMPLES["flowmesh_all_arguments"]
+    assert {one.path.rsplit(".", 1)[-1] for one in caught.value.mistakes} == {
+        "swap_space", "rope_scaling", "templates", "metadata",
+    }  # fmt: skip
 
 
 def test_the_pipeline_sample(templates):
@@ -101,7 +103,8 @@ def test_shapes_of_public_templates_become_ours(templates):
     def spec(name, stage=0):
         return parse(templates / f"{name}.yaml").stages[stage].tasks(lookup)[0]
 
-    assert spec("flowmesh_graph", 2)["data"] == {"type": "list", "items": ["Pros:\nfast\n\nCons:\nloud\n\nWeigh both."]}
+    (briefing,) = spec("flowmesh_graph", 2)["data"]["items"]
+    assert briefing.splitlines()[1:] == ["• Pros: fast", "• Cons: loud", "Weigh both."]
     assert spec("flowmesh_conditional", 2)["data"]["items"] == ["skip-me"]
     assert spec("mloc_infer_then_dpo", 1)["data"] == {
         "type": "jsonl",

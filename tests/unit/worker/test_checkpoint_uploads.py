@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -13,12 +14,13 @@ from unittest.mock import Mock
 import pytest
 
 from gpuflow.artifacts.checkpoint_store import newest_stored
+from gpuflow.artifacts.destination import is_at
 from gpuflow.artifacts.local_store import LocalStore
 from gpuflow.artifacts.throttle import Throttle
 from gpuflow.errors import ArtifactError
 from gpuflow.protocol import CHECKPOINT_MARKER
 from gpuflow.worker import checkpoint_uploads
-from gpuflow.worker.checkpoint_uploads import CheckpointUploads, _is_here
+from gpuflow.worker.checkpoint_uploads import CheckpointUploads
 from tests.support.waiting import eventually
 
 TASK = "task-1"
@@ -41,8 +43,8 @@ def begin(store: LocalStore, tmp_path: Path) -> Iterator[Callable[..., Checkpoin
     started: list[CheckpointUploads] = []
 
     def start(into: Any = store, **options: Any) -> CheckpointUploads:
-        options = {"wanted": lambda: True, **options}
-        started.append(CheckpointUploads(into, tmp_path / "checkpoints", task_id=TASK, attempt=1, **options))
+        options = {"within": tmp_path, "task_id": TASK, "attempt": 1, "wanted": lambda: True, **options}
+        started.append(CheckpointUploads(into, tmp_path / "checkpoints", **options))
         started[-1].start()
         return started[-1]
 
@@ -160,8 +162,8 @@ def test_a_checkpoint_that_the_trainer_removes_meanwhile_is_stored_all_the_same(
     assert list((tmp_path / "checkpoints").iterdir()) == [], "nothing is left of it here"
 
 
-def test_on_a_disk_without_hard_links_it_is_no_trouble_either(begin, store, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint_uploads.os, "link", Mock(side_effect=OSError(errno.ENOTSUP, "no links")))
+def test_on_a_disk_without_hard_links_it_is_copied(begin, store, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "link", Mock(side_effect=OSError(errno.ENOTSUP, "no links")))
     told: list[str] = []
     slow = Slow(store)
     uploads = begin(slow, tell=told.append)
@@ -174,8 +176,8 @@ def test_on_a_disk_without_hard_links_it_is_no_trouble_either(begin, store, tmp_
     slow.gate.set()
     uploads.finish(upload=True)
 
-    assert steps(store) == {"checkpoint-20"}
-    assert told == ["checkpoint-20 is stored: another machine can go on from it"]
+    assert steps(store) == {"checkpoint-10", "checkpoint-20"}
+    assert told == [f"checkpoint-{step} is stored: another machine can go on from it" for step in (10, 20)]
 
 
 def test_a_failure_is_told_and_tried_again(begin, store, tmp_path):
@@ -242,9 +244,9 @@ def test_the_last_upload_ends_with_the_time_of_the_notice(begin, store, tmp_path
 
 
 def test_a_store_that_is_the_results_folder_is_known(store, tmp_path):
-    url = store.url(f"{TASK}/attempt-1/checkpoints")
+    name = f"{TASK}/attempt-1/checkpoints"
     (tmp_path / "link").symlink_to(tmp_path / "store")
 
-    assert _is_here(url, tmp_path / "link" / TASK / "attempt-1" / "checkpoints")
-    assert not _is_here(url, tmp_path / "results" / TASK / "attempt-1" / "checkpoints")
-    assert not _is_here("s3://bucket/x", tmp_path)
+    assert is_at(store, name, tmp_path / "link" / name)
+    assert not is_at(store, name, tmp_path / "results" / name)
+    assert not is_at(Mock(url=lambda name: f"s3://bucket/{name}"), name, tmp_path)

@@ -145,3 +145,20 @@ def test_entries_that_are_none_are_left_to_the_child(run: Run) -> None:
 
     assert str(children["a"].error) == "child a has no spec; give an object"
     assert children["b"].error is None
+
+
+@pytest.mark.parametrize(
+    "env", [{"LD_PRELOAD": "/x"}, {"PythonPath": "/x"}, ["LD_PRELOAD"], "LD_PRELOAD=/x", 1], ids=str
+)
+def test_a_variable_that_no_task_may_set_fails_its_caller_alone(run: Run, env: Any) -> None:
+    prepared = run({"id": "good", "spec": {"env": {"MODE": "a"}}}, {"id": "bad", "spec": {"env": env}})
+
+    good, bad = prepared.request.spec["merge_children"]
+    assert bad["error"]["type"] == "RefusedVariable"
+    assert "error" not in good
+    assert prepared.environment["MODE"] == "a"
+    assert not [
+        name
+        for name in prepared.environment
+        if name.upper() in ("LD_PRELOAD", "PYTHONPATH") and "/x" in prepared.environment[name]
+    ]

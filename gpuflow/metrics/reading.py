@@ -1,0 +1,153 @@
+"""Reads all that the metrics tell of a fleet, in four round trips. Read-only."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from redis.exceptions import ResponseError
+
+from gpuflow.broker.keys import RECONCILED_AT, Keys
+from gpuflow.broker.leases import UNSWEPT_SECONDS
+from gpuflow.broker.priorities import queue_of
+from gpuflow.broker.scripts import load_script, script_text
+from gpuflow.fleet.registry import Fleet, WorkerEntry
+from gpuflow.fleet.serving import serving_classes
+from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUE
+from gpuflow.routing.queues import is_demand_queue
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueueReading:
+    """A queue: how many tasks wait and run, how long the oldest has waited (seconds), how many workers serve it."""
+
+    name: str
+    waiting: int
+    running: int
+    oldest_seconds: float
+    workers: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Readings:
+    """One look at a fleet. `info` is what the server tells of itself, empty where this login may not ask."""
+
+    now: float
+    counts: Mapping[str, str]
+    merge: Mapping[str, str]
+    scaling: Mapping[str, str]
+    repairs: Mapping[str, str]
+    merge_kept: int
+    unfinished: int
+    delayed: int
+    dead: int
+    unreadable: int
+    leases: int
+    lost_leases: int
+    is_led: bool
+    machines: tuple[Mapping[str, Any], ...]
+    workers: tuple[WorkerEntry, ...]
+    queues: tuple[QueueReading, ...]
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def reconciled_at(self) -> float:
+        """When the reconciler ran last, in Unix seconds; 0: never."""
+        return float(self.counts.get(RECONCILED_AT) or 0)
+
+
+def read(client: Any, keys: Keys, plain_queue: str) -> Readings:
+    """Read the fleet; `client` must decode, `plain_queue` is that of plain Celery tasks. Raises redis errors."""
+    pipe = client.pipeline(transaction=False)
+    pipe.time()
+    for key in (keys.metrics, keys.merge, keys.scaling, keys.repairs, keys.machines, keys.owners):
+        pipe.hgetall(key)
+    for key in (keys.merge_results, keys.delayed, keys.dead):
+        pipe.zcard(key)
+    pipe.scard(keys.unfinished)
+    pipe.llen(keys.unreadable)
+    pipe.zrange(keys.leases, 0, -1, withscores=True)
+    pipe.hget(keys.scaling_leader, "until")
+    pipe.info()
+    answers = pipe.execute(raise_on_error=False)
+    *answers, info = answers
+    for answer in answers:
+        if isinstance(answer, Exception):
+            raise answer
+    (seconds, micros), counts, merge, scaling, repairs, machines, owners, kept, delayed, dead, *rest = answers
+    unfinished, unreadable, ends, led_until = rest
+    if isinstance(info, Exception):
+        if not isinstance(info, ResponseError):
+            raise info
+        info = {}  # this login may not ask
+    now = seconds + micros / 1e6
+    workers = tuple(Fleet(client, keys).workers())
+    live = {tag for tag, end in ends if end > now - UNSWEPT_SECONDS}
+    running, lost = _held(owners, live, keys.prefix)
+    return Readings(
+        now=now,
+        counts=counts,
+        merge=merge,
+        scaling=scaling,
+        repairs=repairs,
+        merge_kept=kept,
+        unfinished=unfinished,
+        delayed=delayed,
+        dead=dead,
+        unreadable=unreadable,
+        leases=len(live),
+        lost_leases=len(ends) - len(live),
+        is_led=float(led_until or 0) > now,
+        machines=tuple(json.loads(text) for text in machines.values()),
+        workers=workers,
+        queues=_queues(client, keys, plain_queue, workers, running, lost),
+        info=info,
+    )
+
+
+def _held(owners: Mapping[str, str], live: set[str], prefix: str) -> tuple[Counter[str], Counter[str]]:
+    """Return how many messages of each queue are held, and how many were lost and wait for a sweep."""
+    running: Counter[str] = Counter()
+    lost: Counter[str] = Counter()
+    for tag, owner in owners.items():
+        queue = queue_of(owner.partition("\n")[2].removeprefix(prefix))
+        (running if tag in live else lost)[queue] += 1
+    return running, lost
+
+
+def _queues(
+    client: Any,
+    keys: Keys,
+    plain_queue: str,
+    workers: tuple[WorkerEntry, ...],
+    running: Counter[str],
+    lost: Counter[str],
+) -> tuple[QueueReading, ...]:
+    """Return every queue in which something waits or runs, and those that are always there."""
+    step = load_script("gpuflow.scaling", "depths", script_text("gpuflow.broker", "common"))
+    named = {CONTROL_QUEUE, NOTICE_QUEUE, plain_queue, *running, *lost}
+    named |= {queue for worker in workers for queue in worker.queues if not is_demand_queue(queue)}
+    time_text, _, *rows = step(client, [keys.ready, keys.sweep], sorted(named))
+    able = [worker for worker in workers if worker.is_there and worker.takes_work]
+    present = [worker for worker in workers if worker.is_there]
+    serving = serving_classes(able, {row[0]: row[1] or None for row in rows if is_demand_queue(row[0])})
+    by_class = Counter(worker.class_name for worker in able)
+    by_name = Counter(queue for worker in able for queue in set(worker.queues) if not is_demand_queue(queue))
+    found = []
+    for name, _, _, oldest, *depths in rows:
+        served_by = sum(by_class[one] for one in serving.get(name, ())) if is_demand_queue(name) else by_name[name]
+        if name in (CONTROL_QUEUE, NOTICE_QUEUE):
+            served_by = len(present)
+        found.append(
+            QueueReading(
+                name=name,
+                waiting=sum(map(int, depths)) + lost[name],
+                running=running[name],
+                oldest_seconds=max(0.0, float(time_text) - float(oldest)) if oldest else 0.0,
+                workers=served_by,
+            )
+        )
+    return tuple(found)

@@ -1,0 +1,121 @@
+"""What is kept of schedules in Redis: the schedules themselves, and how far each has come."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from gpuflow.broker.keys import Keys
+from gpuflow.errors import GPUFlowError, InvalidTemplate
+from gpuflow.schedules.cron import Cron, parse_cron
+
+MOST_SCHEDULES: Final = 1000
+#: Most bytes of one template, as JSON: large data belongs into a store.
+MOST_TEMPLATE_BYTES: Final = 1 << 20
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """A template and when it is submitted; `created_at` is in Unix seconds: what was due before is not made up for."""
+
+    name: str
+    cron: str
+    zone: str = "UTC"
+    owner: str = ""
+    created_at: float = 0.0
+    template: Mapping[str, Any] = field(default_factory=dict)
+
+    def parsed(self) -> Cron:
+        """Return its cron expression, read. Raises InvalidTemplate."""
+        return parse_cron(self.cron, self.zone)
+
+    def to_json(self) -> str:
+        """Return the record."""
+        data = {"cron": self.cron, "zone": self.zone, "owner": self.owner, "createdAt": self.created_at}
+        return json.dumps({**data, "template": self.template})
+
+    @classmethod
+    def from_json(cls, name: str, text: str) -> Schedule:
+        """Read a record. Raises ValueError, KeyError, TypeError."""
+        data = json.loads(text)
+        return cls(
+            name=name,
+            cron=str(data["cron"]),
+            zone=str(data["zone"]),
+            owner=str(data["owner"]),
+            created_at=float(data["createdAt"]),
+            template=dict(data["template"]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LastRun:
+    """The last time at which a schedule was due, in Unix seconds, and what came of it."""
+
+    due: float = 0.0
+    pipeline: str = ""
+    error: str = ""
+
+
+class ScheduleStore:
+    """The schedules of one fleet; `client` must decode responses. Every call raises redis errors."""
+
+    def __init__(self, client: Any, keys: Keys) -> None:
+        self._client = client
+        self._keys = keys
+
+    def now(self) -> float:
+        """Return the time of the server: that of every beat."""
+        seconds, micros = self._client.time()
+        return float(seconds) + float(micros) / 1e6
+
+    def put(self, schedule: Schedule, *, replace: bool = False) -> None:
+        """Keep a schedule. Raises InvalidTemplate for a bad one, GPUFlowError where its name is taken."""
+        if not _NAME.fullmatch(schedule.name):
+            raise InvalidTemplate(
+                f"schedule {schedule.name[:80]!r} cannot be named so; give up to 64 letters, digits, '.', '_' or '-'"
+            )
+        schedule.parsed()
+        text = schedule.to_json()
+        if len(text) > MOST_TEMPLATE_BYTES:
+            raise InvalidTemplate(
+                f"schedule {schedule.name!r} is too large ({len(text)} bytes); put its data into a store, as data.url"
+            )
+        if self._client.hlen(self._keys.schedules) >= MOST_SCHEDULES:
+            raise GPUFlowError(f"there are {MOST_SCHEDULES} schedules; remove one: gpuflow schedules remove NAME")
+        if replace:
+            self._client.hset(self._keys.schedules, schedule.name, text)
+        elif not self._client.hsetnx(self._keys.schedules, schedule.name, text):
+            raise GPUFlowError(
+                f"schedule {schedule.name!r} is there already; give another --name, or --replace to replace it"
+            )
+
+    def remove(self, name: str) -> bool:
+        """Remove a schedule; say whether it was there. What it has submitted stays."""
+        with self._client.pipeline(transaction=True) as pipe:
+            pipe.hdel(self._keys.schedules, name)
+            pipe.hdel(self._keys.schedule_runs, name)
+            return bool(pipe.execute()[0])
+
+    def texts(self) -> dict[str, str]:
+        """Return the records of all schedules, unread, by name."""
+        return dict(sorted(self._client.hgetall(self._keys.schedules).items()))
+
+    def runs(self) -> dict[str, LastRun]:
+        """Return how far each schedule has come."""
+        found = {}
+        for name, text in self._client.hgetall(self._keys.schedule_runs).items():
+            data = json.loads(text)
+            found[name] = LastRun(
+                due=float(data["due"]), pipeline=str(data.get("pipeline", "")), error=str(data.get("error", ""))
+            )
+        return found
+
+    def note(self, name: str, run: LastRun) -> None:
+        """Note how far a schedule has come."""
+        text = json.dumps({"due": run.due, "pipeline": run.pipeline, "error": run.error})
+        self._client.hset(self._keys.schedule_runs, name, text)

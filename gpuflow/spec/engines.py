@@ -1,0 +1,59 @@
+"""What `inference` asks of an engine: fields that one engine has alone choose it, and are refused with the other. Pure.
+
+Used by `normalise` and `checking`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from gpuflow.spec.report import Findings
+
+#: Fields of `inference` that the transformers engine has and vLLM has not.
+TRANSFORMERS_ALONE: Final = frozenset({"no_repeat_ngram_size"})
+#: Fields that vLLM has alone, and that change the answer so much that nobody can do without.
+VLLM_ALONE: Final = frozenset({"structured_outputs"})
+_WITH_ENGINES: Final = ("inference", "rag")
+
+
+def chooses_engine(spec: Mapping[str, Any]) -> bool:
+    """Say whether a field of `inference` chooses the engine."""
+    section = spec.get("inference")
+    fields = TRANSFORMERS_ALONE | VLLM_ALONE
+    return isinstance(section, Mapping) and any(section.get(name) is not None for name in fields)
+
+
+def choose_engine(spec: dict[str, Any], findings: Findings) -> None:
+    """Let a field of `inference` that one engine has alone choose the engine, where the spec names none.
+
+    Where it names the other one, that is a mistake: the task would fail once it has its GPU.
+    """
+    section = spec.get("inference")
+    if spec.get("taskType") not in _WITH_ENGINES or not isinstance(section, dict):
+        return
+    wanted = {
+        engine: sorted(name for name in fields if section.get(name) is not None)
+        for engine, fields in (("transformers", TRANSFORMERS_ALONE), ("vllm", VLLM_ALONE))
+    }
+    named = {engine: names for engine, names in wanted.items() if names}
+    if len(named) > 1:
+        (_, first), (other, names) = named.items()
+        findings.add(
+            ("inference", first[0]),
+            f"and inference.{names[0]} have no engine in common ({other} has the latter); keep one",
+        )
+        return
+    for engine, names in named.items():
+        given = spec.get("engine")
+        if spec["taskType"] == "rag" and engine != "transformers":
+            findings.add(("inference", names[0]), f"is of the {engine} engine alone, and rag answers by transformers")
+            continue
+        if given in (None, "auto"):
+            if spec.get("environment") is None and spec["taskType"] == "inference":
+                spec["engine"] = engine
+        elif given != engine:
+            findings.add(
+                ("inference", names[0]),
+                f"is of the {engine} engine alone, but engine is {given}; leave out one of them",
+            )

@@ -1,0 +1,53 @@
+"""What a worker writes while its broker is away, and who says which worker was lost."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+from gpuflow.client import submit
+from tests.chaos.conftest import LEASE_SECONDS
+from tests.support.fleet import TestFleet, WorkerProcess
+from tests.support.waiting import eventually, patient
+
+#: At the level of the documented command: Celery's own default.
+OPTIONS = ("--max-jobs", "20", "-l", "WARNING")
+
+
+def entries(worker: WorkerProcess) -> list[dict[str, object]]:
+    return [json.loads(line) for line in worker.log().splitlines() if line.startswith("{")]
+
+
+def test_an_outage_is_said_once_with_its_cause_and_once_that_it_is_over(fleet: TestFleet) -> None:
+    worker = fleet.start_worker("w1", *OPTIONS, env={"LOG_FORMAT": "json"})
+    tasks = [submit(fleet.echo(sleep_seconds=600), app=fleet.app) for _ in range(20)]
+    eventually(lambda: {task.state for task in tasks} == {"RUNNING"}, within=patient(60))
+    before = len(entries(worker))
+    started = {entry["task"] for entry in entries(worker) if entry.get("event") == "task_started"}
+    assert started == {task.id for task in tasks}
+
+    fleet.broker.kill()
+    eventually(lambda: any(entry.get("event") == "broker_lost" for entry in entries(worker)), within=patient(30))
+    fleet.broker.restart()
+    eventually(lambda: any(entry.get("event") == "broker_is_back" for entry in entries(worker)), within=patient(60))
+
+    said = entries(worker)[before:]
+    first, *_, last = [entry for entry in said if str(entry.get("event")).startswith("broker_")]
+    assert "onnect" in str(first["cause"]) and first["level"] == "ERROR"
+    assert last["event"] == "broker_is_back" and int(str(last["lines_left_out"])) > 1
+    assert len(said) <= 5, said
+    assert {task.state for task in tasks} == {"RUNNING"}
+
+
+def test_who_was_lost_and_which_tasks_came_back_is_in_the_log_of_another(fleet: TestFleet) -> None:
+    lease = {"GPUFLOW_LEASE_SEC": str(LEASE_SECONDS)}
+    lost = fleet.start_worker("lost", *OPTIONS, env=lease)
+    task = submit(fleet.echo(sleep_seconds=600), app=fleet.app)
+    eventually(lambda: task.state == "RUNNING")
+    other = fleet.start_worker("other", *OPTIONS, env=lease)
+    lost.send(signal.SIGKILL)
+
+    told = f"event=worker_lost worker=lost queued_again=['{task.id}']"
+    eventually(lambda: told in other.log(), within=patient(30), what="the lost worker's name")
+    eventually(lambda: f"event=task_started task={task.id} attempt=2 worker=other" in other.log(), within=patient(30))
+    assert "event=ready worker=other" in other.log()

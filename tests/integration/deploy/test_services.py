@@ -1,0 +1,261 @@
+"""Every service of docker-compose.yml is started by its exact command line, as processes of this machine.
+
+No container engine is needed: the commands and variables are those of the file; only addresses, ports and folders are
+those of the test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import redis
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from gpuflow.broker.embedded import _shipped_program
+from tests.support.fleet import ROOT, keep_log
+from tests.support.waiting import eventually, patient
+
+VARIABLES = {
+    "VALKEY_PASSWORD": "passwordOfTheTest0123456789",
+    "GPUFLOW_WORKER_TOKEN": "tokenOfTheTest0123456789",
+    "FLOWER_PASSWORD": "flowerOfTheTest0123456789",
+    "GRAFANA_PASSWORD": "grafanaOfTheTest0123456789",
+    "GPUFLOW_COST_PER_HOUR": "3.6",
+}
+HEADERS = {"Authorization": f"Bearer {VARIABLES['GPUFLOW_WORKER_TOKEN']}"}
+SERVICES = ("gateway", "beat", "flower", "worker-cpu")
+
+
+def resolved(text: str) -> str:
+    """Replace the variables of a text as Compose does."""
+
+    def value(found: re.Match[str]) -> str:
+        name, default = found[1], found[2] or ""
+        assert name in VARIABLES or not default.startswith(":?"), f"{name} is required"
+        return VARIABLES.get(name, default.removeprefix(":-"))
+
+    return re.sub(r"\$\{([A-Z_]+)(:[-?][^}]*)?\}", value, text).replace("$$", "$")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def status_of(url: str) -> int | None:
+    """Return the status of an answer, None while nobody answers."""
+    try:
+        return httpx.get(url).status_code
+    except httpx.TransportError:
+        return None
+
+
+class Service:
+    """One service as a process of this machine."""
+
+    def __init__(self, folder: Path, name: str, command: list[str], environment: Mapping[str, str]) -> None:
+        self.name = name
+        self.log_path = folder / f"{name}.log"
+        keep_log(self)
+        self.environment = dict(environment)
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                command, cwd=folder, env=self.environment, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def health(self, *arguments: str) -> bool:
+        """Say whether its check of health is content."""
+        command = [sys.executable, str(ROOT / "deploy" / "docker" / "health.py"), *arguments]
+        return subprocess.run(command, env=self.environment, check=False, capture_output=True).returncode == 0
+
+    def stop(self) -> int:
+        if self.process.poll() is None:
+            self.process.terminate()
+        return self.process.wait(patient(60))
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(patient(30))
+
+
+class Composed:
+    """All services that need no image of others, on ports of loopback."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.compose: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text("utf-8"))
+        self.ports = {name: free_port() for name in ("valkey", "gateway", "flower")}
+        self.services: dict[str, Service] = {}
+        programs = folder / "bin"
+        programs.mkdir()
+        (programs / "valkey-server").symlink_to(_shipped_program())
+        self._base = {
+            **{name: value for name, value in os.environ.items() if not name.startswith(("GPUFLOW_", "REDIS_"))},
+            "PATH": os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "RESULTS_DIR": str(folder / "results"),  # those of the image
+            "GPUFLOW_STATE_DIR": str(folder / "state"),
+            "GPUFLOW_CACHE_DIR": str(folder / "cache"),
+            "PYTHONUNBUFFERED": "1",
+        }
+
+    def start(self, name: str) -> Service:
+        """Start a service with what the file says of it."""
+        spec = self.compose["services"][name]
+        command = [self._here(resolved(word), name) for word in spec["command"]]
+        if name == "valkey":
+            command += ["--port", str(self.ports["valkey"]), "--bind", "127.0.0.1"]
+            shutil.copytree(ROOT / "deploy" / "valkey", self.folder / "etc")
+            (self.folder / "data").mkdir()
+        environment = {key: self._here(resolved(str(value)), name) for key, value in spec["environment"].items()}
+        extra = {"VALKEY_DATA": str(self.folder / "data")} if name == "valkey" else {}
+        if name in self.ports:
+            extra["HEALTH_PORT"] = str(self.ports[name])
+        self.services[name] = Service(self.folder, name, command, {**self._base, **environment, **extra})
+        return self.services[name]
+
+    def _here(self, word: str, name: str) -> str:
+        replaced = {
+            "/etc/gpuflow/start.sh": str(self.folder / "etc" / "start.sh"),
+            "0.0.0.0": "127.0.0.1",
+            "--address=0.0.0.0": "--address=127.0.0.1",
+            "8080": str(self.ports["gateway"]),
+            "--port=5555": f"--port={self.ports['flower']}",
+        }
+        return replaced.get(word, word).replace("@valkey:6379", f"@127.0.0.1:{self.ports['valkey']}")
+
+    def client(self, user: str | None = "gpuflow", password: str | None = VARIABLES["VALKEY_PASSWORD"]) -> Any:
+        return redis.Redis(
+            port=self.ports["valkey"],
+            username=user,
+            password=password,
+            decode_responses=True,
+            single_connection_client=True,
+            retry=Retry(NoBackoff(), 0),
+        )
+
+    def url(self, path: str) -> str:
+        return f"http://127.0.0.1:{self.ports['gateway']}{path}"
+
+    def close(self) -> None:
+        for service in reversed(self.services.values()):
+            service.kill()
+
+
+@pytest.fixture(scope="module")
+def composed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Composed]:
+    made = Composed(tmp_path_factory.mktemp("composed"))
+    try:
+        made.start("valkey")
+
+        def answers() -> bool:
+            with contextlib.closing(made.client()) as client:
+                return bool(client.ping())
+
+        eventually(answers, within=20, what="the broker")
+        for name in SERVICES:
+            made.start(name)
+        yield made
+    finally:
+        made.close()
+
+
+def test_a_task_runs_through_the_services(composed: Composed) -> None:
+    # Given services that come up, the worker last
+    def is_up() -> bool:
+        for one in composed.services.values():
+            assert one.process.poll() is None, f"{one.name} has ended:\n{one.log_path.read_text()[-3000:]}"
+        return status_of(composed.url("/health")) == 200
+
+    eventually(is_up, within=60, what="the gateway")
+    # When a task is submitted over HTTP
+    task = {"taskType": "echo", "echo": {"output": "hello"}}
+    answer = httpx.post(composed.url("/api/v1/tasks"), headers=HEADERS, json=task)
+    assert answer.is_success, answer.text
+    at = composed.url(f"/api/v1/tasks/{answer.json()['id']}")
+    # Then it succeeds, and says what it has used and cost
+    done = eventually(
+        lambda: (one := httpx.get(at, headers=HEADERS).json())["state"] == "SUCCEEDED" and one,
+        within=90,
+        what="its end",
+    )
+    assert done["usage"]["seconds"] > 0
+    assert done["usage"]["cost"] > 0
+
+    # And the metrics have it
+    def metrics() -> dict[str, float]:
+        text = httpx.get(composed.url("/metrics"), headers=HEADERS).text
+        found = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+        return {f"{one.name} {' '.join(sorted(one.labels.values()))}".strip(): one.value for one in found}
+
+    def all_there() -> dict[str, float] | None:
+        found = metrics()
+        workers = found["gpuflow_workers IDLE"] + found["gpuflow_workers BUSY"]
+        return found if found.get("gpuflow_tasks_total SUCCEEDED cpu echo") == workers == 1 else None
+
+    found = eventually(all_there, what="the task and its worker in the metrics")
+    assert found["gpuflow_broker_aof_enabled"] == 1
+
+
+def test_each_check_of_health_is_content(composed: Composed) -> None:
+    for name in SERVICES:
+        service = composed.services[name]
+        kind = "worker" if name == "worker-cpu" else name
+        eventually(lambda service=service, kind=kind: service.health(kind), within=60, what=f"the health of {name}")
+    assert not composed.services["gateway"].health("flower"), "a service that does not answer is not well"
+
+
+def test_flower_asks_for_its_login(composed: Composed) -> None:
+    url = f"http://127.0.0.1:{composed.ports['flower']}/workers"
+    assert eventually(lambda: status_of(url), within=60, what="Flower") == 401
+    assert httpx.get(url, auth=("gpuflow", VARIABLES["FLOWER_PASSWORD"])).status_code == 200
+
+
+def test_the_broker_lets_in_who_has_the_password(composed: Composed) -> None:
+    for login in ((None, None), ("gpuflow", "wrong"), ("default", "")):
+        with pytest.raises(redis.AuthenticationError):
+            composed.client(*login)
+    with contextlib.closing(composed.client()) as client:
+        assert client.info("persistence")["aof_enabled"] == 1
+        for command in (("FLUSHALL",), ("CONFIG", "GET", "*"), ("ACL", "LIST"), ("KEYS", "*"), ("SHUTDOWN",)):
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                client.execute_command(*command)
+    users = composed.folder / "data" / "users.acl"
+    assert VARIABLES["VALKEY_PASSWORD"] not in users.read_text() and users.stat().st_mode & 0o077 == 0
+
+
+def test_the_worker_drains_on_sigterm_with_the_time_of_its_command_line(composed: Composed) -> None:
+    worker = composed.services["worker-cpu"]
+    assert worker.stop() == 0
+    log = worker.log_path.read_text("utf-8")
+    # worker_soft_shutdown_timeout, GPUFLOW_NOTICE_SEC, GPUFLOW_GRACE_SEC and the margin
+    assert re.search(r"event=draining .*deadline_seconds=102\.0", log), log[-2000:]
+
+
+def test_valkey_does_not_start_without_a_password(tmp_path: Path) -> None:
+    environment = {"PATH": os.environ["PATH"], "VALKEY_DATA": str(tmp_path)}
+    run = subprocess.run(
+        ["sh", str(ROOT / "deploy" / "valkey" / "start.sh")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode != 0 and "VALKEY_PASSWORD is not set" in run.stderr
+    assert not list(tmp_path.iterdir())

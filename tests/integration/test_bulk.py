@@ -1,0 +1,161 @@
+"""Many tasks at once: filters find them, and cancel, retry and purge reach all of them and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from celery.result import AsyncResult
+from click.testing import CliRunner, Result
+
+from gpuflow.bulk import cancel_many, retry_many
+from gpuflow.cli import cli
+from gpuflow.client import submit, submit_pipeline
+from gpuflow.ledger.selection import Selection, select
+from gpuflow.ledger.states import TaskState
+from tests.support.fleet import TestFleet
+from tests.support.waiting import eventually, patient
+
+Command = Callable[..., Result]
+
+
+@pytest.fixture
+def command(fleet: TestFleet, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """Run a command against the fleet of the test."""
+    monkeypatch.setenv("REDIS_URL", fleet.broker.url)
+    monkeypatch.setenv("GPUFLOW_STATE_DIR", str(fleet.folder / "state"))
+
+    def run(*arguments: str, code: int = 0) -> Result:
+        done = CliRunner().invoke(cli, list(arguments), standalone_mode=False)
+        assert done.exception is None or code, done.output
+        return done
+
+    return run
+
+
+def template(owner: str, name: str, **labels: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "gpuflow/v1",
+        "kind": "Task",
+        "metadata": {"name": name, "owner": owner, "labels": labels},
+        "spec": {"taskType": "echo", "echo": {"output": 1}, "resources": {"hardware": {"gpu": {"count": 0}}}},
+    }
+
+
+def test_what_filters_select_is_cancelled_and_nothing_else(fleet: TestFleet) -> None:
+    app = fleet.app
+    mine = [submit(template("ana", f"night-{n}", team="nlp"), app=app) for n in range(30)]
+    others = [submit(template("ben", f"night-{n}", team="vision"), app=app) for n in range(5)]
+
+    selected = select(app.ledger, Selection(owner="ana", labels={"team": "n*"}))
+    assert [record.id for record in selected] == [task.id for task in reversed(mine)]
+    verdicts = cancel_many(app, [record.id for record in selected])
+
+    assert Counter(verdicts.values()) == {"cancelled": 30}
+    assert {task.state for task in mine} == {TaskState.CANCELLED}
+    assert {task.state for task in others} == {TaskState.QUEUED}
+    assert {AsyncResult(task.id, app=app).state for task in mine} == {"REVOKED"}
+    assert fleet.broker.client.llen(others[0].record().queue) == 5
+    assert cancel_many(app, [mine[0].id, "nobody"]) == {mine[0].id: "final", "nobody": "unknown"}
+
+
+def test_all_that_was_cancelled_of_a_pipeline_fails_it_once(fleet: TestFleet) -> None:
+    app = fleet.app
+    worker = fleet.start_worker("w1", "--max-jobs", "1")
+    blocker = submit(fleet.echo(sleep_seconds=600), app=app)
+    eventually(lambda: blocker.state == TaskState.RUNNING)
+    many = {"data": {"type": "list", "items": list("abcdef")}, "parallel": {"enabled": True, "max_shards": 3}}
+    cpu = {"hardware": {"gpu": {"count": 0}}}
+    pipeline = {
+        "apiVersion": "gpuflow/v1",
+        "kind": "Pipeline",
+        "metadata": {"name": "wide", "labels": {"run": "7"}},
+        "spec": {"taskType": "echo", "echo": {}, "resources": cpu, "stages": [{"name": "many", "spec": many}]},
+    }
+    run = submit_pipeline(pipeline, app=app)
+    selection = Selection(pipeline=run.id, labels={"run": "7"})
+    tasks = eventually(lambda: select(app.ledger, selection))
+
+    verdicts = cancel_many(app, [record.id for record in [*tasks, blocker.record()]])
+
+    assert verdicts[blocker.id] == "requested"
+    assert {verdicts[record.id] for record in tasks} == {"cancelled"}
+    eventually(lambda: run.record().state.final)
+    eventually(lambda: blocker.state == TaskState.CANCELLED)
+    eventually(lambda: not worker.supervised())
+
+
+def test_failed_tasks_are_listed_and_retried_together(fleet: TestFleet, command: Command) -> None:
+    app = fleet.app
+    fleet.start_worker("w1")
+    failing = [submit(fleet.echo(fail={"message": "no", "retryable": False}), app=app) for _ in range(3)]
+    fine = submit(fleet.echo(output=1), app=app)
+    for task in [*failing, fine]:
+        task.wait(timeout=patient(60))
+
+    listed = json.loads(command("status", "--state", "failed", "--state", "dead", "--json").stdout)
+    assert {task["id"] for task in listed["tasks"]} == {task.id for task in failing}
+    dry = json.loads(command("retry", "--all", "--dry-run", "--json").stdout)
+    assert {task["id"] for task in dry["tasks"]} == {task.id for task in failing}
+    assert {task.record().attempt for task in failing} == {1}
+    queued = json.loads(command("retry", "--state", "failed", "--newer-than", "1h", "--yes", "--json").stdout)
+
+    assert set(queued["queued"]) == {task.id for task in failing}
+    for task in failing:
+        eventually(lambda task=task: task.record().attempt == 2 and task.state == TaskState.FAILED)
+    assert fine.record().attempt == 1
+    assert retry_many(app, [fine.id, "nobody"]) == {fine.id: "not ended or succeeded", "nobody": "unknown"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cause"),
+    [
+        (["cancel"], "name the tasks, choose them by filters such as --owner, or --all"),
+        (["cancel", "x", "--owner", "ana"], "not both"),
+        (["cancel", "--state", "asleep"], "is no state of a task; there are PENDING"),
+        (["cancel", "--older-than", "soon"], "--older-than 'soon' is not a duration"),
+        (["cancel", "--label", "=x"], "names no label"),
+        (["status", "x", "--owner", "ana"], "filters select several"),
+        (["dead", "purge", "--state", "failed"], "dead letters are tasks in state DEAD"),
+        (["retry", "--all", "--owner", "ana", "x"], "not both"),
+    ],
+)
+def test_what_cannot_be_meant_changes_nothing(
+    fleet: TestFleet, command: Command, arguments: list[str], cause: str
+) -> None:
+    waiting = submit(template("ana", "kept"), app=fleet.app)
+    done = command(*arguments, code=2)
+    assert cause in str(done.exception)
+    assert waiting.state == TaskState.QUEUED
+
+
+def test_a_command_waits_for_the_broker_and_says_so(fleet: TestFleet) -> None:
+    task = submit(template("ana", "kept"), app=fleet.app)
+    fleet.broker.kill()
+    environment = {**os.environ, "REDIS_URL": fleet.broker.url, "GPUFLOW_SUBMIT_TIMEOUT_SEC": "600"}
+    line = [sys.executable, "-c", "from gpuflow.cli import main; main()", "status", task.id, "--json"]
+    with subprocess.Popen(
+        line, env=environment, cwd=fleet.folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as command:
+        try:
+            assert command.stderr is not None
+            assert "waiting 600 s for it" in command.stderr.readline()
+            fleet.broker.restart()
+            out, errors = command.communicate(timeout=patient(60))
+        finally:
+            command.kill()
+    assert command.returncode == 0, errors
+    assert json.loads(out)["id"] == task.id
+
+
+def test_a_command_does_not_wait_where_its_password_is_wrong(fleet: TestFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REDIS_URL", fleet.broker.url.replace("://:", "://:not-"))
+    monkeypatch.setenv("GPUFLOW_SUBMIT_TIMEOUT_SEC", "86400")
+    done = CliRunner().invoke(cli, ["status"], standalone_mode=False)
+    assert "denies this to the user of REDIS_URL" in str(done.exception)

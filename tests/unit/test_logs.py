@@ -1,0 +1,156 @@
+"""What the processes of a fleet write for their operator: one line for an outage, JSON where asked, no secrets."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from gpuflow.logs import dress, get_logger, use_level
+from gpuflow.outages import Outage, SymptomFilter, kind_of
+
+REFUSED = "Error 111 connecting to 127.0.0.1:6379. Connection refused."
+
+
+class Told(list[tuple[str, dict[str, Any]]]):
+    def __call__(self, event: str, level: int, **fields: Any) -> None:
+        self.append((event, fields))
+
+
+@pytest.fixture
+def told() -> Told:
+    return Told()
+
+
+@pytest.fixture
+def out() -> Iterator[io.StringIO]:
+    """What is written under the logger `gpuflow.testing`, by a handler of its own."""
+    stream = io.StringIO()
+    logger = logging.getLogger("gpuflow.testing")
+    own = logging.getLogger("gpuflow")
+    before = own.level
+    logger.addHandler(logging.StreamHandler(stream))
+    yield stream
+    logger.handlers.clear()
+    own.setLevel(before)
+
+
+def test_an_outage_is_one_line_at_its_begin_and_one_at_its_end(told: Told) -> None:
+    clock = iter([10.0, 70.0])
+    outage = Outage(told, clock=lambda: next(clock))
+    for _ in range(500):
+        outage.symptom(REFUSED)
+    outage.over()
+    outage.over()
+    assert told == [
+        ("broker_lost", {"cause": REFUSED}),
+        ("broker_is_back", {"away_seconds": 60.0, "lines_left_out": 500}),
+    ]
+
+
+def test_another_kind_of_cause_is_told_once_more(told: Told) -> None:
+    outage = Outage(told)
+    for cause in (REFUSED, "Connection closed by server.", "OOM command not allowed", REFUSED):
+        outage.symptom(cause)
+    outage.symptom("WRONGPASS invalid username-password pair or user is disabled.")
+    assert [event for event, _ in told] == ["broker_lost", "broker_refuses", "broker_denies"]
+
+
+def test_what_names_no_cause_does_not_hide_the_one_that_follows(told: Told) -> None:
+    outage = Outage(told)
+    outage.symptom("")
+    outage.symptom(REFUSED)
+    assert told == [("broker_lost", {"cause": REFUSED})]
+
+
+def test_after_an_outage_the_next_one_is_told(told: Told) -> None:
+    outage = Outage(told)
+    for _ in range(2):
+        outage.symptom(REFUSED)
+        outage.over()
+    assert [event for event, _ in told] == ["broker_lost", "broker_is_back"] * 2
+
+
+@pytest.mark.parametrize(
+    ("cause", "kind"),
+    [
+        (REFUSED, "broker_lost"),
+        ("Timeout reading from socket", "broker_lost"),
+        ("MISCONF Errors writing to the AOF file: No space left on device", "broker_refuses"),
+        ("command not allowed when used memory > 'maxmemory'.", "broker_refuses"),
+        ("invalid username-password pair or user is disabled.", "broker_denies"),
+        ("NOPERM this user has no permissions", "broker_denies"),
+    ],
+)
+def test_kinds_of_outages(cause: str, kind: str) -> None:
+    assert kind_of(cause) == kind
+
+
+def test_the_filter_takes_symptoms_out_and_nothing_else(told: Told) -> None:
+    lines = SymptomFilter(Outage(told))
+
+    def written(name: str, text: str, **fields: Any) -> bool:
+        record = logging.LogRecord(name, logging.WARNING, "", 0, text, (), None)
+        if fields:
+            record.gpuflow = fields
+        return lines.filter(record)
+
+    assert not written("gpuflow.worker", "x", event="events_not_reported", task="1", cause=REFUSED)
+    assert written("gpuflow.worker", "x", event="gpus_lost", cause="XID 79")
+    assert not written("celery.worker.consumer.consumer", "consumer: Connection to broker lost. Trying again")
+    assert not written(
+        "celery.worker.consumer.consumer", f"consumer: Cannot connect to redis://h/0: {REFUSED}.\nTrying"
+    )
+    assert written("celery.worker.consumer.consumer", "Received and deleted unknown message")
+    assert written("a.task", "consumer: Cannot connect to its own thing")
+    assert told == [("broker_lost", {"cause": REFUSED})]
+
+
+def test_a_line_passes_several_handlers_and_counts_once(told: Told) -> None:
+    outage = Outage(told)
+    record = logging.LogRecord("gpuflow.worker", logging.WARNING, "", 0, "x", (), None)
+    record.gpuflow = {"event": "heartbeat_not_written", "cause": REFUSED}
+    assert not SymptomFilter(outage).filter(record)
+    assert not SymptomFilter(outage).filter(record)
+    outage.over()
+    assert told[-1][1]["lines_left_out"] == 1
+
+
+def test_json_lines_hold_the_fields_of_our_lines_and_the_text_of_others(out: io.StringIO) -> None:
+    use_level("INFO")
+    dress("json", "gpuflow.testing")
+    get_logger("gpuflow.testing").info("task_started", task="t1", attempt=2, queues=["a\nb"])
+    logging.getLogger("gpuflow.testing").error("it was %s", "bad\nline")
+    try:
+        raise ValueError("redis://:hunter22@host/0 is wrong")
+    except ValueError:
+        get_logger("gpuflow.testing").exception("stumbled")
+    ours, theirs, failed = (json.loads(line) for line in out.getvalue().splitlines())
+    assert ours["event"] == "task_started" and ours["attempt"] == 2 and ours["level"] == "INFO"
+    assert ours["logger"] == "gpuflow.testing" and ours["time"].endswith("Z")
+    assert theirs["message"] == "it was bad\nline" and "event" not in theirs
+    assert "ValueError" in failed["exception"] and "hunter22" not in failed["exception"]
+
+
+def test_our_lines_have_the_level_of_the_setting_whatever_celery_has(out: io.StringIO) -> None:
+    root = logging.getLogger().level
+    try:
+        logging.getLogger().setLevel(logging.WARNING)
+        use_level("INFO")
+        get_logger("gpuflow.testing").info("said")
+        use_level("ERROR")
+        get_logger("gpuflow.testing").warning("kept by the lower one")
+        logging.getLogger().setLevel(logging.DEBUG)
+        use_level("ERROR")
+        get_logger("gpuflow.testing").debug("asked for by -l DEBUG")
+    finally:
+        logging.getLogger().setLevel(root)
+    assert [line.partition(" ")[0] for line in out.getvalue().splitlines()] == [
+        "event=said",
+        "event=kept",
+        "event=asked",
+    ]

@@ -1,0 +1,48 @@
+"""Notices of spot instances: what they say, tokens, and a service that is away."""
+
+from __future__ import annotations
+
+import queue
+
+import pytest
+
+from gpuflow.worker.spot_notices import NOTICE_SECONDS, SpotNotices, read_notice
+from tests.support.metadata import metadata_service
+from tests.support.waiting import eventually, patient
+
+NOW = 1_505_809_200.0  # 2017-09-19T08:20:00Z
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"action": "terminate", "time": "2017-09-19T08:22:00Z"}', ("terminate", 120.0)),
+        ('{"action": "stop", "time": "2017-09-19T08:20:30Z"}', ("stop", 30.0)),
+        ('{"action": "stop", "time": "2017-09-19T08:20:30"}', ("stop", 30.0)),
+        ('{"action": "terminate", "time": "2017-09-19T08:00:00Z"}', ("terminate", 0.0)),
+        ('{"action": "terminate", "time": "2027-09-19T08:00:00Z"}', ("terminate", NOTICE_SECONDS)),
+        ('{"action": "terminate"}', ("end", NOTICE_SECONDS)),
+        ('{"action": "terminate", "time": 7}', ("end", NOTICE_SECONDS)),
+        ("[]", ("end", NOTICE_SECONDS)),
+        ("<html>", ("end", NOTICE_SECONDS)),
+        ("", ("end", NOTICE_SECONDS)),
+    ],
+)
+def test_what_a_notice_says(text: str, expected: tuple[str, float]) -> None:
+    assert read_notice(text, NOW) == expected
+
+
+def test_one_notice_drains_once_and_a_token_that_is_refused_is_renewed() -> None:
+    drained: queue.Queue[tuple[str, float]] = queue.Queue()
+    with metadata_service() as service:
+        watch = SpotNotices(service.url, lambda why, left: drained.put((why, left)), poll_seconds=0.01)
+        watch.start()
+        eventually(lambda: service.asked >= 3, within=10)
+        assert drained.empty() and service.tokens == 1
+        service.refuses.add("token-1")
+        eventually(lambda: service.tokens == 2, within=10)
+        service.announce(90)
+        why, left = drained.get(timeout=patient(10))
+        watch.join(timeout=patient(10))
+    assert why.startswith("spot notice: terminate in") and 60 < left <= 90
+    assert not watch.is_alive() and drained.empty()
