@@ -7,10 +7,10 @@ Python.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from gpuflow.broker.priorities import DEFAULT_PRIORITY
 from gpuflow.celery_app import GPUFlow
@@ -32,6 +32,8 @@ from gpuflow.spec import Template
 from gpuflow.submission import choose_requirements
 from gpuflow.templates import parse
 
+#: How a task of another owner is named.
+_OTHER: Final = "another task"
 Source = str | os.PathLike[str] | Mapping[str, Any] | Template
 
 
@@ -60,10 +62,14 @@ def find_records(app: GPUFlow, record_id: str) -> list[TaskRecord]:
     return app.ledger.as_seen(app.ledger.find_many(ids))
 
 
-def explain_records(app: GPUFlow, records: Sequence[TaskRecord]) -> list[Explanation]:
-    """Explain tasks that were submitted."""
+def explain_records(
+    app: GPUFlow, records: Sequence[TaskRecord], *, sees: Callable[[str], bool] | None = None
+) -> list[Explanation]:
+    """Explain tasks that were submitted. `sees` says of owners whether their tasks may be named; None: all may."""
     now = server_time(app)
     workers = worker_views(Fleet(app.redis, app.keys), app.ledger, now)
+    if sees is not None:
+        workers = _without_others(app, workers, sees)
     found = []
     for record in _as_run(app, records):
         waits = str(record.state) in ("PENDING", "QUEUED")
@@ -71,6 +77,23 @@ def explain_records(app: GPUFlow, records: Sequence[TaskRecord]) -> list[Explana
         ask = Requirement.from_dict(record.requirement or {})
         found.append(explain_task(ask, _task_view(app, record, now), queue, workers))
     return found
+
+
+def _without_others(app: GPUFlow, workers: Sequence[WorkerView], sees: Callable[[str], bool]) -> list[WorkerView]:
+    """Return the workers without names and ids of tasks whose owner is not to be seen."""
+    reserved = [worker.reservation for worker in workers if worker.reservation is not None]
+    ids = sorted({task.id for worker in workers for task in worker.tasks} | {one.task for one in reserved})
+    own = {record.id for record in app.ledger.find_many(ids) if record is not None and sees(record.owner)}
+    return [
+        replace(
+            worker,
+            tasks=tuple(task if task.id in own else replace(task, id=_OTHER, name="") for task in worker.tasks),
+            reservation=worker.reservation
+            if worker.reservation is None or worker.reservation.task in own
+            else replace(worker.reservation, task=_OTHER, name=""),
+        )
+        for worker in workers
+    ]
 
 
 def _as_run(app: GPUFlow, records: Sequence[TaskRecord]) -> list[TaskRecord]:

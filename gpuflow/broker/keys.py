@@ -57,6 +57,12 @@
 | `gpuflow.fleet` | string | the random id of this fleet |
 | `gpuflow.schedules` | hash | name -> JSON of a schedule: its cron expression and its template |
 | `gpuflow.schedules.runs` | hash | name -> JSON of the last run of a schedule |
+| `access:token:<id>` | hash | a token: its SHA-256, and of whom, with which role, until when it is |
+| `access:tokens` | zset | token id -> when it was made |
+| `access:workers` | hash | name of a worker -> id of its token |
+| `access:lock` | string | lock of who changes the broker's users; expires |
+
+Workers with a token of their own may use all of them but those that begin with `access:` (`tokens.broker_users`).
 
 No queue may be named like one of them; `gpuflow.control` and `gpuflow.notices` are the only queues whose names begin
 with `gpuflow.`.
@@ -314,3 +320,22 @@ class Keys:
     def audit_sent(self, call: str) -> str:
         """Key that lives while a repeat of a call to append may come."""
         return f"{self.prefix}gpuflow.audit.sent:{call}"
+
+    def token(self, token_id: str) -> str:
+        """Hash of one token."""
+        return f"{self.prefix}access:token:{token_id}"
+
+    @property
+    def tokens(self) -> str:
+        """Index of token ids."""
+        return f"{self.prefix}access:tokens"
+
+    @property
+    def token_workers(self) -> str:
+        """Names of workers that have a token."""
+        return f"{self.prefix}access:workers"
+
+    @property
+    def token_lock(self) -> str:
+        """Lock of who changes the broker's users."""
+        return f"{self.prefix}access:lock"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from gpuflow.cli.options import json_option
+from gpuflow.cli.worker_tokens import create_worker, delete_worker, rotate_worker_token
 
 if TYPE_CHECKING:
     from gpuflow.fleet.registry import WorkerEntry
@@ -65,13 +66,17 @@ def merge_line(counts: Mapping[str, int]) -> str:
     )
 
 
-@click.group(invoke_without_command=True, short_help="List the workers; show, enable, disable or drain one.")
+@click.group(invoke_without_command=True, short_help="List the workers; show, steer, create or delete one.")
 @json_option
 @click.pass_context
 def workers(ctx: click.Context, as_json: bool) -> None:
-    """List the workers; show, enable, disable or drain one."""
+    """List the workers; show, enable, disable, drain, create or delete one."""
     if ctx.invoked_subcommand is None:
         ctx.invoke(list_workers, as_json=as_json)
+
+
+for _command in (create_worker, rotate_worker_token, delete_worker):
+    workers.add_command(_command)
 
 
 @workers.command("list")

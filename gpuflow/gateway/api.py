@@ -11,6 +11,7 @@ from fastapi import FastAPI
 
 from gpuflow.broker.keys import Keys
 from gpuflow.gateway import documents
+from gpuflow.gateway.admin_routes import admin_router
 from gpuflow.gateway.audit import audit_router
 from gpuflow.gateway.auth import Gatekeeper
 from gpuflow.gateway.event_routes import events_router
@@ -30,15 +31,16 @@ OF_RESULTS: Final = documents.answers(404, 408, 409, 411, 412, 413, 416, 422, 50
 class Api:
     """The routes of the fleet, and what they share."""
 
-    def __init__(self, app: FastAPI, settings: Settings, gatekeeper: Gatekeeper) -> None:
+    def __init__(self, app: FastAPI, settings: Settings, gatekeeper: Gatekeeper, calls: Calls) -> None:
         self._hub: Hub | None = None
         self._settings = settings
-        self.calls = Calls(settings)
+        self.calls = calls
         app.include_router(tasks_router(self.calls, gatekeeper))
         app.include_router(pipelines_router(self.calls, gatekeeper))
         app.include_router(events_router(self.calls, self.hub, gatekeeper))
         app.include_router(fleet_router(self.calls, gatekeeper))
         app.include_router(audit_router(self.calls, gatekeeper))
+        app.include_router(admin_router(self.calls, gatekeeper))
         app.include_router(openai_router(settings, self.calls, self.hub, gatekeeper))
         app.add_middleware(Heads)
         documents.install(app, gatekeeper)

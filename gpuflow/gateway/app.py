@@ -16,11 +16,14 @@ from gpuflow.gateway.api import OF_RESULTS, Api
 from gpuflow.gateway.audit import note_wrong_tokens
 from gpuflow.gateway.auth import Gatekeeper
 from gpuflow.gateway.doors import Doors
+from gpuflow.gateway.file_rights import FileRights
 from gpuflow.gateway.files import ResultsFolder
+from gpuflow.gateway.fleet_calls import Calls
 from gpuflow.gateway.metrics import metrics_router
 from gpuflow.gateway.peers import Peers
 from gpuflow.gateway.results import results_router
 from gpuflow.gateway.retention import remove_old_results, remove_stale_parts
+from gpuflow.gateway.revocation import EndRevoked, OpenRequests
 from gpuflow.gateway.uploads import Limits, Uploads
 from gpuflow.logs import get_logger
 from gpuflow.secrets import Redactor, known
@@ -53,12 +56,16 @@ def create_app(settings: Settings, *, limits: Limits | None = None, open_here: b
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
+            await requests.aclose()
             await api.aclose()
 
     app = FastAPI(
         title="gpuflow", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
     )
     problems.install(app)
+    calls = Calls(settings)
+    requests = OpenRequests(calls.still_valid)
+    app.add_middleware(EndRevoked, requests=requests)
     app.add_middleware(_Stopping)
     peers = Peers(settings.trusted_proxies)
     app.add_middleware(Doors, peers=peers, most_per_address=settings.gateway_max_connections_per_address)
@@ -69,10 +76,11 @@ def create_app(settings: Settings, *, limits: Limits | None = None, open_here: b
         """Say that the gateway answers."""
         return {"status": "ok"}
 
-    gatekeeper = Gatekeeper(settings, open_here=open_here)
-    app.include_router(results_router(folder, uploads, gatekeeper), responses=OF_RESULTS)
+    gatekeeper = Gatekeeper(settings, find=calls.find_token, requests=requests, open_here=open_here)
+    rights = FileRights(calls)
+    app.include_router(results_router(folder, uploads, gatekeeper, rights), responses=OF_RESULTS)
     app.include_router(metrics_router(settings, gatekeeper), responses=OF_RESULTS)
-    app.state.api = api = Api(app, settings, gatekeeper)
+    app.state.api = api = Api(app, settings, gatekeeper, calls)
     return app
 
 

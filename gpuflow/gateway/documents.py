@@ -19,13 +19,13 @@ from gpuflow import __version__
 from gpuflow.gateway.auth import Gatekeeper
 from gpuflow.gateway.openai_shapes import Chat, Completion, Embeddings
 from gpuflow.gateway.problems import MEDIA_TYPE
-from gpuflow.gateway.shapes import ProblemShape, QueueSubmit
+from gpuflow.gateway.shapes import NewUserToken, NewWorker, ProblemShape, QueueSubmit
 
 _REF: Final = "#/components/schemas/{model}"
 _MEANINGS: Final = {
     400: "The request cannot be read: a parameter, a header, or a body that is no JSON or UTF-8.",
-    401: "There is no token, or it is not that of this gateway.",
-    403: "The gateway has no token and answers its own machine alone.",
+    401: "There is no token, or it is not valid.",
+    403: "The token may not do this; or the gateway has no token and answers its own machine alone.",
     404: "There is no such thing.",
     405: "The address has no such method; `Allow` names those that it has.",
     408: "The body came too slowly.",
@@ -44,9 +44,10 @@ _MEANINGS: Final = {
 #: What any request with a token may be answered.
 COMMON: Final = (400, 401, 403, 429, 500, 503)
 #: Bodies that routes read by themselves.
-_READ: Final[tuple[type[BaseModel], ...]] = (QueueSubmit, Chat, Completion, Embeddings)
+_READ: Final[tuple[type[BaseModel], ...]] = (QueueSubmit, Chat, Completion, Embeddings, NewWorker, NewUserToken)
 _DESCRIPTION: Final = """
-The HTTP API of a gpuflow fleet. Send the token as `Authorization: Bearer TOKEN`. Errors are problem+json (RFC 9457);
+The HTTP API of a gpuflow fleet. Send a token as `Authorization: Bearer TOKEN`; what it may do is its role's. Errors
+are problem+json (RFC 9457);
 programs tell them apart by `type`.
 """
 

@@ -21,6 +21,7 @@ from gpuflow.gateway.documents import answers
 from gpuflow.gateway.fleet_calls import Calls
 from gpuflow.gateway.positions import EACH, MOST, Positions
 from gpuflow.gateway.problems import Problem
+from gpuflow.gateway.rights import Caller
 from gpuflow.gateway.streams import Hub, Reader, UnreadableStream
 from gpuflow.gateway.tasks import RecordId, is_id, no_record
 from gpuflow.ledger.eventlog import LoggedEvent
@@ -58,12 +59,14 @@ def events_router(calls: Calls, hub: Callable[[], Hub], gatekeeper: Gatekeeper) 
         summary="The events of a task",
         responses={**answers(404), **_STREAM},
     )
-    async def of_task(request: Request, id: RecordId, last_event_id: LastId = None) -> Response:
+    async def of_task(request: Request, id: RecordId, caller: Caller, last_event_id: LastId = None) -> Response:
         """Stream the events of a task, from the first on, or after `Last-Event-ID`."""
 
         def look(app: GPUFlow) -> tuple[str, bool, list[str]] | None:
             record = app.ledger.find(id)
-            return None if record is None else (str(record.state), record.state.final, [])
+            if record is None or not caller.sees(record.owner):
+                return None
+            return str(record.state), record.state.final, []
 
         return await _stream(request, calls, hub(), "task", id, look, last_event_id)
 
@@ -73,12 +76,12 @@ def events_router(calls: Calls, hub: Callable[[], Hub], gatekeeper: Gatekeeper) 
         summary="The events of a pipeline",
         responses={**answers(404), **_STREAM},
     )
-    async def of_pipeline(request: Request, id: RecordId, last_event_id: LastId = None) -> Response:
+    async def of_pipeline(request: Request, id: RecordId, caller: Caller, last_event_id: LastId = None) -> Response:
         """Stream the events of a pipeline and of its tasks; `source` says whose each is."""
 
         def look(app: GPUFlow) -> tuple[str, bool, list[str]] | None:
             record = app.pipelines.find(id)
-            if record is None:
+            if record is None or not caller.sees(record.owner):
                 return None
             return str(record.state), record.state.final, [t for s in record.stages.values() for t in s.tasks]
 

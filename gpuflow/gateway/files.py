@@ -16,7 +16,7 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -121,16 +121,19 @@ class ResultsFolder:
             return []
         return sorted(self._walk(folder, task_id), key=lambda entry: entry.name)
 
-    def search(self, prefix: str, *, after: str, limit: int) -> tuple[list[Entry], bool]:
+    def search(
+        self, prefix: str, *, after: str, limit: int, only: Callable[[str], bool] | None = None
+    ) -> tuple[list[Entry], bool]:
         """Return the first `limit` files of all tasks that are, or lie below, `prefix`, and come after `after`.
 
-        Both are spelled `task/name`. The second value tells whether there are more. Order: by task, then by name.
+        Both are spelled `task/name`. `only` says of a task whether it is looked at. The second value tells whether
+        there are more. Order: by task, then by name.
         """
         task_id, _, below = prefix.removesuffix("/").partition("/")
         start = tuple(after.split("/", 1)) if after else ()
         found: list[Entry] = []
         for task in [task_id] if task_id else self._tasks():
-            if (task,) < start[:1]:
+            if (task,) < start[:1] or (only is not None and not only(task)):
                 continue
             for entry in self.entries(task):
                 if (task, entry.name) > start and (not below or f"{entry.name}/".startswith(f"{below}/")):

@@ -6,7 +6,7 @@ gateways may serve one fleet.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Final, TypeVar
 
@@ -28,6 +28,9 @@ from gpuflow.handles import reachable
 from gpuflow.logs import get_logger
 from gpuflow.protocol import whole_text
 from gpuflow.settings import Settings
+from gpuflow.tokens.rights import Grant
+from gpuflow.tokens.store import TokenStore
+from gpuflow.tokens.texts import TokenText
 
 T = TypeVar("T")
 
@@ -56,6 +59,14 @@ class Calls:
     @cached_property
     def _limiter(self) -> CapacityLimiter:
         return CapacityLimiter(THREADS)
+
+    async def find_token(self, token: TokenText) -> Grant | None:
+        """Return what a token stands for, None for one that is unknown, void or has expired. Raises Problem 503."""
+        return await self.run(lambda app: TokenStore(app.redis, app.keys).check(token))
+
+    async def still_valid(self, grants: Sequence[Grant]) -> list[bool]:
+        """Say of each grant whether its token is valid still. Raises Problem 503."""
+        return await self.run(lambda app: TokenStore(app.redis, app.keys).still_valid(grants))
 
     async def run(self, call: Callable[[GPUFlow], T]) -> T:
         """Return what `call` returns for the app of the fleet. Raises Problem."""

@@ -20,6 +20,7 @@ import psutil
 from gpuflow.errors import GPUFlowError
 from gpuflow.private_files import write_private
 from gpuflow.settings import Settings
+from gpuflow.tokens.texts import read_token
 
 TOKEN_VARIABLE: Final = "GPUFLOW_WORKER_TOKEN"  # noqa: S105  (its name)
 URL_VARIABLE: Final = "GPUFLOW_GATEWAY_URL"
@@ -43,6 +44,8 @@ def weakness(token: str) -> str | None:
         return f"the token of the gateway is shorter than {LEAST_TOKEN} characters; {HOW_TO_MAKE_ONE}"
     if len(set(token)) < LEAST_TOKEN // 4 or not token.isascii() or any(c.isspace() for c in token):
         return f"the token of the gateway can be guessed, or cannot stand in a header; {HOW_TO_MAKE_ONE}"
+    if read_token(token) is not None:
+        return f"{TOKEN_VARIABLE} is the token of one worker or person, which would open everything; {HOW_TO_MAKE_ONE}"
     return None
 
 

@@ -25,10 +25,12 @@ from gpuflow.gateway.openai_errors import OpenAIRoute, error_of
 from gpuflow.gateway.openai_shapes import Chat, Completion, Embeddings, Sampled
 from gpuflow.gateway.openai_tasks import ClientLeft, Shared, TaskCall
 from gpuflow.gateway.problems import Problem
+from gpuflow.gateway.rights import Caller, owner_for
 from gpuflow.gateway.streams import Hub
 from gpuflow.ledger.eventlog import LoggedEvent
 from gpuflow.settings import Settings
 from gpuflow.spec.presets import list_presets
+from gpuflow.tokens.rights import Grant
 
 _MAX_BYTES: Final = 10 << 20
 _TOLD: Final = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -43,8 +45,8 @@ _RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
     status: {"description": text, **_ERROR}
     for status, text in {
         400: "The call cannot be read, asks for what no engine here has, or the model refused it.",
-        401: "There is no token, or it is not that of this gateway.",
-        403: "The gateway has no token and answers its own machine alone.",
+        401: "There is no token, or it is not valid.",
+        403: "The token may not do this; or the gateway has no token and answers its own machine alone.",
         404: "No such model is served.",
         413: "The call is too large.",
         429: "Too much at once; come again.",
@@ -75,22 +77,22 @@ def openai_router(settings: Settings, calls: Calls, hub: Callable[[], Hub], gate
         return _model(name)
 
     @router.post("/chat/completions", summary="Answer a chat", openapi_extra=body_of_model(Chat))
-    async def chat(request: Request) -> Response:
+    async def chat(request: Request, caller: Caller) -> Response:
         """Answer a chat, whole or as a stream of `data:` lines that ends with `[DONE]`."""
         call = await model_of(request, Chat, max_bytes=_MAX_BYTES)
-        return await _generated(request, shared, call, _task(models, call, call.spec()), ChatForm())
+        return await _generated(request, shared, caller, call, _task(models, call, call.spec()), ChatForm())
 
     @router.post("/completions", summary="Continue texts", openapi_extra=body_of_model(Completion))
-    async def completions(request: Request) -> Response:
+    async def completions(request: Request, caller: Caller) -> Response:
         """Continue one text or several."""
         call = await model_of(request, Completion, max_bytes=_MAX_BYTES)
-        return await _generated(request, shared, call, _task(models, call, call.spec()), TextForm())
+        return await _generated(request, shared, caller, call, _task(models, call, call.spec()), TextForm())
 
     @router.post("/embeddings", summary="Make vectors of texts", openapi_extra=body_of_model(Embeddings))
-    async def embeddings(request: Request) -> Response:
+    async def embeddings(request: Request, caller: Caller) -> Response:
         """Make a vector of each text; as numbers, or base64 of float32."""
         call = await model_of(request, Embeddings, max_bytes=_MAX_BYTES)
-        async with TaskCall(shared, _task(models, call, call.spec())) as task:
+        async with TaskCall(shared, _task(models, call, call.spec()), owner_for(caller, "")) as task:
             try:
                 async for _ in task.events(request):
                     pass
@@ -204,13 +206,18 @@ class _Stream(StreamingResponse):
 
 
 async def _generated(
-    request: Request, shared: Shared, call: Sampled, spec: dict[str, Any], form: ChatForm | TextForm
+    request: Request,
+    shared: Shared,
+    caller: Grant,
+    call: Sampled,
+    spec: dict[str, Any],
+    form: ChatForm | TextForm,
 ) -> Response:
     if call.stream:
-        task = TaskCall(shared, spec)
+        task = TaskCall(shared, spec, owner_for(caller, ""))
         await task.__aenter__()  # what the fleet refuses is a status, not an event of the stream
         return _Stream(task, _streamed(request, task, call, form))
-    async with TaskCall(shared, spec) as task:
+    async with TaskCall(shared, spec, owner_for(caller, "")) as task:
         try:
             async for _ in task.events(request):
                 pass

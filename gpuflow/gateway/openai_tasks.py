@@ -47,8 +47,8 @@ class Shared:
 class TaskCall:
     """A task that one client waits for; `async with`, which cancels it unless it has ended."""
 
-    def __init__(self, shared: Shared, spec: dict[str, Any]) -> None:
-        self._shared, self._spec = shared, spec
+    def __init__(self, shared: Shared, spec: dict[str, Any], owner: str) -> None:
+        self._shared, self._spec, self._owner = shared, spec, owner
         self._record: TaskRecord | None = None
         self.id = ""
 
@@ -61,7 +61,7 @@ class TaskCall:
             raise Problem(429, "too-many-streams", detail, {"Retry-After": "5"})
 
         def sent(app: GPUFlow) -> str:
-            return submit(self._spec, uploads=False, app=app).id
+            return submit(self._spec, owner=self._owner, uploads=False, app=app).id
 
         # A client that leaves now must not leave a task that nobody knows.
         sending = asyncio.ensure_future(self._shared.calls.run(sent))

@@ -22,6 +22,8 @@ R = TypeVar("R")
 #: Most records that one page looks at: one with a filter may hold fewer than its limit, and has a `next` then.
 _LOOKED_AT: Final = 5000
 _CHUNK: Final = 200
+#: Comes after every id: a page that begins there looks at all records of that time again.
+_LAST_ID: Final = "\x7f"
 
 
 def page(
@@ -31,9 +33,12 @@ def page(
     limit: int,
     read: Callable[[Sequence[str]], Sequence[R | None]],
     wanted: Callable[[R], bool],
+    *,
+    scoped: bool = False,
 ) -> tuple[list[R], str | None]:
     """Return up to `limit` records that are `wanted`, and the cursor of the next page (None: there is none).
 
+    `scoped`: the cursor names no record that is not `wanted`, since its holder may not know of it.
     `index` is the sorted set of ids by time; `read` gives the records of ids in order. Raises Problem 400, and
     redis errors.
     """
@@ -42,8 +47,10 @@ def page(
     looked_at = 0
     for entries in _chunks(client, index, after):
         for (id, score), record in zip(entries, read([id for id, _ in entries]), strict=True):
-            if len(found) == limit or looked_at == _LOOKED_AT:
+            if len(found) == limit:
                 return found, _encoded(*after) if after else None
+            if looked_at == _LOOKED_AT:
+                return found, _encoded(after[0], _LAST_ID if scoped else after[1]) if after else None
             after, looked_at = (score, id), looked_at + 1
             if record is not None and wanted(record):
                 found.append(record)

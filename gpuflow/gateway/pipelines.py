@@ -16,6 +16,7 @@ from gpuflow.gateway.documents import answers, body
 from gpuflow.gateway.fleet_calls import Calls
 from gpuflow.gateway.paging import page
 from gpuflow.gateway.problems import Problem
+from gpuflow.gateway.rights import Caller, owner_for
 from gpuflow.gateway.shapes import Ended, PipelineDetail, PipelinePage, Submitted
 from gpuflow.gateway.tasks import (
     KEY_HEADER,
@@ -35,6 +36,7 @@ from gpuflow.handles import PipelineRun
 from gpuflow.pipelines.records import PipelineRecord, PipelineState
 from gpuflow.spec import Template
 from gpuflow.submission import id_for_key
+from gpuflow.tokens.rights import Grant
 
 PREFIX: Final = "/api/v1/pipelines"
 _EXAMPLE: Final = {
@@ -61,13 +63,14 @@ def pipelines_router(calls: Calls, gatekeeper: Gatekeeper) -> APIRouter:
         responses=answers(409, 413, 415, 422),
         openapi_extra={**body(_EXAMPLE, *TEMPLATE_TYPES), "parameters": [KEY_HEADER]},
     )
-    async def submit_one(request: Request, fail_fast: FailFast = False) -> Any:
+    async def submit_one(request: Request, caller: Caller, fail_fast: FailFast = False) -> Any:
         """Submit a template with stages, or one task as a pipeline of one stage. Mistakes and keys as for tasks."""
         key, text = idempotency_key(request), await template_of(request)
-        return await calls.run(lambda app: submit_template(app, read_template(text), key, fail_fast))
+        return await calls.run(lambda app: submit_template(app, read_template(text), key, fail_fast, caller))
 
     @router.get("", response_model=PipelinePage, summary="List pipelines", responses=answers())
     async def list_pipelines(
+        caller: Caller,
         limit: Limit = 50,
         cursor: Cursor = None,
         state: Annotated[PipelineState | None, Query(description="Only those in this state")] = None,
@@ -85,45 +88,50 @@ def pipelines_router(calls: Calls, gatekeeper: Gatekeeper) -> APIRouter:
                 and (owner is None or record.owner == owner)
                 and (name is None or record.name == name)
                 and (label is None or _has_label(record, label))
+                and caller.sees(record.owner)
             )
 
         def listed(app: GPUFlow) -> dict[str, Any]:
             def read(ids: Sequence[str]) -> list[PipelineRecord | None]:
                 return [app.pipelines.find(id) for id in ids]
 
-            found, after = page(app.redis, app.keys.pipelines, cursor, limit, read, wanted)
+            scoped = caller.scope is not None
+            found, after = page(app.redis, app.keys.pipelines, cursor, limit, read, wanted, scoped=scoped)
             return {"pipelines": [record.public() for record in found], "next": after}
 
         return JSONResponse(await calls.run(listed))
 
     @router.get("/{id}", response_model=PipelineDetail, summary="Show a pipeline", responses=answers(404))
-    async def show(id: RecordId) -> JSONResponse:
+    async def show(id: RecordId, caller: Caller) -> JSONResponse:
         """Show a pipeline with its stages and their tasks."""
-        return JSONResponse(await calls.run(lambda app: run_of(app, id).status()))
+        return JSONResponse(await calls.run(lambda app: run_of(app, id, caller).status()))
 
     @router.delete("/{id}", response_model=Ended, summary="Cancel a pipeline", responses=answers(404))
-    async def cancel(id: RecordId) -> JSONResponse:
+    async def cancel(id: RecordId, caller: Caller) -> JSONResponse:
         """Cancel all of a pipeline that has not ended."""
-        ended = await calls.run(lambda app: run_of(app, id).cancel())
+        ended = await calls.run(lambda app: run_of(app, id, caller).cancel())
         return JSONResponse({"id": id, "outcome": "cancelled" if ended else "final"})
 
     @router.post(
         "/{id}/resume", status_code=202, response_model=Ended, summary="Run what is not done", responses=answers(404)
     )
-    async def resume(id: RecordId) -> JSONResponse:
+    async def resume(id: RecordId, caller: Caller) -> JSONResponse:
         """Go on with a pipeline that has ended: `resumed`, `running` (not ended yet) or `succeeded` (all done)."""
-        outcome = await calls.run(lambda app: run_of(app, id).resume())
+        outcome = await calls.run(lambda app: run_of(app, id, caller).resume())
         return JSONResponse({"id": id, "outcome": outcome}, status_code=202)
 
     return router
 
 
-def submit_template(app: GPUFlow, template: Template, key: str | None, fail_fast: bool) -> dict[str, Any]:
+def submit_template(
+    app: GPUFlow, template: Template, key: str | None, fail_fast: bool, caller: Grant
+) -> dict[str, Any]:
     """Submit a template as a pipeline. Raises Problem 409 for a key of other work, and the errors of a submit."""
-    if fail_fast and key and app.pipelines.find(id_for_key(template.owner, key, pipeline=True)) is not None:
+    owner = owner_for(caller, template.owner)
+    if fail_fast and key and app.pipelines.find(id_for_key(owner, key, pipeline=True)) is not None:
         fail_fast = False  # it was submitted before, and its answer was lost
     warnings = told(app, template, fail_fast)
-    run = submit_pipeline(template, idempotency_key=key, uploads=False, app=app)
+    run = submit_pipeline(template, idempotency_key=key, owner=owner, uploads=False, app=app)
     record = app.pipelines.find(run.id) if key else None
     if record is not None:
         kept = Template.from_dict(record.template)
@@ -133,9 +141,10 @@ def submit_template(app: GPUFlow, template: Template, key: str | None, fail_fast
     return submitted(PREFIX, run.id, "pipeline", warnings)
 
 
-def run_of(app: GPUFlow, id: str) -> PipelineRun:
-    """Return the handle of a pipeline. Raises Problem 404 where there is none."""
-    if not is_id(id) or app.pipelines.find(id) is None:
+def run_of(app: GPUFlow, id: str, caller: Grant) -> PipelineRun:
+    """Return the handle of a pipeline. Raises Problem 404 where there is none, or none that the caller sees."""
+    record = app.pipelines.find(id) if is_id(id) else None
+    if record is None or not caller.sees(record.owner):
         raise no_record("pipeline", id)
     return PipelineRun(id, app)
 

@@ -16,9 +16,11 @@ from fastapi.responses import JSONResponse, Response
 from gpuflow.artifacts.repr_digest import HEADER, WANT_HEADER, parse_repr_digest, repr_digest
 from gpuflow.gateway import downloads
 from gpuflow.gateway.auth import Gatekeeper
+from gpuflow.gateway.file_rights import Action, FileRights
 from gpuflow.gateway.files import Entry, ResultsFolder
 from gpuflow.gateway.forms import Form, is_form
 from gpuflow.gateway.problems import Problem, of_the_disk
+from gpuflow.gateway.rights import Caller
 from gpuflow.gateway.uploads import Ask, Uploads
 
 PREFIX: Final = "/api/v1/results"
@@ -28,27 +30,32 @@ COMPLETE: Final = "Upload-Complete"
 _MOST_LISTED: Final = 10_000
 
 
-def results_router(folder: ResultsFolder, uploads: Uploads, gatekeeper: Gatekeeper) -> APIRouter:
+def results_router(folder: ResultsFolder, uploads: Uploads, gatekeeper: Gatekeeper, rights: FileRights) -> APIRouter:
     """Return the routes of the results service."""
     router = APIRouter(prefix=PREFIX, dependencies=[Depends(gatekeeper), Depends(_path_is_text)], tags=["results"])
 
     @router.get("")
     async def search(
-        prefix: str = "", after: str = "", limit: Annotated[int, Query(ge=1, le=_MOST_LISTED)] = 1000
+        caller: Caller,
+        prefix: str = "",
+        after: str = "",
+        limit: Annotated[int, Query(ge=1, le=_MOST_LISTED)] = 1000,
     ) -> dict[str, Any]:
         """List files by `task/name`: all, or what is or lies below `prefix`; `next` is the `after` of the next page."""
-        found, more = await to_thread.run_sync(lambda: folder.search(prefix, after=after, limit=limit))
+        found, more = await rights.search(folder, caller, prefix, after=after, limit=limit)
         files = [{**_described(entry), "name": f"{entry.task_id}/{entry.name}"} for entry in found]
         return {"files": files, "next": files[-1]["name"] if more else None}
 
     @router.get("/{task_id}/files")
-    async def list_files(task_id: str) -> dict[str, Any]:
+    async def list_files(task_id: str, caller: Caller) -> dict[str, Any]:
         """List the files of one task by name."""
+        if not await rights.lists(caller, task_id):
+            return {"task_id": task_id, "files": []}
         found = await to_thread.run_sync(folder.entries, task_id)
         return {"task_id": task_id, "files": [_described(entry) for entry in found]}
 
     @router.post("/{task_id}/files")
-    async def upload_form(request: Request, task_id: str) -> Response:
+    async def upload_form(request: Request, task_id: str, caller: Caller) -> Response:
         """Take in the files of a form, each under its own name."""
         if not is_form(request.headers):
             raise Problem(
@@ -57,14 +64,18 @@ def results_router(folder: ResultsFolder, uploads: Uploads, gatekeeper: Gatekeep
                 f"name the file in the address: POST {PREFIX}/{task_id}/files/<name>, its bytes as the body; "
                 "or send a form: -F file=@<name>",
             )
+        await rights.check(caller, Action.WRITE, task_id)
         stored = await _take_form(request, uploads, task_id, None)
         return JSONResponse({"task_id": task_id, "files": [_described(entry) for entry in stored]}, status_code=201)
 
     @router.api_route("/{task_id}/files/{name:path}", methods=["GET", "HEAD"])
-    async def download(request: Request, task_id: str, name: str) -> Response:
+    async def download(request: Request, task_id: str, name: str, caller: Caller) -> Response:
         """Send a file; HEAD with the digest of an upload tells how much of it is here."""
         if request.method == "HEAD" and HEADER in request.headers:
-            return await to_thread.run_sync(_progress_of, uploads, _ask(request, task_id, name))
+            ask = _ask(request, task_id, name)
+            await rights.check(caller, Action.WRITE, task_id, name, ask.sha256)
+            return await to_thread.run_sync(_progress_of, uploads, ask)
+        await rights.check(caller, Action.READ, task_id, name)
         digest = WANT_HEADER in request.headers
         try:
             file = await to_thread.run_sync(lambda: folder.open(task_id, name, digest=digest))
@@ -73,12 +84,14 @@ def results_router(folder: ResultsFolder, uploads: Uploads, gatekeeper: Gatekeep
         return downloads.answer(request, file)
 
     @router.post("/{task_id}/files/{name:path}")
-    async def upload(request: Request, task_id: str, name: str) -> Response:
+    async def upload(request: Request, task_id: str, name: str, caller: Caller) -> Response:
         """Take in a file, or the next bytes of it; without bytes, say how many are here."""
         if is_form(request.headers):
+            await rights.check(caller, Action.WRITE, task_id, name)
             (stored,) = await _take_form(request, uploads, task_id, name)
             return _received(stored, stored.size)
         ask = _ask(request, task_id, name)
+        await rights.check(caller, Action.WRITE, task_id, name, ask.sha256)
         await to_thread.run_sync(uploads.check_room, ask)
         if ask.length and ask.offset is None and request.headers.get("content-length") == "0":
             return await to_thread.run_sync(_progress_of, uploads, ask)
@@ -86,8 +99,9 @@ def results_router(folder: ResultsFolder, uploads: Uploads, gatekeeper: Gatekeep
         return _received(entry, here)
 
     @router.delete("/{task_id}/files/{name:path}", status_code=204)
-    async def delete(task_id: str, name: str) -> Response:
+    async def delete(task_id: str, name: str, caller: Caller) -> Response:
         """Remove a file."""
+        await rights.check(caller, Action.REMOVE, task_id, name)
         try:
             await to_thread.run_sync(folder.delete, task_id, name)
         except OSError as error:

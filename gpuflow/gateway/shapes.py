@@ -5,7 +5,7 @@ Fields that are empty are left out of answers. Times are Unix seconds.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -199,3 +199,81 @@ class ExplanationList(BaseModel):
     """Why a task waits, or where it runs (docs/reference/explain.md)."""
 
     explanations: list[dict[str, Any]]
+
+
+class NewWorker(BaseModel):
+    """A worker that is to have a token of its own."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9._-]+$", examples=["gpu-box-2"])
+    labels: dict[str, str] = Field(default_factory=dict, max_length=100, examples=[{"site": "a"}])
+    type: Literal["persistent", "ephemeral"] = "persistent"
+    queues: list[Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[!-~]+$")]] = Field(
+        default_factory=list, max_length=100, description="Plain Celery queues that it may serve beside demand queues"
+    )
+
+
+class AdminWorker(Shape):
+    """A worker with a token of its own."""
+
+    id: str = Field(description="Id of its token")
+    name: str
+    labels: dict[str, str]
+    type: str
+    state: str | None = None
+
+
+class AdminWorkerList(BaseModel):
+    """Workers with tokens of their own."""
+
+    workers: list[AdminWorker]
+
+
+class NewWorkerToken(AdminWorker):
+    """What a worker is started with; shown once."""
+
+    token: str = Field(description="Its X-Worker-Token, and its password of the broker")
+    redis_url: str = Field(alias="redisUrl", description="Its REDIS_URL, as the gateway reaches the broker")
+
+
+class Steered(BaseModel):
+    """What a worker is to be."""
+
+    id: str
+    desired: str = Field(examples=["draining"])
+
+
+class NewUserToken(BaseModel):
+    """A token that is to be made."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    role: Literal["viewer", "submitter", "operator", "admin"]
+    owner: str | None = Field(None, min_length=1, max_length=200, description="It reads and submits as this owner")
+    all_owners: bool = Field(False, alias="allOwners", description="A viewer or submitter that sees all owners' work")
+    label: str = Field("", max_length=200, description="What it is for")
+    expires_in_seconds: float | None = Field(
+        None, alias="expiresInSeconds", gt=0, le=100 * 365 * 86_400, allow_inf_nan=False
+    )
+
+
+class UserToken(Shape):
+    """A token of a person."""
+
+    id: str
+    role: str
+    owner: str | None = None
+    label: str | None = None
+
+
+class UserTokenList(BaseModel):
+    """Tokens of people."""
+
+    tokens: list[UserToken]
+
+
+class NewToken(UserToken):
+    """A new token; shown once."""
+
+    token: str

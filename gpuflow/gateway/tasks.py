@@ -21,6 +21,7 @@ from gpuflow.gateway.documents import answers, body
 from gpuflow.gateway.fleet_calls import Calls
 from gpuflow.gateway.paging import page
 from gpuflow.gateway.problems import Problem
+from gpuflow.gateway.rights import Caller, owner_for
 from gpuflow.gateway.shapes import Ended, ExplanationList, Submitted, TaskDetail, TaskPage
 from gpuflow.handles import Task
 from gpuflow.ledger.eventlog import EventCursor
@@ -30,6 +31,7 @@ from gpuflow.spec import Template
 from gpuflow.spec.report import line_text
 from gpuflow.submission import id_for_key
 from gpuflow.submission_checks import problems_at_submit
+from gpuflow.tokens.rights import Grant
 
 PREFIX: Final = "/api/v1/tasks"
 #: An id of a task or pipeline; what is none of it names nothing.
@@ -70,17 +72,18 @@ def tasks_router(calls: Calls, gatekeeper: Gatekeeper) -> APIRouter:
         responses=answers(409, 413, 415, 422),
         openapi_extra={**body(_EXAMPLE, *TEMPLATE_TYPES), "parameters": [KEY_HEADER]},
     )
-    async def submit_task(request: Request, fail_fast: FailFast = False) -> Any:
+    async def submit_task(request: Request, caller: Caller, fail_fast: FailFast = False) -> Any:
         """Submit one task: its spec, or a template with one task, as JSON or YAML.
 
         Every mistake is listed at once, and nothing is written then. With `Idempotency-Key` a repeated request gives
         the first id; with another body under the same key it is 409.
         """
         key, text = idempotency_key(request), await template_of(request)
-        return await calls.run(lambda app: _submit(app, text, key, fail_fast))
+        return await calls.run(lambda app: _submit(app, text, key, fail_fast, caller))
 
     @router.get("", response_model=TaskPage, summary="List tasks", responses=answers())
     async def list_tasks(
+        caller: Caller,
         limit: Limit = 50,
         cursor: Cursor = None,
         state: Annotated[TaskState | None, Query(description="Only those in this state")] = None,
@@ -94,24 +97,26 @@ def tasks_router(calls: Calls, gatekeeper: Gatekeeper) -> APIRouter:
                 (state is None or record.state is state)
                 and (owner is None or record.owner == owner)
                 and (name is None or record.name == name)
+                and caller.sees(record.owner)
             )
 
         def listed(app: GPUFlow) -> dict[str, Any]:
             ledger = app.ledger
-            found, after = page(app.redis, app.keys.tasks, cursor, limit, ledger.find_many, wanted)
+            scoped = caller.scope is not None
+            found, after = page(app.redis, app.keys.tasks, cursor, limit, ledger.find_many, wanted, scoped=scoped)
             return {"tasks": [record.public() for record in ledger.as_seen(found)], "next": after}
 
         return JSONResponse(await calls.run(listed))
 
     @router.get("/{id}", response_model=TaskDetail, summary="Show a task", responses=answers(404))
-    async def show_task(id: RecordId) -> JSONResponse:
+    async def show_task(id: RecordId, caller: Caller) -> JSONResponse:
         """Show a task: state, progress, error, how its attempts went, and the result where it has succeeded.
 
         Large fields of a result are references; `responses.json` of the task's results holds all of it.
         """
 
         def shown(app: GPUFlow) -> dict[str, Any]:
-            task = handle(app, id)
+            task = handle(app, id, caller)
             record = task.record()
             attempts = [entry.public() for entry in task.attempts()]
             return {**record.public(), "result": record.result, "attempts": attempts}
@@ -124,30 +129,31 @@ def tasks_router(calls: Calls, gatekeeper: Gatekeeper) -> APIRouter:
         summary="Cancel a task",
         responses={**answers(404), 202: {"model": Ended, "description": "Its worker stops it now."}},
     )
-    async def cancel_task(id: RecordId) -> JSONResponse:
+    async def cancel_task(id: RecordId, caller: Caller) -> JSONResponse:
         """Cancel a task. One that has ended is left as it is."""
-        outcome = await calls.run(lambda app: handle(app, id).cancel())
+        outcome = await calls.run(lambda app: handle(app, id, caller).cancel())
         return JSONResponse({"id": id, "outcome": outcome}, status_code=202 if outcome == "requested" else 200)
 
     @router.post(
         "/{id}/retry", status_code=202, response_model=Ended, summary="Run an ended task again",
         responses=answers(404, 409),
     )  # fmt: skip
-    async def retry_task(id: RecordId) -> JSONResponse:
+    async def retry_task(id: RecordId, caller: Caller) -> JSONResponse:
         """Queue a task again that has ended and has not succeeded."""
-        if not await calls.run(lambda app: handle(app, id).retry()):
+        if not await calls.run(lambda app: handle(app, id, caller).retry()):
             raise Problem(
                 409, "nothing-to-retry", f"task {id} has not ended, or has succeeded; there is nothing to retry"
             )
         return JSONResponse({"id": id, "outcome": "queued"}, status_code=202)
 
     @router.get("/{id}/explain", response_model=ExplanationList, summary="Why it waits", responses=answers(404))
-    async def explain_task(id: RecordId) -> JSONResponse:
+    async def explain_task(id: RecordId, caller: Caller) -> JSONResponse:
         """Explain why a task waits, or what runs it, worker by worker."""
 
         def explained(app: GPUFlow) -> list[dict[str, Any]]:
-            record = handle(app, id).record()
-            return [one.to_dict() for one in explain_records(app, [record])]
+            record = handle(app, id, caller).record()
+            sees = None if caller.scope is None else caller.sees
+            return [one.to_dict() for one in explain_records(app, [record], sees=sees)]
 
         return JSONResponse({"explanations": await calls.run(explained)})
 
@@ -157,11 +163,11 @@ def tasks_router(calls: Calls, gatekeeper: Gatekeeper) -> APIRouter:
         summary="The log of a task",
         responses=answers(404),
     )
-    async def logs(id: RecordId) -> PlainTextResponse:
+    async def logs(id: RecordId, caller: Caller) -> PlainTextResponse:
         """Return the log lines of all attempts that the event stream still holds, as text."""
 
         def lines(app: GPUFlow) -> str:
-            handle(app, id).record()
+            handle(app, id, caller).record()
             return log_text(app, id)
 
         return PlainTextResponse(await calls.run(lines))
@@ -169,12 +175,13 @@ def tasks_router(calls: Calls, gatekeeper: Gatekeeper) -> APIRouter:
     return router
 
 
-def _submit(app: GPUFlow, text: str, key: str | None, fail_fast: bool) -> dict[str, Any]:
+def _submit(app: GPUFlow, text: str, key: str | None, fail_fast: bool, caller: Grant) -> dict[str, Any]:
     template = read_template(text)
-    if fail_fast and key and app.ledger.find(id_for_key(template.owner, key)) is not None:
+    owner = owner_for(caller, template.owner)
+    if fail_fast and key and app.ledger.find(id_for_key(owner, key)) is not None:
         fail_fast = False  # it was submitted before, and its answer was lost
     warnings = told(app, template, fail_fast)
-    task = submit(template, idempotency_key=key, uploads=False, app=app)
+    task = submit(template, idempotency_key=key, owner=owner, uploads=False, app=app)
     record = app.ledger.find(task.id) if key else None
     if record is not None and not (record.name == template.name and same_work(app, template, [record.spec])):
         raise other_body(str(key))
@@ -193,9 +200,10 @@ def submitted(prefix: str, id: str, kind: Literal["task", "pipeline"], warnings:
     return {"id": id, "kind": kind, "url": url, "events": f"{url}/events", "warnings": warnings}
 
 
-def handle(app: GPUFlow, id: str) -> Task:
-    """Return the handle of a task. Raises Problem 404 where there is none."""
-    if not _ID.fullmatch(id) or app.ledger.find(id) is None:
+def handle(app: GPUFlow, id: str, caller: Grant) -> Task:
+    """Return the handle of a task. Raises Problem 404 where there is none, or none that the caller sees."""
+    record = app.ledger.find(id) if _ID.fullmatch(id) else None
+    if record is None or not caller.sees(record.owner):
         raise no_record("task", id)
     return Task(id, app)
 

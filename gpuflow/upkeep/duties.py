@@ -21,6 +21,9 @@ from gpuflow.errors import GPUFlowError
 from gpuflow.logs import dress, get_logger, use_level
 from gpuflow.outages import outage
 from gpuflow.scaling import autoscaler
+from gpuflow.tokens.broker_users import BrokerRefuses
+from gpuflow.tokens.store import TokenStore
+from gpuflow.tokens.workers import WorkerTokens
 from gpuflow.upkeep.reconciler import Reconciler
 
 log = get_logger("gpuflow.duties")
@@ -78,11 +81,23 @@ class Duties(threading.Thread):
             return
         try:
             self._reconciler.run()
+            self._restore_users()
         finally:
             try:
                 lock.release()
             except LockError:
                 log.warning("reconcile_lock_expired")
+
+    def _restore_users(self) -> None:
+        """Make the users of workers again that a restart of the server has lost. Raises redis errors."""
+        app = self._app
+        store = TokenStore(app.redis, app.keys, actor="beat")
+        tokens = WorkerTokens(app.redis, store, address=app.broker_address(), queues=[app.settings.task_topic])
+        try:
+            for name in tokens.restore():
+                log.warning("worker_login_restored", worker=name)
+        except BrokerRefuses:
+            log.debug("worker_logins_not_seen", cause="this user may not list the users of the broker")
 
 
 def _sealer(app: GPUFlow) -> Sealer | None:

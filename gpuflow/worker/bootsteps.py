@@ -114,7 +114,6 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
         executors: str | None = None,
         max_jobs: int | None = None,
         cost: float | None = None,
-        worker_token_file: str | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(worker, **kwargs)

@@ -6,10 +6,14 @@ one that takes it. Here its task fails, and `gpuflow dead messages` shows it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, Final
 
+from celery.exceptions import WorkerShutdown
 from celery.worker.consumer import Consumer as CeleryConsumer
+from celery.worker.state import maybe_shutdown
+from redis.exceptions import AuthenticationError, RedisError
 
 from gpuflow.errors import UnreadableMessage
 from gpuflow.ledger.backend import error_record
@@ -17,9 +21,15 @@ from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
 from gpuflow.pipelines.engine import SETTLE_TASK
 from gpuflow.routing.families import CONTROL_QUEUE
+from gpuflow.tokens.broker_users import is_worker_login
 from gpuflow.worker.runtime import current
 
 log = get_logger("gpuflow.consumer")
+
+#: A broker that refuses the login is asked again after so many seconds.
+LOGIN_SECONDS: Final = 0.5
+#: Exit code of a worker whose token is refused: somebody has to start it with another one.
+TOKEN_REFUSED: Final = 2
 
 #: What the fields of a message raise that are not what Celery takes for granted.
 _BAD_MESSAGE: Final = (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError)
@@ -27,6 +37,40 @@ _BAD_MESSAGE: Final = (KeyError, TypeError, ValueError, AttributeError, IndexErr
 
 class Consumer(CeleryConsumer):  # type: ignore[misc]
     """The consumer of a gpuflow worker."""
+
+    def ensure_connected(self, conn: Any) -> Any:
+        """Connect, when the broker takes the login. Raises WorkerShutdown for a token that it goes on to refuse."""
+        self._await_login()
+        return super().ensure_connected(conn)
+
+    def _await_login(self) -> None:
+        """Wait, having said so once, while the broker refuses the login.
+
+        A server that was restarted may lack its users for some seconds, until a beat has made them again. The token of
+        a worker that is refused for a whole lease has been replaced or removed: what ran here runs elsewhere by then.
+        """
+        began: float | None = None
+        while True:
+            maybe_shutdown()
+            try:
+                self.app.redis.ping()
+                return
+            except AuthenticationError:
+                if began is None:
+                    began = time.monotonic()
+                    log.error(
+                        "token_refused",
+                        worker=current().worker_id,
+                        cause="the broker does not take the login of REDIS_URL; start this worker with the REDIS_URL "
+                        "that `gpuflow workers rotate-token` has shown",
+                    )
+                if is_worker_login(self.app.settings.redis_url or "") and (
+                    time.monotonic() - began > self.app.settings.lease_seconds
+                ):
+                    raise WorkerShutdown(TOKEN_REFUSED) from None
+                time.sleep(LOGIN_SECONDS)
+            except RedisError:
+                return  # Celery tells of it, and tries again
 
     def create_task_handler(self, *args: Any, **kwargs: Any) -> Callable[[Any], Any]:
         """Return what takes each message; an error of the message is told apart from one of the line."""

@@ -19,7 +19,7 @@ from gpuflow.process_guard import guard_process
 from gpuflow.secrets import known
 from gpuflow.worker import conf_view, confinement
 from gpuflow.worker.runtime import find
-from gpuflow.worker.secret_sources import worker_redactor
+from gpuflow.worker.secret_sources import read_token, worker_redactor
 
 log = get_logger("gpuflow.worker")
 
@@ -43,6 +43,7 @@ class Worker(CeleryWorker):  # type: ignore[misc]
         hostname: str | None = None,
         name: str | None = None,
         isolate: str | None = None,
+        worker_token_file: str | None = None,
         spot_notices: str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -54,6 +55,8 @@ class Worker(CeleryWorker):  # type: ignore[misc]
         guard_process(settings.umask_bits)
         self.worker_id = name or settings.worker_id or f"w-{uuid.uuid4().hex[:10]}"
         try:
+            if worker_token_file is not None:
+                ours.settings = settings = settings.model_copy(update={"worker_token": read_token(worker_token_file)})
             confinement.check(settings)
             self._start(app, hostname, **kwargs)
         except GPUFlowError as error:

@@ -14,9 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from pydantic import SecretStr
+
 from gpuflow.artifacts.manifest import write_json
 from gpuflow.artifacts.placeholders import placeholder_secrets
-from gpuflow.errors import GPUFlowError, NotAllowed
+from gpuflow.errors import GPUFlowError, InvalidSettings, NotAllowed
 from gpuflow.policy.secrets import PREFIX, refusal, variable_of
 from gpuflow.private_files import open_new
 from gpuflow.secrets import Redactor, secrets_in_environment, secrets_in_spec, url_secrets
@@ -124,6 +126,25 @@ def _read(path: Path, name: str, worker: str) -> str:
             f"{MAX_SECRET_BYTES} bytes"
         )
     return text
+
+
+def read_token(file: str) -> SecretStr:
+    """Return the worker's token of a file that nobody else may read. Raises InvalidSettings."""
+    path = Path(file).expanduser()
+    try:
+        with path.open("rb") as opened:
+            state = os.fstat(opened.fileno())
+            raw = opened.read(MAX_SECRET_BYTES + 1)
+    except OSError as error:
+        raise InvalidSettings(
+            f"--worker-token-file {file}: {error.strerror}; give a file that holds the token"
+        ) from None
+    if not stat.S_ISREG(state.st_mode) or state.st_mode & (stat.S_IRWXO | stat.S_IWGRP):
+        raise InvalidSettings(f"--worker-token-file {file}: others can read or change it; run `chmod 600` on it")
+    token = raw.decode("ascii", "replace").strip()
+    if not token or not token.isprintable() or "\ufffd" in token or len(raw) > MAX_SECRET_BYTES:
+        raise InvalidSettings(f"--worker-token-file {file}: holds no token; write one line of visible characters to it")
+    return SecretStr(token)
 
 
 def reference_values(spec: Mapping[str, Any], secrets: Mapping[str, str], settings: Settings) -> dict[str, str]:

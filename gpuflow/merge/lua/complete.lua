@@ -21,7 +21,11 @@ for i = 8, #ARGV, 3 do
     redis.call('HSET', record, 'state', ARGV[5], 'attempt', attempt or '0', 'worker', worker or '')
     if result ~= '' then redis.call('HSET', record, 'result', result) end
     if ARGV[7] ~= '' then redis.call('HSET', record, 'manifest', ARGV[7]) end
-    redis.call('COPY', KEYS[1] .. ':attempts', record .. ':attempts')
+    -- Field by field: COPY reaches other databases, so that workers with a token of their own may not use it.
+    if redis.call('EXISTS', record .. ':attempts') == 0 then
+      local attempts = redis.call('HGETALL', KEYS[1] .. ':attempts')
+      for at = 1, #attempts, 2 do redis.call('HSET', record .. ':attempts', attempts[at], attempts[at + 1]) end
+    end
     finish(record, prefix .. 'events:' .. id, record .. ':attempts', KEYS[3], KEYS[4], ARGV[2], ARGV[3], seconds, ARGV[5],
       ARGV[6])
     if message ~= '' and not fetches then put(KEYS[5], KEYS[6], 'back', message, ARGV[4]) end

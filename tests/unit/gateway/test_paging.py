@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,3 +62,23 @@ def test_what_is_submitted_between_two_reads_repeats_and_hides_nothing(
     assert before <= set(seen)
     order = [(index.entries[id], id) for id in seen]
     assert order == sorted(order, reverse=True)
+
+
+def test_a_cursor_of_somebody_who_may_not_see_all_names_no_other_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paging, "_LOOKED_AT", 5)
+    index: Any = Index({f"other{number:02}": 1000.5 + number for number in range(20)} | {"mine": 1000.0})
+    found: list[str] = []
+    cursor: str | None = None
+    cursors: list[str] = []
+    while len(cursors) < 20:
+        more, cursor = paging.page(
+            index, "tasks", cursor, 10, lambda ids: list(ids), lambda id: id == "mine", scoped=True
+        )
+        found += more
+        if cursor is None:
+            break
+        cursors.append(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)).decode())
+
+    assert found == ["mine"]
+    assert cursors
+    assert "other" not in " ".join(cursors)

@@ -1,0 +1,156 @@
+"""Users of the broker that workers log in as, with the least rights that a worker needs.
+
+A user is named by the id of its token, and its password is the token; the server gets the SHA-256 alone. Its keys are
+those of one fleet (one GPUFLOW_KEY_PREFIX) without `access:*`, its commands are listed one by one: none of them lists
+keys, changes the server or its users, or reads what others do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit, urlunsplit
+
+import redis
+from redis.exceptions import NoPermissionError, ResponseError
+
+from gpuflow.errors import GPUFlowError
+from gpuflow.tokens.store import TokenRecord
+
+_USER_PREFIX: Final = "gpuflow-worker-"
+#: What of a text is a pattern to Redis.
+_MAGIC: Final = re.compile(r"([\\*?\[\]])")
+_UUID: Final = "-".join("?" * count for count in (8, 4, 4, 4, 12))
+#: Families of keys of a fleet. `<p>` is its prefix, `<name>` that of the worker, `<o>` the id of a Celery process that
+#: waits for answers.
+_KEYS: Final = (
+    "<p>gpuflow.*",
+    "<p>task:*",
+    "<p>pipeline:*",
+    "<p>events:*",
+    "<p>merge:*",
+    "<p>queue:*",
+    "<p>worker:*",
+    "<p>celery-task*",
+    *(f"<p>{family}{more}" for family in ("cpu", "gpu") for more in ("", "-*", ".*", "\x06\x16*")),
+    "<p>_kombu.binding*",
+    "<p><name>@*.celery.pidbox*",
+    "<p><o>.reply.celery.pidbox*",
+)
+#: Channels: Celery's commands and events, of one database, and its results.
+_CHANNELS: Final = ("<p>/<db>.celery.pidbox", "<p>/<db>.celeryev/*", "<p>celery-task*")
+_COMMANDS: Final = (
+    # the connection
+    "ping", "hello", "client|setinfo", "client|setname", "client|getname", "client|id", "reset", "quit", "time", "info",
+    # keys
+    "exists", "del", "unlink", "expire", "pexpire", "expireat", "persist", "ttl", "pttl", "type",
+    # strings
+    "get", "mget", "set", "setex", "psetex", "setnx", "append", "incr", "incrby", "incrbyfloat", "decr",
+    # hashes
+    "hget", "hmget", "hgetall", "hset", "hmset", "hsetnx", "hdel", "hexists", "hkeys", "hvals", "hlen", "hincrby",
+    "hincrbyfloat", "hscan", "hstrlen",
+    # lists
+    "lpush", "rpush", "lpop", "rpop", "blpop", "brpop", "lrange", "lrem", "llen", "ltrim", "lindex", "lmove", "lpos",
+    "lset",
+    # sets
+    "sadd", "srem", "smembers", "sismember", "smismember", "scard", "spop", "srandmember", "sscan",
+    # sorted sets
+    "zadd", "zrem", "zrange", "zrangebyscore", "zrevrange", "zrevrangebyscore", "zrangebylex", "zscore", "zmscore",
+    "zcard", "zcount", "zincrby", "zpopmin", "zremrangebyscore", "zremrangebyrank", "zrank", "zscan", "zdiff",
+    # streams
+    "xadd", "xread", "xrange", "xrevrange", "xlen", "xtrim", "xdel", "xinfo|stream",
+    # messages to all
+    "publish", "subscribe", "psubscribe", "unsubscribe", "punsubscribe",
+    # steps
+    "multi", "exec", "discard", "watch", "unwatch", "evalsha", "script|load", "script|exists",
+)  # fmt: skip
+
+
+class BrokerRefuses(GPUFlowError):
+    """The broker does not let this user change its users; use the administrator's REDIS_URL."""
+
+
+def user_of(record: TokenRecord) -> str:
+    """Return the name of a worker's user of the broker."""
+    return f"{_USER_PREFIX}{record.id}"
+
+
+def rules(record: TokenRecord, *, prefix: str, database: int, queues: Sequence[str]) -> list[str]:
+    """Return what `ACL SETUSER <name>` is given: it takes all rights away first. Pure.
+
+    `queues` are the plain Celery queues that the worker may serve beside demand queues.
+    """
+    own = _literal(prefix)
+    filled = [
+        pattern.replace("<p>", own).replace("<o>", _UUID).replace("<db>", str(database)).replace("<name>", record.name)
+        for pattern in (*(f"~{key}" for key in _KEYS), *(f"&{channel}" for channel in _CHANNELS))
+    ]
+    # A priority of a queue is a list of its own (`broker.priorities`).
+    named = [
+        pattern for queue in queues for pattern in (f"~{own}{_literal(queue)}", f"~{own}{_literal(queue)}\x06\x16*")
+    ]
+    # SELECT is no right over keys: a worker of another database than 0 may select that one alone.
+    select = [f"+select|{database}"] if database else []
+    return ["reset", "on", f"#{record.digest}", *filled, *named, "-@all", *(f"+{name}" for name in _COMMANDS), *select]
+
+
+def apply(client: redis.Redis, record: TokenRecord, *, prefix: str, queues: Sequence[str]) -> None:
+    """Make the user of a worker, or give it the password and the rights that it is to have. Raises BrokerRefuses."""
+    raw: Any = client
+    database = int(raw.connection_pool.connection_kwargs.get("db") or 0)
+    given = rules(record, prefix=prefix, database=database, queues=queues)
+    try:
+        _asked(raw, "ACL", "SETUSER", user_of(record), *given)
+    except ResponseError:
+        # A server before Redis 7.2 does not know the command by which a client says what it is; clients do without.
+        _asked(raw, "ACL", "SETUSER", user_of(record), *(rule for rule in given if rule != "+client|setinfo"))
+
+
+def cut(client: redis.Redis, record: TokenRecord) -> int:
+    """End all connections of a worker's user now, and return how many there were. Raises BrokerRefuses."""
+    return int(_asked(client, "CLIENT", "KILL", "USER", user_of(record)))
+
+
+def delete(client: redis.Redis, record: TokenRecord) -> None:
+    """Remove the user of a worker, which ends its connections. Raises BrokerRefuses."""
+    _asked(client, "ACL", "DELUSER", user_of(record))
+
+
+def names(client: redis.Redis) -> set[str]:
+    """Return the names of the broker's users. Raises BrokerRefuses."""
+    return {name.decode() if isinstance(name, bytes) else str(name) for name in _asked(client, "ACL", "USERS")}
+
+
+def save(client: redis.Redis) -> bool:
+    """Write the users to the server's ACL file; False where it has none, and forgets them when it ends."""
+    try:
+        _asked(client, "ACL", "SAVE")
+    except (ResponseError, BrokerRefuses):
+        return False
+    return True
+
+
+def login_url(url: str, record: TokenRecord, token: str) -> str:
+    """Return the address of a broker with the login of a worker in the place of any other."""
+    parts = urlsplit(url)
+    host = parts.netloc.rpartition("@")[2]
+    query = [(name, value) for name, value in parse_qsl(parts.query) if name not in ("username", "password")]
+    netloc = f"{quote(user_of(record), safe='')}:{quote(token, safe='')}@{host}"
+    return urlunsplit(parts._replace(netloc=netloc, query=urlencode(query)))
+
+
+def is_worker_login(url: str) -> bool:
+    """Say whether the address of a broker has the login of a worker with a token of its own."""
+    return unquote(urlsplit(url).netloc).startswith(_USER_PREFIX)
+
+
+def _literal(text: str) -> str:
+    return _MAGIC.sub(r"\\\1", text)
+
+
+def _asked(client: Any, *command: str) -> Any:
+    try:
+        return client.execute_command(*command)
+    except NoPermissionError:
+        raise BrokerRefuses from None
