@@ -59,7 +59,7 @@ _COMMANDS: Final = (
     "zadd", "zrem", "zrange", "zrangebyscore", "zrevrange", "zrevrangebyscore", "zrangebylex", "zscore", "zmscore",
     "zcard", "zcount", "zincrby", "zpopmin", "zremrangebyscore", "zremrangebyrank", "zrank", "zscan", "zdiff",
     # streams
-    "xadd", "xread", "xrange", "xrevrange", "xlen", "xtrim", "xdel", "xinfo|stream",
+    "xadd", "xread", "xrange", "xrevrange", "xlen", "xtrim", "xinfo|stream",
     # messages to all
     "publish", "subscribe", "psubscribe", "unsubscribe", "punsubscribe",
     # steps
