@@ -16,6 +16,7 @@ import redis
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.scripts import Script, load_script, script_text
 from gpuflow.fleet.desired import MOST_DECISIONS
+from gpuflow.fleet.registry import Fleet
 from gpuflow.scaling.model import MachineState
 
 #: A family whose launches fail waits so long, twice as long after each failure more, in seconds.
@@ -162,6 +163,25 @@ class ScalingStore:
 def decision_text(leader: Leadership, **fields: Any) -> str:
     """Return a decision as JSON, without the time, which the step adds."""
     return json.dumps({"epoch": leader.epoch, "leader": leader.name, **fields})
+
+
+def scaling_status(client: redis.Redis, keys: Keys) -> dict[str, Any]:
+    """Return what scales a fleet, with counts and costs, JSON-able. Raises redis errors."""
+    store = ScalingStore(client, keys)
+    workers = [worker for worker in Fleet(client, keys).workers() if worker.is_there]
+    machines = store.machines()
+    counts = store.counts()
+    seconds, _ = store.client.time()
+    running = sum(one.cost_per_hour * max(0.0, seconds - one.wanted_at) / 3600 for one in machines)
+    return {
+        "leader": store.leader(),
+        "enabled": sum(worker.takes_work for worker in workers),
+        "disabled": sum(not worker.takes_work for worker in workers),
+        "cost": round(counts.pop("cost", 0.0) + running, 6),
+        "costPerHour": sum(one.cost_per_hour for one in machines),
+        "counts": {name: count for name, count in sorted(counts.items()) if not name.startswith("retry_at:")},
+        "machines": [one.public() for one in machines],
+    }
 
 
 def _machine_step() -> Script:
