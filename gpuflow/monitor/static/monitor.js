@@ -4,6 +4,8 @@
 const settings = document.querySelector("meta[name=monitor]").dataset;
 const live = document.getElementById("live");
 const said = document.getElementById("said");
+// The page's own address may hold a login (http://user:password@host/), with which fetch takes no address.
+const here = (path) => new URL(path, window.location.origin);
 const PERIOD_MS = 2000;
 const SLOWEST_MS = 30000;
 
@@ -91,7 +93,7 @@ async function update() {
   asking = new AbortController();
   const limit = setTimeout(() => asking?.abort(), SLOWEST_MS);
   try {
-    const answer = await fetch(`${settings.updates}?since=${encodeURIComponent(version)}`, { signal: asking.signal });
+    const answer = await fetch(here(`${settings.updates}?since=${encodeURIComponent(version)}`), { signal: asking.signal });
     if (!answer.ok) {
       const problem = await answer.json().catch(() => ({}));
       throw new Error(problem.error || `the server answers ${answer.status}`);
@@ -121,7 +123,7 @@ async function act(button) {
   button.disabled = true;
   said.hidden = false;
   try {
-    const answer = await fetch(settings.action, {
+    const answer = await fetch(here(settings.action), {
       method: "POST",
       headers: { "Content-Type": "application/json", "X-XSRFToken": settings.token },
       body: JSON.stringify({ action, target }),
