@@ -15,7 +15,7 @@ from typing import Any
 from gpuflow.broker.priorities import DEFAULT_PRIORITY
 from gpuflow.celery_app import GPUFlow
 from gpuflow.celery_app import app as default_app
-from gpuflow.errors import UnknownTask
+from gpuflow.errors import GPUFlowError, UnknownTask
 from gpuflow.fleet.queue_rows import queue_rows
 from gpuflow.fleet.queue_views import next_tasks, queue_view
 from gpuflow.fleet.registry import Fleet
@@ -99,7 +99,10 @@ def explain_queues(app: GPUFlow) -> list[dict[str, Any]]:
         row["oldestAt"] = None if queue.oldest_seconds is None else now - queue.oldest_seconds
         record = records.get(name)
         if record is not None and row["requirement"] is not None:
-            ask = Requirement.from_dict(record.requirement or row["requirement"])
+            try:
+                ask = Requirement.from_dict(record.requirement or row["requirement"])
+            except (GPUFlowError, KeyError, TypeError, ValueError):
+                continue  # of a newer version
             row["why"] = explain_task(ask, _task_view(app, record, now), queue, workers).verdict
         elif not row["workers"]:
             row["why"] = "no worker that takes work serves this queue"

@@ -17,6 +17,7 @@ from typing import Any, Final
 from tornado.template import Loader
 
 from gpuflow.celery_app import GPUFlow
+from gpuflow.errors import GPUFlowError
 from gpuflow.explaining import explain_queues
 from gpuflow.monitor import drawing
 from gpuflow.monitor.feeds import Rows
@@ -128,7 +129,7 @@ def _asks(requirement: Mapping[str, Any] | None) -> str:
         return "plain Celery tasks"
     try:
         return describe(Requirement.from_dict(requirement))
-    except (KeyError, TypeError, ValueError):
+    except (GPUFlowError, KeyError, TypeError, ValueError):
         return "written by a newer version"
 
 
@@ -152,7 +153,7 @@ def pipeline_rows(renderer: Renderer, app: GPUFlow) -> Rows:
     """Return the newest pipelines."""
     found = read_pipelines(app, MOST_PIPELINES)
     rows = [(one.record.id, renderer.render("pipeline_row.html", row=one, took=_took)) for one in found]
-    empty = "No pipelines were submitted yet. Try <code>gpuflow run quickstart</code>."
+    empty = "No pipelines have been submitted yet. Try <code>gpuflow run quickstart</code>."
     return {"pipelines": rows or [_empty(6, empty)]}
 
 
