@@ -45,6 +45,8 @@ class BrowserPage:
 
     async def open(self, url: str) -> None:
         await self.call("Page.enable")
+        await self.call("Page.bringToFront")  # keys go to the page in front
+        await self.call("Emulation.setFocusEmulationEnabled", enabled=True)
         await self.call("Page.navigate", url=url)
         await self.until("document.readyState === 'complete' && location.href !== 'about:blank'")
 
@@ -95,8 +97,12 @@ async def browser_page(folder: Path) -> AsyncIterator[BrowserPage]:
         eventually(lambda: port.exists() and port.read_text().count("\n"), within=30, what="the browser")
         opened = httpx.put(f"http://127.0.0.1:{port.read_text().split()[0]}/json/new?about:blank", timeout=patient(30))
         socket = await websocket_connect(opened.json()["webSocketDebuggerUrl"], max_message_size=1 << 27)
-        yield BrowserPage(socket)
-        socket.close()
+        try:
+            yield BrowserPage(socket)
+        finally:
+            socket.close()
+            while await asyncio.wait_for(socket.read_message(), patient(30)) is not None:
+                pass  # until the browser has closed its end
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
