@@ -101,4 +101,5 @@ async def _is_live(fleet: TestFleet, flower: FlowerProcess, page: BrowserPage) -
 
     await page.until("!document.getElementById('said').hidden && document.getElementById('said').textContent")
     eventually(is_disabled, what="the worker that was disabled by the keyboard")
-    await page.until(f"{row}.querySelector('[data-action=enable]')")
+    await page.until(f"{row}.querySelector('[data-action=enable]') !== null")
+    assert await page.value("document.activeElement.dataset.action") == "enable", "the focus was lost"

@@ -28,9 +28,8 @@ function replaced(before, after) {
   before.replaceWith(after);
   if (within) {
     const action = within.dataset.action;
-    const links = (node) => [...node.querySelectorAll("a, button")];
     const same = action && after.querySelector(`[data-action="${CSS.escape(action)}"]`);
-    const next = same || links(after)[0];
+    const next = same || after.querySelector(action ? "button" : "a, button") || after.querySelector("a");
     if (next) next.focus({ preventScroll: true });
   }
 }
@@ -117,10 +116,11 @@ async function update() {
 }
 
 async function act(button) {
+  if (button.dataset.busy) return;
   const question = button.dataset.confirm;
   if (question && !window.confirm(question)) return;
   const { action, target } = button.dataset;
-  button.disabled = true;
+  button.dataset.busy = "yes"; // not disabled: that would take the focus away
   said.hidden = false;
   try {
     const answer = await fetch(here(settings.action), {
@@ -135,7 +135,7 @@ async function act(button) {
     said.textContent = "Flower does not answer; nothing is known of this action.";
     said.dataset.failed = "yes";
   } finally {
-    button.disabled = false;
+    delete button.dataset.busy;
     update();
   }
 }
