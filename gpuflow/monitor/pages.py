@@ -28,6 +28,8 @@ from gpuflow.scaling.store import ScalingStore, scaling_status
 from gpuflow.terminal import duration, one_line
 
 TEMPLATES: Final = Path(__file__).parent / "templates"
+#: Compiles each template once; it may be used by several threads.
+_LOADER: Final = Loader(str(TEMPLATES))
 #: Most rows of the lists.
 MOST_PIPELINES: Final = 100
 MOST_DECISIONS: Final = 100
@@ -63,11 +65,10 @@ class Renderer:
     def __init__(self, *, can_act: bool, prefix: str = "") -> None:
         self.can_act = can_act
         self.prefix = prefix
-        self._loader = Loader(str(TEMPLATES))
 
     def render(self, template: str, **values: Any) -> str:
         """Return a template with these values."""
-        found: bytes = self._loader.load(template).generate(
+        found: bytes = _LOADER.load(template).generate(
             line=one_line, when=when, mib=mib, can_act=self.can_act, prefix=self.prefix, **values
         )
         return found.decode()
