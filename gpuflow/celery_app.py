@@ -73,6 +73,7 @@ class GPUFlow(Celery):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self.add_defaults(self._defaults)
         self.user_options["worker"].update(worker_options())
+        self.user_options["preload"].add(_pages_option())
         self.steps["worker"].add("gpuflow.worker.bootsteps:Machine")
         self.steps["worker"].add("gpuflow.worker.bootsteps:Upkeep")
         self.steps["consumer"].add("gpuflow.worker.bootsteps:Presence")
@@ -368,6 +369,25 @@ def worker_options() -> list[CeleryOption]:
             help_group="gpuflow",
         ),
     ]
+
+
+def _pages_option() -> CeleryOption:
+    """Return the option of `celery -A gpuflow flower`. Celery has no options of plug-in commands, only of all commands;
+    of every other one it is hidden and without effect.
+    """
+    return CeleryOption(
+        ("--fleet-pages/--no-fleet-pages",),
+        default=True,
+        hidden=True,
+        expose_value=False,
+        callback=_on_command,
+    )
+
+
+def _on_command(ctx: Any, param: Any, wanted: bool) -> None:
+    """Add the pages of the fleet to Flower, before it begins."""
+    if ctx.command.name == "flower" and wanted and not ctx.resilient_parsing and isinstance(ctx.obj.app, GPUFlow):
+        symbol_by_name("gpuflow.monitor.installing:install")(ctx.obj.app)
 
 
 def _on_beat(sender: Any, **_: Any) -> None:

@@ -15,8 +15,9 @@ from typing import Any, Final
 from gpuflow.broker.priorities import DEFAULT_PRIORITY
 from gpuflow.celery_app import GPUFlow
 from gpuflow.celery_app import app as default_app
-from gpuflow.errors import UnknownTask
-from gpuflow.fleet.queue_views import queue_view
+from gpuflow.errors import GPUFlowError, UnknownTask
+from gpuflow.fleet.queue_rows import queue_rows
+from gpuflow.fleet.queue_views import next_tasks, queue_view
 from gpuflow.fleet.registry import Fleet
 from gpuflow.fleet.worker_views import worker_views
 from gpuflow.handles import reachable
@@ -101,6 +102,35 @@ def _as_run(app: GPUFlow, records: Sequence[TaskRecord]) -> list[TaskRecord]:
     ids = [record.run if record.state is TaskState.MERGED and record.run else record.id for record in records]
     found = {record.id: record for record in app.ledger.as_seen(app.ledger.find_many(ids))}
     return [replace(found.get(id, record), name=record.name) for id, record in zip(ids, records, strict=True)]
+
+
+def explain_queues(app: GPUFlow) -> list[dict[str, Any]]:
+    """Return every queue (`fleet.queue_rows`) with `oldestAt`, when its oldest message was sent (Unix seconds), and
+    `why`: the verdict on the task that is next in it. None where nothing waits, or it is not known. Read-only.
+    """
+    now = server_time(app)
+    rows = queue_rows(app.redis, app.keys, app.settings.task_topic)
+    waiting = [row for row in rows if row["waiting"]]
+    workers = worker_views(Fleet(app.redis, app.keys), app.ledger, now) if waiting else []
+    heads = next_tasks(app.redis, app.keys, [row["name"] for row in waiting])
+    records = dict(zip(heads, app.ledger.find_many(list(heads.values())), strict=True)) if heads else {}
+    for row in rows:
+        row["oldestAt"] = row["why"] = None
+        if not row["waiting"]:
+            continue
+        name = row["name"]
+        queue = queue_view(app.redis, app.keys, app.ledger, name, "", now)
+        row["oldestAt"] = None if queue.oldest_seconds is None else now - queue.oldest_seconds
+        record = records.get(name)
+        if record is not None and row["requirement"] is not None:
+            try:
+                ask = Requirement.from_dict(record.requirement or row["requirement"])
+            except (GPUFlowError, KeyError, TypeError, ValueError):
+                continue  # of a newer version
+            row["why"] = explain_task(ask, _task_view(app, record, now), queue, workers).verdict
+        elif not row["workers"]:
+            row["why"] = "no worker that takes work serves this queue"
+    return rows
 
 
 def explain_template(app: GPUFlow, template: Template) -> list[Explanation]:

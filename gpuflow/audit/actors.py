@@ -1,4 +1,5 @@
-"""Who acts: `user@host`, `token:NAME ADDRESS`, `gateway:ADDRESS`, `worker:ID`, `beat:HOST` or `autoscaler`.
+"""Who acts: `user@host`, `token:ID ADDRESS`, `gateway:ADDRESS` (the fleet's own token), `flower:ADDRESS`,
+`worker:ID`, `beat:HOST` or `autoscaler`.
 
 A gateway sets the actor of each request (`act_as`), a worker or beat that of its process (`acts_as_process`);
 everywhere else it is the user of this process. It is what the process says: whoever holds the broker's password could

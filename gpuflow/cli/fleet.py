@@ -13,6 +13,7 @@ from gpuflow.cli.options import json_option
 from gpuflow.cli.worker_tokens import create_worker, delete_worker, rotate_worker_token
 
 if TYPE_CHECKING:
+    from gpuflow.fleet.orders import Order
     from gpuflow.fleet.registry import WorkerEntry
 
 _OFFLINE: Final = "OFFLINE"
@@ -157,29 +158,20 @@ def release_worker(worker_id: str) -> None:
     _set(worker_id, "release", "")
 
 
-def _set(worker_id: str, what: str, reason: str) -> None:
+def _set(worker_id: str, what: Order, reason: str) -> None:
     """Write what a worker is to be, by hand, and tell it. Raises bad input for one that is not there, or ends."""
     from gpuflow.cli import output
     from gpuflow.cli.errors import bad_input
     from gpuflow.cli.session import connected
     from gpuflow.client import reachable
-    from gpuflow.fleet.desired import DesiredState
+    from gpuflow.fleet.orders import OrderRefused, order_worker
     from gpuflow.fleet.registry import Fleet
 
     with connected() as app, reachable():
-        fleet = Fleet(app.redis, app.keys)
-        found = fleet.find(worker_id)
-        if found is None or str(found.state) == _OFFLINE:
-            raise bad_input(f"no worker {worker_id!r} is there; `gpuflow workers` lists them")
-        if what == "release":
-            answer = fleet.release(worker_id)
-        else:
-            answer = fleet.desire(worker_id, DesiredState(what), reason=reason)
-        if answer == "gone":
-            raise bad_input(f"no worker {worker_id!r} is there; `gpuflow workers` lists them")
-        if answer == "draining":
-            raise bad_input(f"worker {worker_id} is draining and will stop; start it again to change that")
-        app.control.broadcast("gpuflow_follow", arguments={"worker_ids": [worker_id]})
+        try:
+            order_worker(Fleet(app.redis, app.keys), app.control.broadcast, worker_id, what, reason)
+        except OrderRefused as error:
+            raise bad_input(str(error)) from None
     texts = {
         "enabled": "is enabled by hand",
         "disabled": "is disabled by hand and takes nothing new",
@@ -201,6 +193,8 @@ def drain_worker(worker_id: str, deadline: str | None, waiting: bool) -> None:
     from gpuflow.cli.errors import bad_input
     from gpuflow.cli.session import connected
     from gpuflow.client import reachable
+    from gpuflow.fleet.orders import OrderRefused
+    from gpuflow.fleet.orders import drain_worker as order_drain
     from gpuflow.fleet.registry import Fleet
     from gpuflow.spec.units import duration_seconds
 
@@ -210,12 +204,11 @@ def drain_worker(worker_id: str, deadline: str | None, waiting: bool) -> None:
         raise bad_input(f"--deadline {deadline!r}: {error}") from None
     with connected() as app, reachable():
         fleet = Fleet(app.redis, app.keys)
-        worker = fleet.find(worker_id)
-        if worker is None or str(worker.state) == _OFFLINE:
-            raise bad_input(f"no worker {worker_id!r} is there; `gpuflow workers` lists them")
-        fleet.ask_to_drain(worker_id, seconds)
-        app.control.broadcast("gpuflow_drain", arguments={"worker_id": worker_id, "deadline_seconds": seconds})
-        tasks = f"; it runs {len(worker.tasks)}" if worker.tasks else ""
+        try:
+            ordered = order_drain(fleet, app.control.broadcast, worker_id, seconds)
+        except OrderRefused as error:
+            raise bad_input(str(error)) from None
+        tasks = f"; it runs {len(ordered.tasks)}" if ordered.tasks else ""
         output.line(f"{worker_id} takes nothing new{tasks}")
         while waiting:
             worker = fleet.find(worker_id)

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
-
 import click
 
 from gpuflow.cli.options import json_option
-
-if TYPE_CHECKING:
-    from gpuflow.celery_app import GPUFlow
 
 
 @click.group(invoke_without_command=True, short_help="Show what scales the fleet.")
@@ -29,9 +23,10 @@ def status(as_json: bool) -> None:
     from gpuflow.cli import output
     from gpuflow.cli.session import connected
     from gpuflow.client import reachable
+    from gpuflow.scaling.store import scaling_status
 
     with connected() as app, reachable():
-        found = scaling_status(app)
+        found = scaling_status(app.redis, app.keys)
     if as_json:
         output.emit_json(found)
         return
@@ -75,30 +70,3 @@ def decisions(last: int, as_json: bool) -> None:
         for one in found
     ]
     output.table(["when", "action", "worker", "why"], rows, empty="nothing has been decided yet")
-
-
-def scaling_status(app: GPUFlow) -> dict[str, Any]:
-    """Return what scales a fleet, JSON-able."""
-    from gpuflow.fleet.registry import Fleet
-    from gpuflow.scaling.store import ScalingStore
-
-    store = ScalingStore(app.redis, app.keys)
-    workers = [worker for worker in Fleet(app.redis, app.keys).workers() if worker.is_there]
-    serving = {worker.id for worker in workers}
-    machines = store.machines()
-    counts = store.counts()
-    seconds, _ = store.client.time()
-    running = sum(one.cost_per_hour * max(0.0, seconds - one.wanted_at) / 3600 for one in machines)
-    return {
-        "leader": store.leader(),
-        "enabled": sum(worker.takes_work for worker in workers),
-        "disabled": sum(not worker.takes_work for worker in workers),
-        "cost": round(counts.pop("cost", 0.0) + running, 6),
-        "costPerHour": sum(one.cost_per_hour for one in machines),
-        "counts": {name: count for name, count in sorted(counts.items()) if not name.startswith("retry_at:")},
-        "machines": [one.public() for one in machines],
-        "unknown": [
-            {**asdict(one), "end": f"gpuflow workers drain {one.id}" if one.id in serving else one.end_command()}
-            for one in store.unknown()
-        ],
-    }

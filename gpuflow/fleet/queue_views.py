@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any, Final
 
 from gpuflow.broker.keys import Keys
@@ -34,6 +35,22 @@ def queue_view(client: Any, keys: Keys, ledger: Ledger, name: str, task_id: str,
         place=_place(client, lists, lengths, task_id) if task_id else None,
         oldest_seconds=max(0.0, now - min(times)) if times else None,
     )
+
+
+def next_tasks(client: Any, keys: Keys, names: Sequence[str]) -> dict[str, str]:
+    """Return the id of the task that is next in each of these queues; nothing for one whose message is not read."""
+    pipe = client.pipeline(transaction=False)
+    lists = [(name, f"{keys.prefix}{key}") for name in names for key in list_keys([name])]
+    for _, key in lists:
+        pipe.lindex(key, -1)
+    found: dict[str, str] = {}
+    for (name, _), message in zip(lists, pipe.execute(), strict=True):
+        if message and name not in found:
+            try:
+                found[name] = str(json.loads(message)["headers"]["id"])
+            except (ValueError, KeyError, TypeError):
+                continue
+    return found
 
 
 def _place(client: Any, lists: list[str], lengths: list[int], task_id: str) -> int | None:

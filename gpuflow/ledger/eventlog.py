@@ -50,6 +50,18 @@ class EventLog:
         entries = self.client.xrange(self.keys.events(source), min=f"({after}", count=count)
         return [as_event(source, entry_id, fields) for entry_id, fields in entries]
 
+    def newest(self, sources: Sequence[str], count: int) -> list[LoggedEvent]:
+        """Return the newest `count` events of each source, in order of time, in one round trip."""
+        pipe = self.client.pipeline(transaction=False)
+        for source in sources:
+            pipe.xrevrange(self.keys.events(source), count=count)
+        found = [
+            as_event(source, entry_id, fields)
+            for source, entries in zip(sources, pipe.execute(), strict=True)
+            for entry_id, fields in entries
+        ]
+        return sorted(found, key=lambda event: order_of(event.id))
+
     def wait(self, positions: Mapping[str, str], timeout_seconds: float) -> list[LoggedEvent]:
         """Return new events of several sources, waiting up to `timeout_seconds` for the first.
 

@@ -150,6 +150,13 @@ class Ledger:
         seconds, microseconds = self.client.time()
         return float(seconds) + float(microseconds) / 1e6
 
+    def names(self, task_ids: Sequence[str]) -> dict[str, str]:
+        """Return the names of the tasks that have a record, in one round trip: cheap where the records are large."""
+        pipe = self.client.pipeline(transaction=False)
+        for task_id in task_ids:
+            pipe.hget(self.keys.task(task_id), "name")
+        return {task_id: name for task_id, name in zip(task_ids, pipe.execute(), strict=True) if name}
+
     def as_seen(self, records: Sequence[TaskRecord | None]) -> list[TaskRecord]:
         """Return those that there are as people are to see them: without a live lease no attempt runs, its task waits.
 
@@ -386,8 +393,15 @@ class Ledger:
 
     def attempts(self, task_id: str) -> list[AttemptEntry]:
         """Return how each ended attempt of a task went, the first one first."""
-        raw = self.client.hgetall(self.keys.attempts(task_id))
-        return [AttemptEntry.from_json(raw[number]) for number in sorted(raw, key=int)]
+        return self.attempts_of([task_id])[task_id]
+
+    def attempts_of(self, task_ids: Sequence[str]) -> dict[str, list[AttemptEntry]]:
+        """Return how the ended attempts of several tasks went, in one round trip."""
+        pipe = self.client.pipeline(transaction=False)
+        for task_id in task_ids:
+            pipe.hgetall(self.keys.attempts(task_id))
+        found = zip(task_ids, pipe.execute(), strict=True)
+        return {id: [AttemptEntry.from_json(raw[number]) for number in sorted(raw, key=int)] for id, raw in found}
 
     def dead(self, limit: int = 1000) -> list[TaskRecord]:
         """Return the dead letters, newest first; at most `limit`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import redis
@@ -34,11 +34,17 @@ class PipelineStore:
 
     def find(self, pipeline_id: str) -> PipelineRecord | None:
         """Return a pipeline with its stages, or None."""
+        return self.find_many([pipeline_id])[0]
+
+    def find_many(self, pipeline_ids: Sequence[str]) -> list[PipelineRecord | None]:
+        """Return pipelines in the order of the ids, None where there is none, in one step."""
         pipe = self.client.pipeline()
-        pipe.hgetall(self.keys.pipeline(pipeline_id))
-        pipe.hgetall(self.keys.stages(pipeline_id))
-        raw, stages = pipe.execute()
-        return PipelineRecord.from_hashes(raw, stages) if raw.get("state") else None
+        for pipeline_id in pipeline_ids:
+            pipe.hgetall(self.keys.pipeline(pipeline_id))
+            pipe.hgetall(self.keys.stages(pipeline_id))
+        answers = pipe.execute()
+        pairs = zip(answers[::2], answers[1::2], strict=True)
+        return [PipelineRecord.from_hashes(raw, stages) if raw.get("state") else None for raw, stages in pairs]
 
     def get(self, pipeline_id: str) -> PipelineRecord:
         """Return a pipeline. Raises UnknownTask."""
@@ -50,7 +56,7 @@ class PipelineStore:
     def recent(self, limit: int = 50) -> list[PipelineRecord]:
         """Return the newest pipelines, newest first."""
         ids = self.client.zrevrange(self.keys.pipelines, 0, limit - 1)
-        return [record for pipeline_id in ids if (record := self.find(pipeline_id)) is not None]
+        return [record for record in self.find_many(ids) if record is not None]
 
     def move_stage(self, pipeline_id: str, seen: StageRecord, moved: StageRecord) -> bool:
         """Replace the record of a stage if it is still as `seen`; False if somebody else moved it."""

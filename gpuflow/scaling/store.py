@@ -18,6 +18,7 @@ from gpuflow.broker.keys import Keys
 from gpuflow.broker.scripts import Script, load_script, script_text
 from gpuflow.fleet.desired import MOST_DECISIONS
 from gpuflow.fleet.identity import fleet_id
+from gpuflow.fleet.registry import Fleet
 from gpuflow.scaling.model import MachineState
 from gpuflow.scaling.provisioners import UnknownMachine
 
@@ -194,6 +195,30 @@ class ScalingStore:
 def decision_text(leader: Leadership, **fields: Any) -> str:
     """Return a decision as JSON, without the time, which the step adds."""
     return json.dumps({"epoch": leader.epoch, "leader": leader.name, **fields})
+
+
+def scaling_status(client: redis.Redis, keys: Keys) -> dict[str, Any]:
+    """Return what scales a fleet, with counts and costs, JSON-able. Raises redis errors."""
+    store = ScalingStore(client, keys)
+    workers = [worker for worker in Fleet(client, keys).workers() if worker.is_there]
+    serving = {worker.id for worker in workers}
+    machines = store.machines()
+    counts = store.counts()
+    seconds, _ = store.client.time()
+    running = sum(one.cost_per_hour * max(0.0, seconds - one.wanted_at) / 3600 for one in machines)
+    return {
+        "leader": store.leader(),
+        "enabled": sum(worker.takes_work for worker in workers),
+        "disabled": sum(not worker.takes_work for worker in workers),
+        "cost": round(counts.pop("cost", 0.0) + running, 6),
+        "costPerHour": sum(one.cost_per_hour for one in machines),
+        "counts": {name: count for name, count in sorted(counts.items()) if not name.startswith("retry_at:")},
+        "machines": [one.public() for one in machines],
+        "unknown": [
+            {**asdict(one), "end": f"gpuflow workers drain {one.id}" if one.id in serving else one.end_command()}
+            for one in store.unknown()
+        ],
+    }
 
 
 def _machine_step() -> Script:

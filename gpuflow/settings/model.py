@@ -125,6 +125,7 @@ class Settings(BaseModel):
     store_url: str | None = _setting(
         "GPUFLOW_STORE_URL", None, "file:///shared/folder, https://host/api/v1/results or s3://bucket/prefix"
     )
+    flower_read_only: bool = _setting("GPUFLOW_FLOWER_READ_ONLY", False, "true or false")
     gateway_max_file_bytes: PositiveCount = _setting(
         "GPUFLOW_GATEWAY_MAX_FILE_BYTES", 512 * 1024**3, "bytes, such as 549755813888"
     )

@@ -31,9 +31,10 @@ BROWSERS: Final = ("chromium-headless-shell", "chromium", "chromium-browser", "g
 #: A name of another site, which resolves to this machine.
 REBOUND: Final = "rebound.example"
 TASK: Final = {"args": [], "kwargs": {"spec": {"taskType": "echo", "echo": {"output": "by a page"}}}}
-FLOWER_PATHS: Final = ("/", "/workers", "/tasks", "/api/workers", "/api/tasks", "/metrics", "/healthcheck")
+FLOWER_PATHS: Final = ("/", "/workers", "/tasks", "/api/workers", "/api/tasks", "/metrics", "/healthcheck", "/fleet",
+                       "/fleet/updates", "/pipelines")  # fmt: skip
 FLOWER_CHANGES: Final = ("/api/task/async-apply/gpuflow.echo", "/api/task/apply/gpuflow.echo",
-                         "/api/task/send-task/gpuflow.echo")  # fmt: skip
+                         "/api/task/send-task/gpuflow.echo", "/monitor/action")  # fmt: skip
 GATEWAY_PATHS: Final = ("/", "/healthz", "/metrics", "/api/v1/results", "/api/v1/results/kept/files",
                         "/api/v1/results/kept/files/f.js")  # fmt: skip
 GATEWAY_CHANGES: Final = ("/api/v1/results/kept/files", "/api/v1/results/kept/files/f.js", "/api/v1/tasks",

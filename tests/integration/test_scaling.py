@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from gpuflow.cli.scaling import scaling_status
 from gpuflow.client import submit
 from gpuflow.explaining import explain_records, find_records
 from gpuflow.fleet.desired import AUTOMATIC, DesiredState
@@ -27,7 +26,7 @@ from gpuflow.scaling.policy_file import Launching, LoadedPolicy
 from gpuflow.scaling.provisioners import ProvisionerError, UnknownMachine, Wanted
 from gpuflow.scaling.provisioners.local import LocalProcesses
 from gpuflow.scaling.snapshot import read
-from gpuflow.scaling.store import Leadership, Machine, NoLeader, ScalingStore
+from gpuflow.scaling.store import Leadership, Machine, NoLeader, ScalingStore, scaling_status
 from tests.support.fleet import TestFleet, keep_log
 from tests.support.waiting import eventually, patient
 
@@ -281,7 +280,7 @@ def test_machines_of_others_are_listed_with_what_ends_them(fleet: TestFleet) -> 
     provider = Pretended()
     scaler(fleet, provider).round()
     assert provider.calls == []
-    (shown,) = scaling_status(fleet.app)["unknown"]
+    (shown,) = scaling_status(fleet.app.redis, fleet.app.keys)["unknown"]
     assert (shown["id"], shown["fleet"]) == ("box-old", "gpuflow-old")
     assert shown["end"] == "kill 7  # on gpu-box-2"
     for text in (
@@ -292,7 +291,7 @@ def test_machines_of_others_are_listed_with_what_ends_them(fleet: TestFleet) -> 
         '[{"id": "x", "newer": 1, "pid": "7", "host": "a"}]',
     ):
         fleet.app.redis.set(fleet.app.keys.unknown_machines, text)
-        assert [one["end"] for one in scaling_status(fleet.app)["unknown"]] == (
+        assert [one["end"] for one in scaling_status(fleet.app.redis, fleet.app.keys)["unknown"]] == (
             ["kill 7  # on a"] if "newer" in text else []
         )
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gpuflow.cli.logs import message
 from gpuflow.cli.summary import StageSummary, compare_grid, compared_stages, items_grid, stage_lines, text_of
+from gpuflow.event_text import message
 
 
 def inference(name: str, *pairs: tuple[Any, str], task_type: str = "inference") -> StageSummary:

@@ -1,0 +1,78 @@
+"""Adds the pages to Flower before it begins. Flower has no plug-in point, but a list of handlers that it reads then.
+
+Nothing of Flower is replaced: its list of handlers gets ours before its last one, and its templates are loaded by a
+loader that adds our links to its navigation bar.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Final
+
+from flower import urls
+from tornado.template import Loader
+from tornado.web import StaticFileHandler, url
+
+from gpuflow.celery_app import GPUFlow
+from gpuflow.monitor.feeds import Feeds
+from gpuflow.monitor.handlers import (
+    ASSETS_PATH,
+    ActionHandler,
+    Monitor,
+    OnePipeline,
+    PageHandler,
+    PipelineUpdates,
+    Updates,
+)
+from gpuflow.monitor.pages import PAGES
+
+ASSETS: Final = Path(__file__).parent / "static"
+#: Where the links go in Flower's bar: at the end of its first list.
+_BAR: Final = "navbar.html"
+_LIST_END: Final = "</ul>"
+
+
+def install(app: GPUFlow) -> None:
+    """Add the pages, once. With GPUFLOW_FLOWER_READ_ONLY Flower's own pages and API are read-only, too."""
+    monitor = Monitor(app, Feeds())
+    shared = {"monitor": monitor}
+    ours: list[Any] = []
+    for page in PAGES:
+        ours.append(url(f"/{page.path}", PageHandler, {**shared, "page": page}, name=f"gpuflow-{page.path}"))
+        ours.append(url(f"/{page.path}/updates", Updates, {**shared, "page": page}))
+    ours += [
+        url(r"/pipelines/([^/]{1,200})", OnePipeline, shared),
+        url(r"/pipelines/([^/]{1,200})/updates", PipelineUpdates, shared),
+        url(r"/monitor/action", ActionHandler, shared, name="gpuflow-action"),
+        url(rf"{ASSETS_PATH}(.*)", StaticFileHandler, {"path": str(ASSETS)}),
+    ]
+    urls.handlers[-1:-1] = ours
+    urls.settings["template_loader"] = FlowerTemplates(urls.settings["template_path"])
+    if app.settings.flower_read_only:
+        os.environ["FLOWER_READ_ONLY"] = "true"  # Flower reads its options from the environment after this
+
+
+class FlowerTemplates(Loader):  # type: ignore[misc]
+    """Loads Flower's templates, its bar with our links."""
+
+    def _create_template(self, name: str) -> Any:
+        if name != _BAR:
+            return super()._create_template(name)
+        from tornado.template import Template
+
+        text = (Path(self.root) / name).read_text(encoding="utf-8")
+        return Template(with_links(text), name=name, loader=self)
+
+
+def with_links(bar: str) -> str:
+    """Return Flower's navigation bar with a link to each of our pages; as it is, where it is of another form."""
+    links = "".join(
+        '<li class="nav-item"><a class="nav-link" '
+        f"href=\"{{{{ reverse_url('gpuflow-{page.path}') }}}}\">{page.title}</a></li>\n"
+        for page in PAGES
+    )
+    return bar.replace(_LIST_END, links + _LIST_END, 1)
+
+
+__all__ = ["FlowerTemplates", "install", "with_links"]
