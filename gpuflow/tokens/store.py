@@ -126,7 +126,7 @@ class TokenStore:
         token = new_token(Kind.USER)
         fields = {"role": str(role), "label": label, **({} if owner is None else {"owner": owner})}
         self._create(token, "", fields, valid_seconds)
-        self.note("token.created", token.id, {"role": str(role), "owner": owner, "label": label})
+        self.note("token.create", f"token:{token.id}", {"role": str(role), "owner": owner, "label": label})
         return self._stored(token.id), token
 
     def create_worker_token(
@@ -206,7 +206,7 @@ class TokenStore:
         if found is None or found.kind is not Kind.USER:
             return False
         self.forget(token_id)
-        self.note("token.revoked", token_id, {"role": str(found.role), "owner": found.owner})
+        self.note("token.revoke", f"token:{token_id}", {"role": str(found.role), "owner": found.owner})
         return True
 
     def note(self, action: str, target: str, detail: Mapping[str, Any]) -> None:

@@ -62,7 +62,7 @@ class WorkerTokens:
                 self._store.forget(record.id)
                 raise
             login = self._login(record, token)
-        self._store.note("worker.created", name, {"token_id": record.id, "type": worker_type})
+        self._store.note("worker.create", f"worker:{name}", {"token_id": record.id, "type": worker_type})
         return login
 
     def rotate(self, name: str) -> Login:
@@ -75,7 +75,7 @@ class WorkerTokens:
             self._apply(record)
             count = broker_users.cut(self._client, record)
             login = self._login(record, token, connections_cut=count)
-        self._store.note("worker.rotated", name, {"token_id": record.id, "connections_cut": count})
+        self._store.note("worker.rotate", f"worker:{name}", {"token_id": record.id, "connections_cut": count})
         return login
 
     def delete(self, name: str) -> TokenRecord:
@@ -86,7 +86,7 @@ class WorkerTokens:
             broker_users.delete(self._client, record)
             broker_users.save(self._client)
             self._store.forget(record.id)
-        self._store.note("worker.deleted", name, {"token_id": record.id})
+        self._store.note("worker.delete", f"worker:{name}", {"token_id": record.id})
         return record
 
     def restore(self) -> list[str]:

@@ -59,6 +59,10 @@ def test_tokens_of_people_are_made_listed_and_revoked(invoke: Invoke) -> None:
     assert invoke("tokens", "revoke", made["id"]).exit_code == 0
     again = invoke("tokens", "revoke", made["id"])
     assert (again.exit_code, "gpuflow tokens list" in again.stderr) == (2, True)
+    told = invoke("audit", "--target", f"token:{made['id']}", "--json").stdout
+    entries = json.loads(told)
+    assert [entry["action"] for entry in entries] == ["token.revoke", "token.create"]
+    assert made["token"] not in told and entries[1]["details"]["role"] == "submitter"
 
 
 @pytest.mark.parametrize(
@@ -103,6 +107,12 @@ def test_a_worker_is_made_rotated_and_deleted(invoke: Invoke, broker: Broker) ->
     assert invoke("workers", "delete", "w1", "--force").exit_code == 0
     assert fleet.find("w1") is None
     assert broker.client.acl_users() == ["default"]
+    told = invoke("audit", "--target", "worker:w1", "--action", "worker.*", "--json").stdout
+    actions = [entry["action"] for entry in json.loads(told)]
+    assert [action for action in actions if action != "worker.register"] == [
+        "worker.delete", "worker.rotate", "worker.create"
+    ]  # fmt: skip
+    assert made["token"] not in told
     assert invoke("workers", "create", "--name", "w1").exit_code == 0, "the name is free again"
 
 
