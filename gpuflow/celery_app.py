@@ -30,7 +30,8 @@ from gpuflow.ledger.backend import Attempts, LedgerBackend
 from gpuflow.ledger.eventlog import EventLog
 from gpuflow.ledger.joining import joining_here
 from gpuflow.ledger.ledger import Ledger
-from gpuflow.ledger.records import RECORD_SCHEMA, SCHEMA_HEADER
+from gpuflow.ledger.records import RECORD_SCHEMA, SCHEMA_HEADER, TaskRecord
+from gpuflow.ledger.states import TaskState
 from gpuflow.merge.completion import Merger
 from gpuflow.merge.store import MergeStore
 from gpuflow.pipelines.engine import SETTLE_TASK, Engine
@@ -168,16 +169,32 @@ class GPUFlow(Celery):  # type: ignore[misc]
             verdicts[task_id] = "cancelled" if untold else verdict
             if verdicts[task_id] == "requested":
                 self.control.broadcast("gpuflow_cancel", arguments={"task_id": task_id})
-            elif verdicts[task_id] == "cancelled":
-                self.backend.mark_as_revoked(task_id, reason, request=self._request_of(task_id))
-        touched = [task_id for task_id, verdict in verdicts.items() if verdict in ("requested", "cancelled")]
-        records = [record for record in self.ledger.heads(touched) if record is not None]
+        self.tell_cancelled([task_id for task_id, verdict in verdicts.items() if verdict == "cancelled"], reason)
+        requested = [task_id for task_id, verdict in verdicts.items() if verdict == "requested"]
+        records = [record for record in self.ledger.heads(requested) if record is not None]
+        self._follow_cancel(records)
+        return verdicts
+
+    def tell_cancelled(self, task_ids: Sequence[str], reason: str = "cancelled by a user") -> int:
+        """Tell Celery, runs and pipelines of tasks that are cancelled; return of how many. It may be done again.
+
+        Of what was queued again since then nobody is told.
+        """
+        heads = self.ledger.heads(task_ids)
+        records = [record for record in heads if record is not None and record.state is TaskState.CANCELLED]
+        for record in records:
+            self.backend.mark_as_revoked(record.id, reason, request=self._request_of(record.id))
+        self._follow_cancel(records)
+        self.ledger.told(task_ids)
+        return len(records)
+
+    def _follow_cancel(self, records: Sequence[TaskRecord]) -> None:
+        """Stop runs that have lost their last caller, and settle the pipelines, each once."""
         for run in {record.run for record in records if record.run}:
             if self.ledger.is_to_be_cancelled(run):
                 self.control.broadcast("gpuflow_cancel", arguments={"task_id": run})
         for pipeline in {record.pipeline for record in records if record.pipeline}:
             self.send_task(SETTLE_TASK, args=(pipeline,), queue=CONTROL_QUEUE, ignore_result=True)
-        return verdicts
 
     def _is_untold(self, task_id: str) -> bool:
         """Whether a cancel was done by a step whose answer was lost, so that Celery has not been told of it.

@@ -29,7 +29,6 @@ SYMPTOMS: Final = frozenset(
         "lease_to_be_settled",
         "leases_not_renewed",
         "message_left_to_the_sweep",
-        "queue_not_served",
         "queue_not_told",
         "queues_not_read",
         "scaling_not_done",

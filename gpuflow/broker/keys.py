@@ -29,6 +29,7 @@
 | `gpuflow.metrics` | hash | counts of tasks and attempts (`metrics.counters`); `reconciled_at` |
 | `gpuflow.tasks` | zset | task id -> when it was submitted |
 | `gpuflow.unfinished` | set | ids of the tasks that are not final |
+| `gpuflow.untold` | zset | id of a cancelled task that Celery has still to be told of -> when it was cancelled |
 | `gpuflow.merge` | hash | counts of merged calls: `calls`, `new`, `coalesced`, `batched`, `hit`, ...; `kept_bytes` |
 | `gpuflow.merge.results` | zset | digest of a call whose result may be used again -> when it is forgotten |
 | `gpuflow.merge.sizes` | hash | digest -> bytes of that result |
@@ -170,6 +171,11 @@ class Keys:
     def metrics(self) -> str:
         """Counts of tasks and attempts."""
         return f"{self.prefix}gpuflow.metrics"
+
+    @property
+    def untold(self) -> str:
+        """Cancelled tasks that Celery has still to be told of."""
+        return f"{self.prefix}gpuflow.untold"
 
     @property
     def unfinished(self) -> str:

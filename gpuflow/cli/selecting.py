@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from gpuflow.ledger.records import TaskRecord
     from gpuflow.ledger.selection import Selection
     from gpuflow.ledger.states import TaskState
+    from gpuflow.pipelines.records import PipelineRecord
 
 #: So many tasks are listed before anything is done to them; the rest is counted.
 _SHOWN: Final = 20
@@ -128,26 +129,39 @@ def chosen(
         return ledger.as_seen(records)
 
 
-def confirmed(records: Sequence[TaskRecord], verb: str, *, dry_run: bool, yes: bool, as_json: bool) -> bool:
-    """Show what is about to be done to several tasks, and ask for it in a terminal; say whether to go on.
+def confirmed(
+    records: Sequence[TaskRecord],
+    verb: str,
+    *,
+    pipelines: Sequence[PipelineRecord] = (),
+    dry_run: bool,
+    yes: bool,
+    as_json: bool,
+) -> bool:
+    """Show what is about to be done to several tasks and pipelines, and ask for it in a terminal; say whether to go on.
 
     Nothing is asked with `yes`, of one task, or where nobody sits at a terminal. With `dry_run` nothing goes on.
     """
     from gpuflow.cli import output
 
     if dry_run and as_json:
-        output.emit_json({"dryRun": True, "tasks": [record.public() for record in records]})
+        shown = {"tasks": [record.public() for record in records], "pipelines": [one.public() for one in pipelines]}
+        output.emit_json({"dryRun": True, **shown})
         return False
-    asks = not yes and not as_json and len(records) > 1 and sys.stdin.isatty() and sys.stderr.isatty()
+    several = len(records) + len(pipelines) > 1
+    asks = not yes and not as_json and several and sys.stdin.isatty() and sys.stderr.isatty()
     if dry_run or asks:
         show = output.line if dry_run else output.note
+        for one in pipelines:
+            show(f"{one.id}  {one.state}  {one.name}  {one.owner}  pipeline")
         for record in records[:_SHOWN]:
             show(f"{record.id}  {record.state}  {record.name}  {record.owner}  {record.queue}")
         if len(records) > _SHOWN:
             show(f"and {len(records) - _SHOWN} more")
+    counted = f"{len(records)} tasks" + (f" and {len(pipelines)} pipelines" if pipelines else "")
     if dry_run:
-        output.note(f"would {verb} {len(records)} tasks; nothing was done")
+        output.note(f"would {verb} {counted}; nothing was done")
         return False
     if asks:
-        click.confirm(f"{verb} {len(records)} tasks?", abort=True, err=True)
+        click.confirm(f"{verb} {counted}?", abort=True, err=True)
     return True

@@ -49,7 +49,14 @@ def cancel(
         if task_ids or not pipelines:
             open_states = [state for state in TaskState if not state.final]
             records = chosen(app, task_ids, selection, states=open_states)
-        if not confirmed(records, "cancel", dry_run=dry_run, yes=yes, as_json=as_json):
+        if not confirmed(
+            records,
+            "cancel",
+            pipelines=[one.record() for one in pipelines],
+            dry_run=dry_run,
+            yes=yes,
+            as_json=as_json,
+        ):
             return DONE
         verdicts = {one.id: "cancelled" if one.cancel() else "final" for one in pipelines}
         verdicts |= cancel_many(app, [record.id for record in records])

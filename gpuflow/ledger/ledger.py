@@ -456,7 +456,19 @@ class Ledger:
             keys.leases,
             keys.unacked,
             keys.owners,
+            keys.untold,
         ], [reason, self.events_maxlen, self.retention_seconds, uuid.uuid4().hex, actor_here()]
+
+    def untold(self, *, least_age_seconds: float, limit: int = 200) -> list[str]:
+        """Return tasks that were cancelled so long ago and that nobody has told Celery of, the oldest first."""
+        until = self.now() - least_age_seconds
+        found: list[str] = self.client.zrangebyscore(self.keys.untold, "-inf", until, start=0, num=limit)
+        return found
+
+    def told(self, task_ids: Sequence[str]) -> None:
+        """Note that Celery has been told of the end of cancelled tasks."""
+        if task_ids:
+            self.client.zrem(self.keys.untold, *task_ids)
 
     def is_to_be_cancelled(self, task_id: str) -> bool:
         """Whether a user wants a running task cancelled."""

@@ -53,6 +53,7 @@ class Reconciler:
         """
         repairs: dict[str, Callable[[], int]] = {
             "message_restored": self.restore_messages,
+            "cancel_told": self.tell_cancelled,
             "calls_completed": self.complete_calls,
             "pipeline_settled": self.settle_pipelines,
             "worker_offline": lambda: len(self.fleet.note_silent()),
@@ -96,6 +97,14 @@ class Reconciler:
                 count += 1
             elif answer == "lost":
                 log.error("message_missing", task=task_id, mend=f"`gpuflow cancel {task_id}`, then submit it again")
+        return count
+
+    def tell_cancelled(self) -> int:
+        """Tell Celery of tasks that somebody cancelled who was ended before he could; return of how many."""
+        untold = self.app.ledger.untold(least_age_seconds=2 * self.app.settings.lease_seconds)
+        count = self.app.tell_cancelled(untold)
+        if count:
+            log.warning("cancel_told", tasks=untold)
         return count
 
     def complete_calls(self) -> int:

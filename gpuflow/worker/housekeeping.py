@@ -79,8 +79,10 @@ class Housekeeping(threading.Thread):
     def _guarded(self, what: str, duty: Any) -> None:
         try:
             duty()
-        except (RedisError, OSError, ArtifactError, subprocess.SubprocessError) as error:
+        except RedisError as error:
             log.warning("housekeeping_not_done", what=what, cause=str(error))
+        except (OSError, ArtifactError, subprocess.SubprocessError) as error:
+            log.warning("housekeeping_failed", what=what, cause=str(error))
         except Exception:
             log.exception("housekeeping_stumbled", what=what)
 

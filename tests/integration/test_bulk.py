@@ -19,6 +19,7 @@ from gpuflow.cli import cli
 from gpuflow.client import submit, submit_pipeline
 from gpuflow.ledger.selection import Selection, select
 from gpuflow.ledger.states import TaskState
+from gpuflow.upkeep.reconciler import Reconciler
 from tests.support.fleet import TestFleet
 from tests.support.waiting import eventually, patient
 
@@ -159,3 +160,31 @@ def test_a_command_does_not_wait_where_its_password_is_wrong(fleet: TestFleet, m
     monkeypatch.setenv("GPUFLOW_SUBMIT_TIMEOUT_SEC", "86400")
     done = CliRunner().invoke(cli, ["status"], standalone_mode=False)
     assert "denies this to the user of REDIS_URL" in str(done.exception)
+
+
+def test_what_was_cancelled_and_never_told_is_told_by_the_reconciler(fleet: TestFleet) -> None:
+    app, client = fleet.app, fleet.broker.client
+    lost, again, young = (submit(template("ana", name), app=app) for name in ("lost", "again", "young"))
+    for task in (lost, again, young):  # as by a process that ends after its step, and before it tells anybody
+        app.ledger.cancel(task.id)
+    assert again.retry()
+    assert AsyncResult(lost.id, app=app).state == "PENDING"
+    client.zadd(app.keys.untold, {lost.id: 1, again.id: 1})
+
+    made = Reconciler(app).run()
+
+    assert made["cancel_told"] == 1
+    assert AsyncResult(lost.id, app=app).state == "REVOKED"
+    assert again.state == TaskState.QUEUED
+    assert client.zrange(app.keys.untold, 0, -1) == [young.id]
+    assert cancel_many(app, [again.id]) == {again.id: "cancelled"}
+    assert client.zrange(app.keys.untold, 0, -1) == [young.id], "who tells at once leaves nothing to be told"
+
+
+def test_a_dry_run_lists_pipelines_too(fleet: TestFleet, command: Command) -> None:
+    stages = [{"name": name, "spec": {"echo": {"output": 1}}} for name in ("a", "b")]
+    spec = {"taskType": "echo", "resources": {"hardware": {"gpu": {"count": 0}}}, "stages": stages}
+    run = submit_pipeline({"apiVersion": "gpuflow/v1", "kind": "Pipeline", "spec": spec}, app=fleet.app)
+    dry = json.loads(command("cancel", run.id, "--dry-run", "--json").stdout)
+    assert [one["id"] for one in dry["pipelines"]] == [run.id] and dry["tasks"] == []
+    assert not run.record().state.final

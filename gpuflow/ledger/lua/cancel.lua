@@ -3,7 +3,8 @@
 --
 -- KEYS[1] task record  KEYS[2] events  KEYS[3] attempts of the task  KEYS[4] gpuflow.dead
 -- KEYS[5] gpuflow.delayed  KEYS[6] gpuflow.parked  KEYS[7] gpuflow.unfinished  KEYS[8] gpuflow.ready
--- KEYS[9] gpuflow.leases  KEYS[10] gpuflow.unacked  KEYS[11] gpuflow.owners
+-- KEYS[9] gpuflow.leases  KEYS[10] gpuflow.unacked  KEYS[11] gpuflow.owners  KEYS[12] gpuflow.untold: what is cancelled
+-- here and that Celery has still to be told of
 -- ARGV[1] reason  ARGV[2] cap of the event stream  ARGV[3] seconds until a final record expires  ARGV[4] id of this call
 -- ARGV[5] who acts
 --
@@ -36,4 +37,5 @@ noted('cancelled')
 if state ~= 'MERGED' then take_message(KEYS[8], KEYS[5], KEYS[6], KEYS[1]) end
 finish(KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[7], ARGV[2], ARGV[3], seconds, 'CANCELLED', cancelled_error(ARGV[1]))
 note_answer(KEYS[1], 'cancel', ARGV[4], 'cancelled')
+redis.call('ZADD', KEYS[12], seconds, redis.call('HGET', KEYS[1], 'id'))
 return {'cancelled', 'CANCELLED'}
