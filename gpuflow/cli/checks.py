@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata, util
@@ -15,12 +16,17 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from gpuflow.settings import Settings, mask_url
+from gpuflow.terminal import duration
 
 Status = Literal["ok", "warn", "fail"]
 
 #: Free disk below which a check warns and fails, in GiB: a small model with its archive takes a few.
 WARN_FREE_GIB: Final = 20.0
 FAIL_FREE_GIB: Final = 1.0
+#: A beat that has not reconciled for so long has ended; it does every ten seconds.
+_BEAT_SECONDS: Final = 90.0
+#: Clocks that differ by less are as good as the same.
+_SKEW_SECONDS: Final = 5.0
 #: The oldest server whose commands we use (Redis; every Valkey is newer).
 _OLDEST_SERVER: Final = (6, 2)
 _LIBRARIES: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
@@ -111,6 +117,8 @@ def server(url: str, settings: Settings) -> list[Check]:
         info: Any = client.info()
         found = [_version(shown, info), _persistence(info, _setting(client, "appendfsync"), settings)]
         found.append(_eviction(info, settings))
+        found.append(_beat(client, settings))
+        found.extend(_clocks(client))
         found.extend(_workers(client, settings))
     except (redis.RedisError, OSError) as error:
         mend = "check REDIS_URL, its password and the network, or start one with `gpuflow up`"
@@ -172,6 +180,33 @@ def _eviction(info: Mapping[str, Any], settings: Settings) -> Check:
         detail=f"maxmemory-policy is {policy}: the server may drop tasks when its memory is full",
         mend="set `maxmemory-policy noeviction` on the server",
     )
+
+
+def _beat(client: Any, settings: Settings) -> Check:
+    """Say whether a beat keeps the fleet in order."""
+    from gpuflow.broker.keys import RECONCILED_AT, Keys
+
+    at = float(client.hget(Keys(settings.key_prefix).metrics, RECONCILED_AT) or 0)
+    ago = client.time()[0] - at
+    if at and ago < _BEAT_SECONDS:
+        return Check(name="beat", status="ok", detail=f"reconciled {max(0.0, ago):.0f} s ago")
+    since = f"none has reconciled for {duration(ago)}" if at else "none has run yet"
+    detail = f"{since}: what is lost by a crash is found late, nothing is cleaned, scaled or scheduled"
+    return Check(name="beat", status="warn", detail=detail, mend="start one with `celery -A gpuflow beat`")
+
+
+def _clocks(client: Any) -> list[Check]:
+    """Compare this machine's clock with the server's, by which the fleet's times are written."""
+    before = time.time()
+    seconds, microseconds = client.time()
+    after = time.time()
+    there = seconds + microseconds / 1e6
+    skew = before - there if before > there else min(0.0, after - there)
+    if abs(skew) < _SKEW_SECONDS:
+        return []
+    side = "ahead of" if skew > 0 else "behind"
+    detail = f"this machine's is {duration(abs(skew))} {side} the broker's; times of logs and certificates are off"
+    return [Check(name="clock", status="warn", detail=detail, mend="synchronise it: timedatectl set-ntp true")]
 
 
 def _workers(client: Any, settings: Settings) -> list[Check]:

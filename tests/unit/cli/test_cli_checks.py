@@ -73,6 +73,41 @@ def test_version(info: dict[str, Any], status: str) -> None:
     assert checks._version("redis://x", info).status == status
 
 
+class Server:
+    """Answers what the checks ask: its time, and when a beat has reconciled."""
+
+    def __init__(self, *, now: float, reconciled_at: float | None = None) -> None:
+        self.now, self.reconciled_at = now, reconciled_at
+
+    def time(self) -> tuple[int, int]:
+        return int(self.now), int(self.now % 1 * 1e6)
+
+    def hget(self, key: str, name: str) -> str | None:
+        assert (key, name) == ("gpuflow.metrics", "reconciled_at")
+        return None if self.reconciled_at is None else str(self.reconciled_at)
+
+
+@pytest.mark.parametrize(
+    ("ago", "status", "told"),
+    [(7, "ok", "reconciled 7 s ago"), (3600, "warn", "has reconciled for 1"), (None, "warn", "none has run yet")],
+)
+def test_a_beat_that_is_missing_is_told(ago: float | None, status: str, told: str) -> None:
+    server = Server(now=1_000_000, reconciled_at=None if ago is None else 1_000_000 - ago)
+    check = checks._beat(server, settings())
+    assert check.status == status and told in check.detail
+    assert status == "ok" or "celery -A gpuflow beat" in check.mend
+
+
+@pytest.mark.parametrize(("skew", "told"), [(0, None), (3, None), (-3, None), (120, "ahead of"), (-120, "behind")])
+def test_a_clock_that_differs_from_the_brokers_is_told(
+    monkeypatch: pytest.MonkeyPatch, skew: float, told: str | None
+) -> None:
+    monkeypatch.setattr(checks.time, "time", lambda: 1_000_000 + skew)
+    found = checks._clocks(Server(now=1_000_000))
+    assert [told for check in found if told and told in check.detail] == ([told] if told else [])
+    assert bool(found) == bool(told)
+
+
 @pytest.mark.parametrize(
     ("info", "volatile", "status"),
     [
