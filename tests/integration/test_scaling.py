@@ -276,6 +276,84 @@ def test_a_flushed_broker_is_another_fleet_and_ends_nothing_of_the_first(fleet: 
     assert tags == [one._tag] and one._tag != before
 
 
+def test_while_a_provisioner_cannot_be_made_nothing_is_launched_and_the_cause_is_written(
+    fleet: TestFleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Given work for a machine, and a provisioner that cannot be made
+    submit(fleet.echo(), app=fleet.app)
+    provider, store = Pretended(), ScalingStore(fleet.app.redis, fleet.app.keys)
+    one = scaler(fleet, provider)
+    tries: list[str] = []
+
+    def broken(_: Launching, tag: str) -> Pretended:
+        tries.append(tag)
+        raise ProvisionerError("no such profile")
+
+    one._make = broken
+    for _ in range(2):
+        with pytest.raises(ProvisionerError):
+            one.round()
+    assert len(tries) == 2 and store.machines() == [] and store.counts().get("launched", 0) == 0
+    # Then its cause is said once, as no outage of the broker
+    one._poll_seconds = one._step_seconds = 0.01
+    one.start()
+    try:
+        eventually(lambda: len(tries) >= 5, within=10, what="some rounds")
+        said = [record for record in caplog.records if "no such profile" in record.getMessage()]
+        assert [record.gpuflow["event"] for record in said] == ["scaling_failed"]  # type: ignore[attr-defined]
+        assert all(SymptomFilter(Outage(lambda *_, **__: None)).filter(record) for record in said)
+        # And when it can be made, the machine is launched
+        one._make = lambda _, tag: provider
+        eventually(lambda: provider.there, within=10, what="the machine")
+    finally:
+        one.stop()
+        one.join()
+    # And a broker that was flushed gets none of the provisioners of before
+    fleet.app.redis.flushall()
+    one._make = broken
+    one._leader.lead()
+    with pytest.raises(ProvisionerError):
+        one.round()
+    with pytest.raises(ProvisionerError):
+        one.round()
+
+
+def test_a_broker_that_is_away_is_an_outage(fleet: TestFleet, caplog: pytest.LogCaptureFixture) -> None:
+    one = scaler(fleet, Pretended())
+    one._poll_seconds = one._step_seconds = 0.01
+    causes = [RedisConnectionError("gone"), OperationalError("gone"), BrokerUnavailable("gone")]
+
+    def away() -> bool:
+        if not causes:
+            one.stop()
+            return False
+        raise causes.pop()
+
+    one._leader.lead = away
+    one.run()
+    said = [record for record in caplog.records if "gone" in record.getMessage()]
+    assert [record.gpuflow["event"] for record in said] == ["scaling_not_done"] * 3  # type: ignore[attr-defined]
+
+
+def test_a_beat_takes_over_the_machines_of_a_version_before(fleet: TestFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given a machine in the place of before, which this broker knows
+    folder = fleet.settings.state_dir / "machines"
+    folder.mkdir(parents=True)
+    me = psutil.Process()
+    for machine_id in ("local-ours", "local-theirs"):
+        record = {"pid": me.pid, "created": me.create_time(), "family": "local"}
+        (folder / f"{machine_id}.json").write_text(json.dumps(record))
+    fleet.app.redis.hset(fleet.app.keys.machines, "local-ours", Machine(id="local-ours", family="local").to_json())
+    (fleet.folder / "scaling.yaml").write_text(POLICY)
+    settings = replace_settings(fleet, fleet.folder / "scaling.yaml")
+    monkeypatch.setattr(Autoscaler, "start", lambda self: None)
+    monkeypatch.setattr(type(fleet.app), "settings", settings)
+    one = start(fleet.app)
+    assert one is not None and one._leader.lead()
+    one._follow_fleet()
+    assert launched_by(fleet).machines() == {"local-ours": "local"}
+
+
 def test_machines_of_others_are_listed_with_what_ends_them(fleet: TestFleet) -> None:
     provider = Pretended()
     scaler(fleet, provider).round()
