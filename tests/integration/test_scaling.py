@@ -12,13 +12,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from kombu.exceptions import OperationalError
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from gpuflow.client import submit
+from gpuflow.errors import BrokerUnavailable
 from gpuflow.explaining import explain_records, find_records
 from gpuflow.fleet.desired import AUTOMATIC, DesiredState
 from gpuflow.fleet.identity import fleet_id, fleet_tag
 from gpuflow.fleet.registry import FORSAKEN_SECONDS
+from gpuflow.outages import Outage, SymptomFilter
 from gpuflow.routing.capability import Capability
 from gpuflow.scaling.autoscaler import Autoscaler, start
 from gpuflow.scaling.model import Family, Kind, Policy
@@ -335,23 +340,29 @@ def test_a_broker_that_is_away_is_an_outage(fleet: TestFleet, caplog: pytest.Log
     assert [record.gpuflow["event"] for record in said] == ["scaling_not_done"] * 3  # type: ignore[attr-defined]
 
 
-def test_a_beat_takes_over_the_machines_of_a_version_before(fleet: TestFleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Given a machine in the place of before, which this broker knows
+def test_a_beat_takes_over_the_machines_of_a_version_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given two machines in the place of before, of which this broker knows one
+    (tmp_path / "scaling.yaml").write_text(POLICY)
+    fleet = TestFleet(tmp_path, env={"GPUFLOW_SCALING_POLICY": str(tmp_path / "scaling.yaml")})
     folder = fleet.settings.state_dir / "machines"
     folder.mkdir(parents=True)
     me = psutil.Process()
+    record = {"pid": me.pid, "created": me.create_time(), "family": "local"}
     for machine_id in ("local-ours", "local-theirs"):
-        record = {"pid": me.pid, "created": me.create_time(), "family": "local"}
         (folder / f"{machine_id}.json").write_text(json.dumps(record))
-    fleet.app.redis.hset(fleet.app.keys.machines, "local-ours", Machine(id="local-ours", family="local").to_json())
-    (fleet.folder / "scaling.yaml").write_text(POLICY)
-    settings = replace_settings(fleet, fleet.folder / "scaling.yaml")
+    machine = Machine(id="local-ours", family="local")
+    fleet.app.redis.hset(fleet.app.keys.machines, machine.id, machine.to_json())
+    # When a beat leads
     monkeypatch.setattr(Autoscaler, "start", lambda self: None)
-    monkeypatch.setattr(type(fleet.app), "settings", settings)
-    one = start(fleet.app)
-    assert one is not None and one._leader.lead()
-    one._follow_fleet()
-    assert launched_by(fleet).machines() == {"local-ours": "local"}
+    try:
+        one = start(fleet.app)
+        assert one is not None and one._leader.lead()
+        one._follow_fleet()
+        # Then that one is a machine of this fleet, and the other one is shown
+        assert launched_by(fleet).machines() == {"local-ours": "local"}
+        assert [other.id for other in ScalingStore(fleet.app.redis, fleet.app.keys).unknown()] == ["local-theirs"]
+    finally:
+        fleet.close()
 
 
 def test_machines_of_others_are_listed_with_what_ends_them(fleet: TestFleet) -> None:
