@@ -114,12 +114,18 @@ class Autoscaler(threading.Thread):
 
     def round(self) -> tuple[Action, ...]:
         """Make one round; return what was decided. Raises NoLeader and redis errors."""
-        self._follow_fleet()
-        sources = {family: self._source(provisioner) for family, provisioner in self._provisioners.items()}
-        self._tend(sources)
+        try:
+            self._follow_fleet()
+        except ProvisionerError as error:  # workers are enabled and disabled all the same
+            self._say("scaling_failed", error)
+            has_machines = False
+        else:
+            has_machines = True
+            self._tend({family: self._source(provisioner) for family, provisioner in self._provisioners.items()})
         self._leader.go_on()
         seen = snapshots.read(self._app.redis, self._app.keys, self._app.settings.task_topic)
-        actions = decide(seen.snapshot, self._policy)
+        decided = decide(seen.snapshot, self._policy)
+        actions = tuple(action for action in decided if has_machines or action.kind is not Kind.LAUNCH)
         changed = []
         for action in actions:
             self._leader.go_on()
@@ -132,13 +138,16 @@ class Autoscaler(threading.Thread):
         return actions
 
     def _follow_fleet(self) -> None:
-        """Find out which fleet this is: a broker that was flushed is another one. Note the machines of others."""
+        """Find out which fleet this is: a broker that was flushed is another one. Note the machines of others.
+
+        Raises ProvisionerError where a provisioner cannot be made: then none may be used.
+        """
         tag = fleet_tag(self._leader.look(), self._app.keys)
         if tag != self._tag:
+            # The tag is set last: where a provisioner cannot be made, the next round tries again.
+            self._provisioners = _provisioners(self._loaded, self._make, tag)
             if self._tag:
                 log.warning("fleet_renewed", before=self._tag, now=tag, cause="the broker has lost its fleet id")
-            # The tag is set last: where a provisioner cannot be made, the next round tries again, and launches nothing.
-            self._provisioners = _provisioners(self._loaded, self._make, tag)
             self._tag, self._looks_at = tag, 0.0
         if time.monotonic() < self._looks_at:
             return
@@ -207,10 +216,10 @@ class Autoscaler(threading.Thread):
 
     def _say(self, event: str, error: GPUFlowError) -> None:
         """Log why something cannot be done: each cause once in a while, not at every round."""
-        now = time.monotonic()
-        if self._said.get(str(error), 0.0) <= now:
-            self._said = {cause: until for cause, until in self._said.items() if until > now}
-            self._said[str(error)] = now + SAID_AGAIN_SECONDS
+        now, what = time.monotonic(), f"{event}: {error}"
+        if self._said.get(what, 0.0) <= now:
+            self._said = {one: until for one, until in self._said.items() if until > now}
+            self._said[what] = now + SAID_AGAIN_SECONDS
             log.warning(event, cause=str(error))
 
     def _launch(self, action: Action, now: float) -> None:

@@ -176,10 +176,10 @@ class Schedules(threading.Thread):
         delay = self._delays.get(name, _Delay(text=text))
         if error != delay.error:
             log.warning("schedule_not_submitted", schedule=name, due=at, cause=error)
-        if error != before.error:  # it stays due
-            self._store.note(name, replace(before, error=error))
         seconds = min(LONGEST_DELAY_SECONDS, 2 * delay.seconds or POLL_SECONDS)
         self._delays[name] = _Delay(text=text, error=error, since=self._clock(), seconds=seconds)
+        if error != before.error:  # it stays due
+            self._store.note(name, replace(before, error=error))
 
 
 def start(app: GPUFlow) -> None:
