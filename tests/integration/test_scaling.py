@@ -325,6 +325,7 @@ def test_while_a_provisioner_cannot_be_made_workers_are_enabled_all_the_same(
 ) -> None:
     one = scaler(fleet, Pretended())
     _disabled(fleet, "w1", AUTOMATIC, None)
+    fleet.app.redis.set(fleet.app.keys.heartbeat("w1"), 1)
     one._leader.lead()
 
     def broken(*_: object) -> Pretended:
