@@ -56,7 +56,8 @@
 | `gpuflow.audit.sent:<call>` | string | a call has appended to the audit log; expires after two minutes |
 | `gpuflow.machines.unknown` | string | JSON list of machines that may be of another fleet; it expires |
 | `gpuflow.fleet` | string | the random id of this fleet |
-| `gpuflow.schedules` | hash | name -> JSON of a schedule: its cron expression and its template |
+| `gpuflow.schedules` | hash | name -> JSON of a schedule: its cron expression, zone, owner, when it was made |
+| `gpuflow.schedules.templates` | hash | name -> JSON of what a schedule submits |
 | `gpuflow.schedules.runs` | hash | name -> JSON of the last run of a schedule |
 | `access:token:<id>` | hash | a token: its SHA-256, and of whom, with which role, until when it is |
 | `access:tokens` | zset | token id -> when it was made |
@@ -290,6 +291,11 @@ class Keys:
     def schedules(self) -> str:
         """Schedules by name."""
         return f"{self.prefix}gpuflow.schedules"
+
+    @property
+    def schedule_templates(self) -> str:
+        """What each schedule submits."""
+        return f"{self.prefix}gpuflow.schedules.templates"
 
     @property
     def schedule_runs(self) -> str:

@@ -121,7 +121,7 @@ def rows_of(app: GPUFlow) -> list[dict[str, Any]]:
         try:
             one = Schedule.from_json(name, text)
             following = one.parsed().next_after(now)
-        except (GPUFlowError, ValueError, KeyError, TypeError) as error:
+        except (GPUFlowError, ValueError, KeyError, TypeError, OverflowError) as error:
             row = {"name": name, "cron": "", "zone": "", "owner": "", "next": None, **last}
             found.append({**row, "error": f"it cannot be read: {error}; remove it"})
             continue

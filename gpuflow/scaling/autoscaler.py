@@ -20,7 +20,7 @@ from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
 from gpuflow.celery_app import GPUFlow
-from gpuflow.errors import GPUFlowError
+from gpuflow.errors import BrokerUnavailable, GPUFlowError
 from gpuflow.fleet.desired import AUTOMATIC, DesiredState
 from gpuflow.fleet.disk import free_mib
 from gpuflow.fleet.hardware import probe
@@ -43,7 +43,7 @@ LONGEST_TERM_SECONDS: Final = 15.0
 SHORTEST_TERM_SECONDS: Final = 2.0
 #: Machines of other fleets are looked for so often, in seconds.
 UNKNOWN_LOOK_SECONDS: Final = 60.0
-#: The same failure to list is logged so often, in seconds.
+#: The same failure is logged so often, in seconds.
 SAID_AGAIN_SECONDS: Final = 3600.0
 _DESIRED: Final = {
     Kind.ENABLE: DesiredState.ENABLED,
@@ -105,19 +105,27 @@ class Autoscaler(threading.Thread):
                     self.round()
             except NoLeader:
                 log.warning("scaling_round_ended", cause="another beat leads by now, or this one was paused")
-            except (RedisError, OperationalError, GPUFlowError) as error:
+            except (RedisError, OperationalError, BrokerUnavailable) as error:
                 log.warning("scaling_not_done", cause=str(error))
+            except GPUFlowError as error:
+                self._say("scaling_failed", error)
             except Exception:
                 log.exception("scaling_stumbled")
 
     def round(self) -> tuple[Action, ...]:
         """Make one round; return what was decided. Raises NoLeader and redis errors."""
-        self._follow_fleet()
-        sources = {family: self._source(provisioner) for family, provisioner in self._provisioners.items()}
-        self._tend(sources)
+        try:
+            self._follow_fleet()
+        except ProvisionerError as error:  # workers are enabled and disabled all the same
+            self._say("scaling_failed", error)
+            has_machines = False
+        else:
+            has_machines = True
+            self._tend({family: self._source(provisioner) for family, provisioner in self._provisioners.items()})
         self._leader.go_on()
         seen = snapshots.read(self._app.redis, self._app.keys, self._app.settings.task_topic)
-        actions = decide(seen.snapshot, self._policy)
+        decided = decide(seen.snapshot, self._policy)
+        actions = tuple(action for action in decided if has_machines or action.kind is not Kind.LAUNCH)
         changed = []
         for action in actions:
             self._leader.go_on()
@@ -130,13 +138,17 @@ class Autoscaler(threading.Thread):
         return actions
 
     def _follow_fleet(self) -> None:
-        """Find out which fleet this is: a broker that was flushed is another one. Note the machines of others."""
+        """Find out which fleet this is: a broker that was flushed is another one. Note the machines of others.
+
+        Raises ProvisionerError where a provisioner cannot be made: then none may be used.
+        """
         tag = fleet_tag(self._leader.look(), self._app.keys)
         if tag != self._tag:
+            # The tag is set last: where a provisioner cannot be made, the next round tries again.
+            self._provisioners = _provisioners(self._loaded, self._make, tag)
             if self._tag:
                 log.warning("fleet_renewed", before=self._tag, now=tag, cause="the broker has lost its fleet id")
             self._tag, self._looks_at = tag, 0.0
-            self._provisioners = _provisioners(self._loaded, self._make, tag)
         if time.monotonic() < self._looks_at:
             return
         self._looks_at = time.monotonic() + UNKNOWN_LOOK_SECONDS
@@ -146,7 +158,7 @@ class Autoscaler(threading.Thread):
                 with self._leading():
                     found += provisioner.unknown()
             except ProvisionerError as error:
-                self._say_unlisted(error)
+                self._say("machines_not_listed", error)
         self._store.note_unknown(found)
 
     # -- workers -----------------------------------------------------------------------------------------------------
@@ -199,16 +211,16 @@ class Autoscaler(threading.Thread):
             with self._leading():
                 return _Source(provisioner=provisioner, there=provisioner.machines())
         except ProvisionerError as error:
-            self._say_unlisted(error)
+            self._say("machines_not_listed", error)
             return _Source(provisioner=provisioner, there=None)
 
-    def _say_unlisted(self, error: ProvisionerError) -> None:
-        """Log why machines cannot be listed: each cause once in a while, not at every round."""
-        now = time.monotonic()
-        if self._said.get(str(error), 0.0) <= now:
-            self._said = {cause: until for cause, until in self._said.items() if until > now}
-            self._said[str(error)] = now + SAID_AGAIN_SECONDS
-            log.warning("machines_not_listed", cause=str(error))
+    def _say(self, event: str, error: GPUFlowError) -> None:
+        """Log why something cannot be done: each cause once in a while, not at every round."""
+        now, what = time.monotonic(), f"{event}: {error}"
+        if self._said.get(what, 0.0) <= now:
+            self._said = {one: until for one, until in self._said.items() if until > now}
+            self._said[what] = now + SAID_AGAIN_SECONDS
+            log.warning(event, cause=str(error))
 
     def _launch(self, action: Action, now: float) -> None:
         family = self._families[action.family]
@@ -404,6 +416,11 @@ def start(app: GPUFlow) -> Autoscaler | None:
         log.error("scaling_off", cause=str(error))
         Releaser(app).start()
         return None
-    scaler = Autoscaler(app, loaded, lambda one, tag: provisioner_of(one, settings, app.broker_address(), tag))
+
+    def make(one: Launching, tag: str) -> Provisioner:
+        recorded = [str(machine_id) for machine_id in app.redis.hkeys(app.keys.machines)]
+        return provisioner_of(one, settings, app.broker_address(), tag, recorded=recorded)
+
+    scaler = Autoscaler(app, loaded, make)
     scaler.start()
     return scaler

@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
+from functools import lru_cache
 from typing import Final
 from zoneinfo import ZoneInfo
 
@@ -33,6 +34,9 @@ _PART: Final = re.compile(r"(?P<star>\*)|(?P<first>\w+)(?:-(?P<last>\w+))?")
 #: The 29th of February comes after eight years at the latest.
 _MOST_DAYS: Final = 8 * 366 + 2
 _MOST_LENGTH: Final = 500
+#: So many expressions, and days of them, are kept read.
+_KEPT_CRONS: Final = 2048
+_KEPT_DAYS: Final = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +56,7 @@ class Cron:
         """Return the first moment after this one."""
         day = datetime.fromtimestamp(moment, self.zone).date() - timedelta(days=1)
         for number in range(_MOST_DAYS):
-            for found in self._moments(day + timedelta(days=number)):
+            for found in self._on(day + timedelta(days=number)):
                 if found > moment:
                     return found
         raise InvalidTemplate("the schedule never comes")
@@ -61,13 +65,13 @@ class Cron:
         """Return the last moment that is not after this one; None: there is none in the last years."""
         day = datetime.fromtimestamp(moment, self.zone).date() + timedelta(days=1)
         for number in range(_MOST_DAYS):
-            for found in reversed(self._moments(day - timedelta(days=number))):
+            for found in reversed(self._on(day - timedelta(days=number))):
                 if found <= moment:
                     return found
         return None
 
-    def _moments(self, day: date) -> list[float]:
-        return sorted(set(self._moments_of(day))) if self._means(day) else []
+    def _on(self, day: date) -> tuple[float, ...]:
+        return _moments(self, day) if self._means(day) else ()
 
     def _means(self, day: date) -> bool:
         if day.month not in self.months:
@@ -75,7 +79,8 @@ class Cron:
         by_day, by_weekday = day.day in self.days, day.isoweekday() % 7 in self.weekdays
         return (by_day and by_weekday) if self.any_day or self.any_weekday else (by_day or by_weekday)
 
-    def _moments_of(self, day: date) -> Iterator[float]:
+    def moments_of(self, day: date) -> Iterator[float]:
+        """Yield the moments of a day on which it comes, in no order, and some twice."""
         folds = (0, 1) if len(self.hours) == 24 else (0,)
         for hour in self.hours:
             for minute in self.minutes:
@@ -87,6 +92,13 @@ class Cron:
                         yield at
 
 
+@lru_cache(maxsize=_KEPT_DAYS)
+def _moments(cron: Cron, day: date) -> tuple[float, ...]:
+    """Return the moments of a day on which it comes, in order. Those of every minute take milliseconds."""
+    return tuple(sorted(set(cron.moments_of(day))))
+
+
+@lru_cache(maxsize=_KEPT_CRONS)
 def parse_cron(text: str, zone_name: str = "UTC") -> Cron:
     """Read an expression. Raises InvalidTemplate naming the field, the cause and the way out."""
     fields = _MACROS.get(text.strip().lower(), text).lower().split()

@@ -7,8 +7,10 @@ What was missed while no beat ran is submitted once, for the last time that was 
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Final
 
@@ -27,7 +29,29 @@ log = get_logger("gpuflow.schedules")
 POLL_SECONDS: Final = 5.0
 #: A beat that holds the lock for longer is taken for dead, in seconds.
 LOCK_SECONDS: Final = 120.0
+#: A schedule that cannot be submitted is tried again after POLL_SECONDS, then twice as many each time, up to these.
+LONGEST_DELAY_SECONDS: Final = 300.0
 _MOST_ERROR: Final = 500
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Span:
+    """When a schedule with this record was due last (None: never), and from when until when that is so."""
+
+    text: str
+    due: float | None
+    since: float
+    until: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Delay:
+    """Why a schedule with this record could not be submitted, when, and for how many seconds it is not tried again."""
+
+    text: str
+    error: str = ""
+    since: float = 0.0
+    seconds: float = 0.0
 
 
 class Schedules(threading.Thread):
@@ -43,6 +67,8 @@ class Schedules(threading.Thread):
         self._poll_seconds = poll_seconds
         self._stop_event = threading.Event()
         self._unreadable: set[str] = set()
+        self._spans: dict[str, _Span] = {}
+        self._delays: dict[str, _Delay] = {}
 
     def stop(self) -> None:
         """End after the current round."""
@@ -75,45 +101,85 @@ class Schedules(threading.Thread):
     def look(self) -> list[str]:
         """Submit what is due; return the ids. Raises redis errors, BrokerUnavailable."""
         texts, runs, now, done = self._store.texts(), self._store.runs(), self._clock(), []
+        self._forget_others(texts)
         for name, text in texts.items():
+            if text in self._unreadable:
+                continue
             try:
                 schedule = Schedule.from_json(name, text)
-                due = schedule.parsed().last_until(now)
-            except (GPUFlowError, ValueError, KeyError, TypeError) as error:
-                if text not in self._unreadable:
-                    self._unreadable.add(text)
-                    log.error("schedule_unreadable", schedule=name, cause=f"{type(error).__name__}: {error}")
+                due = self._last_due(schedule, text, now)
+            except (GPUFlowError, ValueError, KeyError, TypeError, OverflowError) as error:
+                self._unreadable.add(text)
+                log.error("schedule_unreadable", schedule=name, cause=f"{type(error).__name__}: {error}")
                 continue
-            before = runs.get(name, LastRun()).due
+            before = runs.get(name, LastRun())
             # A run that lies ahead was noted while the clock was wrong: what it hides was submitted, or is now.
-            if due is None or due <= max(schedule.created_at, before if before <= now else 0.0):
+            if due is None or due <= max(schedule.created_at, before.due if before.due <= now else 0.0):
                 continue
-            pipeline = self._submit(schedule, due)
+            if self._waits(name, now):
+                continue
+            pipeline = self._submit(schedule, text, due, before)
             if pipeline:
                 done.append(pipeline)
         return done
 
-    def _submit(self, schedule: Schedule, due: float) -> str:
+    def _forget_others(self, texts: Mapping[str, str]) -> None:
+        """Keep in memory what is about these schedules alone."""
+        self._unreadable &= set(texts.values())
+        self._spans = {name: span for name, span in self._spans.items() if name in texts}
+        self._delays = {name: delay for name, delay in self._delays.items() if texts.get(name) == delay.text}
+
+    def _last_due(self, schedule: Schedule, text: str, now: float) -> float | None:
+        """Return when it was due last; until it is due again that is known. Raises InvalidTemplate."""
+        span = self._spans.get(schedule.name)
+        if span is None or span.text != text or not span.since <= now < span.until:
+            cron = schedule.parsed()
+            due = cron.last_until(now)
+            span = _Span(text=text, due=due, since=now if due is None else due, until=cron.next_after(now))
+            self._spans[schedule.name] = span
+        return span.due
+
+    def _waits(self, name: str, now: float) -> bool:
+        """Say whether its last failure is too young. A clock that was put back makes nobody wait for longer."""
+        delay = self._delays.get(name)
+        return delay is not None and delay.since <= now < delay.since + delay.seconds
+
+    def _submit(self, schedule: Schedule, text: str, due: float, before: LastRun) -> str:
         """Submit a schedule for a time; one that cannot be submitted now is tried again, a bad one at its next time."""
+        name = schedule.name
         at = datetime.fromtimestamp(due, UTC).strftime("%Y-%m-%dT%H:%MZ")
-        key = f"schedule:{schedule.name}:{at}"
+        key = f"schedule:{name}:{at}"
+        found = self._store.template_text(name, text)
+        if found is None:  # removed or replaced meanwhile: the next look sees it
+            return ""
         try:
-            template = Template.from_dict(schedule.template)
+            template = Template.from_dict(json.loads(found))
             run = submit_pipeline(
                 template, idempotency_key=key, owner=schedule.owner or None, uploads=False, app=self._app
             )
         except BrokerUnavailable:
             raise
         except ArtifactError as error:
-            log.warning("schedule_not_submitted", schedule=schedule.name, due=at, cause=str(error))
+            self._delay(name, text, at, before, f"{type(error).__name__}: {error}"[:_MOST_ERROR])
             return ""
         except (GPUFlowError, ValueError, KeyError, TypeError) as error:
-            log.error("schedule_failed", schedule=schedule.name, due=at, cause=str(error))
-            self._store.note(schedule.name, LastRun(due=due, error=f"{type(error).__name__}: {error}"[:_MOST_ERROR]))
+            log.error("schedule_failed", schedule=name, due=at, cause=str(error))
+            self._store.note(name, LastRun(due=due, error=f"{type(error).__name__}: {error}"[:_MOST_ERROR]))
             return ""
-        self._store.note(schedule.name, LastRun(due=due, pipeline=run.id))
-        log.info("schedule_submitted", schedule=schedule.name, due=at, pipeline=run.id)
+        self._delays.pop(name, None)
+        self._store.note(name, LastRun(due=due, pipeline=run.id))
+        log.info("schedule_submitted", schedule=name, due=at, pipeline=run.id)
         return run.id
+
+    def _delay(self, name: str, text: str, at: str, before: LastRun, error: str) -> None:
+        """Have a schedule wait that cannot be submitted now, twice as long each time; say each cause once."""
+        delay = self._delays.get(name, _Delay(text=text))
+        if error != delay.error:
+            log.warning("schedule_not_submitted", schedule=name, due=at, cause=error)
+        seconds = min(LONGEST_DELAY_SECONDS, 2 * delay.seconds or POLL_SECONDS)
+        self._delays[name] = _Delay(text=text, error=error, since=self._clock(), seconds=seconds)
+        if error != before.error:  # it stays due
+            self._store.note(name, replace(before, error=error))
 
 
 def start(app: GPUFlow) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping
@@ -9,12 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from gpuflow.broker.keys import Keys
+from gpuflow.broker.scripts import load_script
 from gpuflow.errors import GPUFlowError, InvalidTemplate
 from gpuflow.schedules.cron import Cron, parse_cron
 
 MOST_SCHEDULES: Final = 1000
 #: Most bytes of one template, as JSON: large data belongs into a store.
 MOST_TEMPLATE_BYTES: Final = 1 << 20
+#: The year 10000, in Unix seconds.
+_LAST_MOMENT: Final = 253_402_300_800.0
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -34,21 +38,19 @@ class Schedule:
         return parse_cron(self.cron, self.zone)
 
     def to_json(self) -> str:
-        """Return the record."""
-        data = {"cron": self.cron, "zone": self.zone, "owner": self.owner, "createdAt": self.created_at}
-        return json.dumps({**data, "template": self.template})
+        """Return the record, which is without the template: that is read only when it is due."""
+        return json.dumps({"cron": self.cron, "zone": self.zone, "owner": self.owner, "createdAt": self.created_at})
 
     @classmethod
     def from_json(cls, name: str, text: str) -> Schedule:
-        """Read a record. Raises ValueError, KeyError, TypeError."""
+        """Read a record, without its template. Raises ValueError, KeyError, TypeError, OverflowError."""
         data = json.loads(text)
         return cls(
             name=name,
             cron=str(data["cron"]),
             zone=str(data["zone"]),
             owner=str(data["owner"]),
-            created_at=float(data["createdAt"]),
-            template=dict(data["template"]),
+            created_at=_moment(data["createdAt"]),
         )
 
 
@@ -59,6 +61,20 @@ class LastRun:
     due: float = 0.0
     pipeline: str = ""
     error: str = ""
+
+    @classmethod
+    def from_json(cls, text: str) -> LastRun:
+        """Read what was noted. Raises ValueError, KeyError, TypeError, AttributeError, OverflowError."""
+        data = json.loads(text)
+        return cls(due=_moment(data["due"]), pipeline=str(data.get("pipeline", "")), error=str(data.get("error", "")))
+
+
+def _moment(value: Any) -> float:
+    """Return Unix seconds that a date can be made of. Raises ValueError, TypeError, OverflowError."""
+    found = float(value)
+    if not 0 <= found < _LAST_MOMENT:
+        raise ValueError(f"{found} is no time")
+    return found
 
 
 class ScheduleStore:
@@ -80,16 +96,20 @@ class ScheduleStore:
                 f"schedule {schedule.name[:80]!r} cannot be named so; give up to 64 letters, digits, '.', '_' or '-'"
             )
         schedule.parsed()
-        text = schedule.to_json()
-        if len(text) > MOST_TEMPLATE_BYTES:
+        template = json.dumps(schedule.template)
+        if len(template) > MOST_TEMPLATE_BYTES:
             raise InvalidTemplate(
-                f"schedule {schedule.name!r} is too large ({len(text)} bytes); put its data into a store, as data.url"
+                f"schedule {schedule.name!r} is too large ({len(template)} bytes); put its data into a store, as "
+                "data.url"
             )
-        if self._client.hlen(self._keys.schedules) >= MOST_SCHEDULES:
+        answer = load_script("gpuflow.schedules", "put")(
+            self._client,
+            [self._keys.schedules, self._keys.schedule_templates],
+            [schedule.name, schedule.to_json(), template, int(replace), MOST_SCHEDULES],
+        )
+        if answer == "full":
             raise GPUFlowError(f"there are {MOST_SCHEDULES} schedules; remove one: gpuflow schedules remove NAME")
-        if replace:
-            self._client.hset(self._keys.schedules, schedule.name, text)
-        elif not self._client.hsetnx(self._keys.schedules, schedule.name, text):
+        if answer == "taken":
             raise GPUFlowError(
                 f"schedule {schedule.name!r} is there already; give another --name, or --replace to replace it"
             )
@@ -98,6 +118,7 @@ class ScheduleStore:
         """Remove a schedule; say whether it was there. What it has submitted stays."""
         with self._client.pipeline(transaction=True) as pipe:
             pipe.hdel(self._keys.schedules, name)
+            pipe.hdel(self._keys.schedule_templates, name)
             pipe.hdel(self._keys.schedule_runs, name)
             return bool(pipe.execute()[0])
 
@@ -105,17 +126,24 @@ class ScheduleStore:
         """Return the records of all schedules, unread, by name."""
         return dict(sorted(self._client.hgetall(self._keys.schedules).items()))
 
+    def template_text(self, name: str, record: str) -> str | None:
+        """Return the template of a schedule, unread; None where its record is another one by now, or none."""
+        with self._client.pipeline(transaction=True) as pipe:
+            pipe.hget(self._keys.schedules, name)
+            pipe.hget(self._keys.schedule_templates, name)
+            found, template = pipe.execute()
+        return (template or "") if found == record else None
+
     def runs(self) -> dict[str, LastRun]:
-        """Return how far each schedule has come."""
+        """Return how far each schedule has come; what cannot be read is left out, and comes anew with its next run."""
         found = {}
         for name, text in self._client.hgetall(self._keys.schedule_runs).items():
-            data = json.loads(text)
-            found[name] = LastRun(
-                due=float(data["due"]), pipeline=str(data.get("pipeline", "")), error=str(data.get("error", ""))
-            )
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, OverflowError):
+                found[name] = LastRun.from_json(text)
         return found
 
     def note(self, name: str, run: LastRun) -> None:
-        """Note how far a schedule has come."""
+        """Note how far a schedule has come, unless it was removed meanwhile."""
         text = json.dumps({"due": run.due, "pipeline": run.pipeline, "error": run.error})
-        self._client.hset(self._keys.schedule_runs, name, text)
+        note = load_script("gpuflow.schedules", "note")
+        note(self._client, [self._keys.schedules, self._keys.schedule_runs], [name, text])

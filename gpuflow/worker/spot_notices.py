@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import Any, Final
 
 import httpx
@@ -59,10 +60,11 @@ class SpotNotices(threading.Thread):
             while True:
                 wait = self._poll_seconds
                 try:
-                    text = self._ask(client)
+                    answer = self._ask(client)
                     self._is_away = False
-                    if text is not None:
-                        action, left = read_notice(text, self._clock())
+                    if answer is not None:
+                        text, date = answer.text[:_MOST_BYTES], answer.headers.get("Date", "")
+                        action, left = read_notice(text, self._clock(), date)
                         log.warning("spot_notice", action=action, seconds=round(left, 1))
                         self._drain(f"spot notice: {action} in {left:.0f} s", left)
                         return
@@ -75,8 +77,8 @@ class SpotNotices(threading.Thread):
                     log.exception("spot_notices_crashed")
                 self._pause.wait(wait)
 
-    def _ask(self, client: httpx.Client) -> str | None:
-        """Return the notice, None while there is none. Raises httpx errors."""
+    def _ask(self, client: httpx.Client) -> httpx.Response | None:
+        """Return the answer with the notice, None while there is none. Raises httpx errors."""
         for _ in range(2):
             if not self._token:
                 headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_SECONDS)}
@@ -86,7 +88,7 @@ class SpotNotices(threading.Thread):
             if answer.status_code == httpx.codes.NOT_FOUND:
                 return None
             if answer.status_code != httpx.codes.UNAUTHORIZED:
-                return answer.raise_for_status().text[:_MOST_BYTES]
+                return answer.raise_for_status()
             self._token = ""
         raise httpx.HTTPError("the metadata service refuses its own token")
 
@@ -101,13 +103,30 @@ class SpotNotices(threading.Thread):
             )
 
 
-def read_notice(text: str, now: float) -> tuple[str, float]:
-    """Return what is announced, and the seconds left, at most NOTICE_SECONDS whatever this clock says."""
+def read_notice(text: str, now: float, date: str = "") -> tuple[str, float]:
+    """Return what is announced, and the seconds left, at most NOTICE_SECONDS.
+
+    They count from `date`, when the service answered (an HTTP date), and from `now`, the time of this machine, where it
+    gives none. That time may be wrong: an end that is past by it was announced since the last look.
+    """
+    answered = _answered_at(date)
     try:
         found: Any = json.loads(text)
         action = str(found["action"])[:20]
         at = datetime.fromisoformat(str(found["time"]))
         at = at if at.tzinfo is not None else at.replace(tzinfo=UTC)
-        return action, min(NOTICE_SECONDS, max(0.0, at.timestamp() - now))
+        left = at.timestamp() - (now if answered is None else answered)
     except (ValueError, KeyError, TypeError, OverflowError):
         return "end", NOTICE_SECONDS
+    if left <= 0 and answered is None:
+        return action, NOTICE_SECONDS - POLL_SECONDS
+    return action, min(NOTICE_SECONDS, max(0.0, left))
+
+
+def _answered_at(date: str) -> float | None:
+    """Return an HTTP date as Unix seconds, None where it is none."""
+    try:
+        found = parsedate_to_datetime(date)
+        return (found if found.tzinfo is not None else found.replace(tzinfo=UTC)).timestamp()
+    except (ValueError, TypeError, OverflowError, IndexError):
+        return None

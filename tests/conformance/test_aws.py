@@ -86,6 +86,14 @@ def test_no_credentials_at_all(ec2: Ec2Server, monkeypatch: pytest.MonkeyPatch) 
         ec2.machines("gpuflow").machines()
 
 
+def test_a_profile_that_is_not_there_is_named_with_what_mends_it(
+    ec2: Ec2Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_PROFILE", "ours")
+    with pytest.raises(ProvisionerError, match=r"profile \(ours\) could not be found; set AWS_PROFILE of beat"):
+        ec2.machines("gpuflow")
+
+
 def test_an_instance_that_is_not_listed_yet_is_ended_by_who_launched_it(ec2: Ec2Server) -> None:
     machines = ec2.machines("gpuflow")
     machines.launch(WANTED)

@@ -202,6 +202,29 @@ def test_two_fleets_of_one_state_folder_leave_each_other_alone(tmp_path: Path) -
     assert first.unknown() == second.unknown() == []
 
 
+def test_machines_from_before_the_tag_are_taken_over_where_the_broker_knows_them(tmp_path: Path) -> None:
+    settings, url = Settings(state_dir=tmp_path), "redis://127.0.0.1:1/0"
+    before = Idle(settings, url, "")  # their files lay in the folder itself
+    ids = ("gpu-1", "gpu-2", "gpu-theirs")
+    for machine_id in ids:
+        before.launch(Wanted(id=machine_id, family="gpu"))
+    before.terminate("gpu-2")
+    try:
+        made = Idle(settings, url, "gpuflow-a", recorded=["gpu-1", "gpu-2", "gpu-9", "../evil"])
+        assert made.machines() == {"gpu-1": "gpu"}
+        assert [one.id for one in made.unknown()] == ["gpu-theirs"]
+        made.launch(Wanted(id="gpu-1", family="gpu"))
+        made.launch(Wanted(id="gpu-2", family="gpu"))
+        assert made._children == [], "the one is there, the other was ended"
+        assert Idle(settings, url, "gpuflow-a", recorded=["gpu-1"]).machines() == {"gpu-1": "gpu"}
+        made.terminate("gpu-1")
+        eventually(lambda: before._children[0].poll() is not None)
+    finally:
+        for child in before._children:
+            child.kill()
+            child.wait()
+
+
 def test_a_process_that_died_is_no_machine(idle: Idle, tmp_path: Path) -> None:
     idle.launch(Wanted(id="gpu-1", family="gpu"))
     psutil.Process(json.loads((tmp_path / "machines" / "gpuflow" / "gpu-1.json").read_text())["pid"]).kill()

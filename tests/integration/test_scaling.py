@@ -12,16 +12,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from kombu.exceptions import OperationalError
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from gpuflow.client import submit
+from gpuflow.errors import BrokerUnavailable, GPUFlowError
 from gpuflow.explaining import explain_records, find_records
 from gpuflow.fleet.desired import AUTOMATIC, DesiredState
 from gpuflow.fleet.identity import fleet_id, fleet_tag
 from gpuflow.fleet.registry import FORSAKEN_SECONDS
+from gpuflow.outages import Outage, SymptomFilter
 from gpuflow.routing.capability import Capability
 from gpuflow.scaling.autoscaler import Autoscaler, start
-from gpuflow.scaling.model import Family, Kind, Policy
+from gpuflow.scaling.model import Action, Family, Kind, Policy
 from gpuflow.scaling.policy_file import Launching, LoadedPolicy
 from gpuflow.scaling.provisioners import ProvisionerError, UnknownMachine, Wanted
 from gpuflow.scaling.provisioners.local import LocalProcesses
@@ -274,6 +279,110 @@ def test_a_flushed_broker_is_another_fleet_and_ends_nothing_of_the_first(fleet: 
     one._make = lambda launching, tag: tags.append(tag) or Pretended()
     one.round()
     assert tags == [one._tag] and one._tag != before
+
+
+def test_while_a_provisioner_cannot_be_made_nothing_is_launched_and_the_cause_is_written(
+    fleet: TestFleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Given work for a machine, and a provisioner that cannot be made
+    submit(fleet.echo(), app=fleet.app)
+    provider, store = Pretended(), ScalingStore(fleet.app.redis, fleet.app.keys)
+    one = scaler(fleet, provider)
+    tries: list[str] = []
+
+    def broken(_: Launching, tag: str) -> Pretended:
+        tries.append(tag)
+        raise ProvisionerError("no such profile")
+
+    one._make = broken
+    assert one.round() == one.round() == ()
+    assert len(tries) == 2 and store.machines() == [] and store.counts().get("launched", 0) == 0
+    # Then its cause is said once, as no outage of the broker
+    one._poll_seconds = one._step_seconds = 0.01
+    one.start()
+    try:
+        eventually(lambda: len(tries) >= 5, within=10, what="some rounds")
+        said = [record for record in caplog.records if "no such profile" in record.getMessage()]
+        assert [record.gpuflow["event"] for record in said] == ["scaling_failed"]  # type: ignore[attr-defined]
+        assert all(SymptomFilter(Outage(lambda *_, **__: None)).filter(record) for record in said)
+        # And when it can be made, the machine is launched
+        one._make = lambda _, tag: provider
+        eventually(lambda: provider.there, within=10, what="the machine")
+    finally:
+        one.stop()
+        one.join()
+    # And a broker that was flushed gets none of the provisioners of before
+    fleet.app.redis.flushall()
+    submit(fleet.echo(), app=fleet.app)
+    calls, one._make = list(provider.calls), broken
+    one._leader.lead()
+    assert one.round() == one.round() == ()
+    assert provider.calls == calls and store.machines() == []
+
+
+def test_while_a_provisioner_cannot_be_made_workers_are_enabled_all_the_same(
+    fleet: TestFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = scaler(fleet, Pretended())
+    _disabled(fleet, "w1", AUTOMATIC, None)
+    fleet.app.redis.set(fleet.app.keys.heartbeat("w1"), 1)
+    one._leader.lead()
+
+    def broken(*_: object) -> Pretended:
+        raise ProvisionerError("no such profile")
+
+    one._make = broken
+    enable = Action(kind=Kind.ENABLE, worker="w1", reason="work waits")
+    launch = Action(kind=Kind.LAUNCH, family="box", reason="work waits")
+    monkeypatch.setattr("gpuflow.scaling.autoscaler.decide", lambda *_: (enable, launch))
+    assert one.round() == (enable,)
+    assert fleet.registry.order("w1")[0].state is DesiredState.ENABLED
+    assert ScalingStore(fleet.app.redis, fleet.app.keys).machines() == []
+
+
+def test_a_broker_that_is_away_is_an_outage_and_nothing_else_is(
+    fleet: TestFleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = scaler(fleet, Pretended())
+    one._poll_seconds = one._step_seconds = 0.01
+    causes = [GPUFlowError("gone"), RedisConnectionError("gone"), OperationalError("gone"), BrokerUnavailable("gone")]
+
+    def away() -> bool:
+        if not causes:
+            one.stop()
+            return False
+        raise causes.pop(0)
+
+    one._leader.lead = away
+    one.run()
+    said = [record for record in caplog.records if "gone" in record.getMessage()]
+    events = [record.gpuflow["event"] for record in said]  # type: ignore[attr-defined]
+    assert events == ["scaling_failed", *["scaling_not_done"] * 3]
+
+
+def test_a_beat_takes_over_the_machines_of_a_version_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given two machines in the place of before, of which this broker knows one
+    (tmp_path / "scaling.yaml").write_text(POLICY)
+    fleet = TestFleet(tmp_path, env={"GPUFLOW_SCALING_POLICY": str(tmp_path / "scaling.yaml")})
+    folder = fleet.settings.state_dir / "machines"
+    folder.mkdir(parents=True)
+    me = psutil.Process()
+    record = {"pid": me.pid, "created": me.create_time(), "family": "local"}
+    for machine_id in ("local-ours", "local-theirs"):
+        (folder / f"{machine_id}.json").write_text(json.dumps(record))
+    machine = Machine(id="local-ours", family="local")
+    fleet.app.redis.hset(fleet.app.keys.machines, machine.id, machine.to_json())
+    # When a beat leads
+    monkeypatch.setattr(Autoscaler, "start", lambda self: None)
+    try:
+        one = start(fleet.app)
+        assert one is not None and one._leader.lead()
+        one._follow_fleet()
+        # Then that one is a machine of this fleet, and the other one is shown
+        assert launched_by(fleet).machines() == {"local-ours": "local"}
+        assert [other.id for other in ScalingStore(fleet.app.redis, fleet.app.keys).unknown()] == ["local-theirs"]
+    finally:
+        fleet.close()
 
 
 def test_machines_of_others_are_listed_with_what_ends_them(fleet: TestFleet) -> None:

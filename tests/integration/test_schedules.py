@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -14,9 +15,11 @@ from typing import Any
 
 import pytest
 
+from gpuflow.cli.schedules import rows_of
 from gpuflow.client import get
-from gpuflow.errors import GPUFlowError, InvalidTemplate
-from gpuflow.schedules.duty import Schedules
+from gpuflow.errors import ArtifactError, GPUFlowError, InvalidTemplate
+from gpuflow.schedules import duty
+from gpuflow.schedules.duty import LONGEST_DELAY_SECONDS, POLL_SECONDS, Schedules
 from gpuflow.schedules.store import LastRun, Schedule, ScheduleStore
 from gpuflow.spec import parse
 from tests.support.fleet import TestFleet, keep_log
@@ -102,10 +105,112 @@ def test_what_cannot_be_a_schedule_is_refused(fleet: TestFleet) -> None:
         store.put(schedule(template={"spec": {"text": "x" * (1 << 20)}}))
     store.put(schedule())
     with pytest.raises(GPUFlowError, match="is there already"):
-        store.put(schedule())
+        store.put(schedule(created_at=MIDNIGHT + 1))
     store.put(schedule(cron="0 4 * * *"), replace=True)
     assert '"0 4 * * *"' in store.texts()["nightly"]
     assert store.remove("nightly") and not store.remove("nightly") and store.texts() == {}
+    assert fleet.app.redis.hlen(fleet.app.keys.schedule_templates) == 0
+
+
+def test_at_the_limit_a_schedule_may_be_replaced(fleet: TestFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpuflow.schedules.store.MOST_SCHEDULES", 1)
+    store = ScheduleStore(fleet.app.redis, fleet.app.keys)
+    store.put(schedule())
+    store.put(schedule(cron="0 4 * * *"), replace=True)
+    store.put(schedule(cron="0 4 * * *"))  # sent again after a lost answer
+    with pytest.raises(GPUFlowError, match="there are 1 schedules"):
+        store.put(schedule(name="other"), replace=True)
+    with pytest.raises(GPUFlowError, match="is there already"):
+        store.put(schedule(cron="0 5 * * *"))
+    assert list(store.texts()) == ["nightly"] and '"0 4 * * *"' in store.texts()["nightly"]
+
+
+def test_runs_that_cannot_be_read_stop_nothing(fleet: TestFleet) -> None:
+    store, clock = ScheduleStore(fleet.app.redis, fleet.app.keys), Clock(MIDNIGHT + 4 * 3600)
+    bad = ("[", "7", "{}", '{"due": "soon"}', '{"due": NaN}', '{"due": 1e300}', '{"due": 1' + "0" * 400 + "}")
+    for number, text in enumerate(bad):
+        store.put(schedule(name=f"bad-{number}"))
+        fleet.app.redis.hset(fleet.app.keys.schedule_runs, f"bad-{number}", text)
+    store.put(schedule(name="good"))
+    store.note("good", LastRun(due=MIDNIGHT + 3 * 3600, pipeline="p"))
+    assert store.runs() == {"good": LastRun(due=MIDNIGHT + 3 * 3600, pipeline="p")}
+    assert {row["name"] for row in rows_of(fleet.app)} == {*(f"bad-{n}" for n in range(len(bad))), "good"}
+    assert len(Schedules(fleet.app, clock).look()) == len(bad)
+    assert len(store.runs()) == len(bad) + 1, "what was noted since can be read"
+
+
+def test_what_was_removed_while_it_was_submitted_leaves_nothing(fleet: TestFleet) -> None:
+    store, clock = ScheduleStore(fleet.app.redis, fleet.app.keys), Clock(MIDNIGHT + 4 * 3600)
+    store.put(schedule())
+    beat = Schedules(fleet.app, clock)
+    note = beat._store.note
+    beat._store.note = lambda *noted: (store.remove("nightly"), note(*noted))[1]  # type: ignore[method-assign]
+    assert len(beat.look()) == 1
+    assert store.runs() == {}
+
+
+def test_what_was_replaced_since_the_look_is_not_submitted(fleet: TestFleet) -> None:
+    store, clock = ScheduleStore(fleet.app.redis, fleet.app.keys), Clock(MIDNIGHT + 4 * 3600)
+    store.put(schedule())
+    beat = Schedules(fleet.app, clock)
+    seen = beat._store.texts()
+    beat._store.texts = lambda: seen  # type: ignore[method-assign]
+    store.put(schedule(created_at=clock.now), replace=True)
+    assert beat.look() == [] and submitted(fleet) == 0
+    store.remove("nightly")
+    assert beat.look() == [] and submitted(fleet) == 0
+
+
+def test_a_store_that_is_away_is_noted_said_once_and_tried_less_and_less(
+    fleet: TestFleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, clock = ScheduleStore(fleet.app.redis, fleet.app.keys), Clock(MIDNIGHT + 4 * 3600)
+    store.put(schedule())
+    store.note("nightly", LastRun(due=MIDNIGHT - 21 * 3600, pipeline="before"))
+    tries: list[float] = []
+
+    def away(*_: Any, **__: Any) -> None:
+        tries.append(clock.now)
+        raise ArtifactError("no store is set")
+
+    beat = Schedules(fleet.app, clock)
+    with monkeypatch.context() as patched:
+        patched.setattr(duty, "submit_pipeline", away)
+        for _ in range(720):  # an hour
+            assert beat.look() == []
+            clock.now += POLL_SECONDS
+    pauses = [later - earlier for earlier, later in itertools.pairwise(tries)]
+    assert pauses[:7] == [5, 10, 20, 40, 80, 160, 300] and set(pauses[7:]) == {LONGEST_DELAY_SECONDS}
+    assert sum("schedule_not_submitted" in record.getMessage() for record in caplog.records) == 1
+    error = "ArtifactError: no store is set"
+    assert store.runs()["nightly"] == LastRun(due=MIDNIGHT - 21 * 3600, pipeline="before", error=error)
+    assert rows_of(fleet.app)[0]["error"] == error
+    # When the store is back, what was due is submitted; a clock that was put back makes nobody wait
+    clock.now = MIDNIGHT + 3 * 3600
+    (pipeline,) = beat.look()
+    assert store.runs()["nightly"] == LastRun(due=MIDNIGHT + 3 * 3600, pipeline=pipeline)
+
+
+def test_between_two_times_nothing_is_computed_and_no_template_is_read(
+    fleet: TestFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, clock = ScheduleStore(fleet.app.redis, fleet.app.keys), Clock(MIDNIGHT + 4 * 3600)
+    store.put(schedule())
+    store.put(schedule(name="sunday", cron="0 0 * * sun"))
+    beat = Schedules(fleet.app, clock)
+    assert len(beat.look()) == 1
+    with monkeypatch.context() as patched:
+        patched.setattr(Schedule, "parsed", lambda _: pytest.fail("it was computed again"))
+        patched.setattr(ScheduleStore, "template_text", lambda *_: pytest.fail("a template was read"))
+        clock.now = MIDNIGHT + 27 * 3600 - 1
+        assert beat.look() == []
+    # A record that was replaced is read anew, and so it is when the clock was put back
+    store.put(schedule(cron="30 3 * * *", created_at=clock.now), replace=True)
+    assert beat.look() == []
+    clock.now += 1801
+    assert len(beat.look()) == 1
+    clock.now -= 2
+    assert beat.look() == []
 
 
 # -- real processes --------------------------------------------------------------------------------------------------

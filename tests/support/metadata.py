@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -20,9 +22,11 @@ class Metadata:
         self.asked = 0
         self.refuses: set[str] = set()
         self.url = ""
+        self.clock: Callable[[], float] = time.time
+        self.tells_time = True
 
     def announce(self, seconds: float) -> None:
-        at = datetime.now(UTC) + timedelta(seconds=seconds)
+        at = datetime.fromtimestamp(self.clock() + seconds, UTC)
         self.notice = json.dumps({"action": "terminate", "time": at.strftime("%Y-%m-%dT%H:%M:%SZ")})
 
 
@@ -47,7 +51,9 @@ def metadata_service() -> Iterator[Metadata]:
             return self._answer(200, service.notice)
 
         def _answer(self, status: int, text: str) -> None:
-            self.send_response(status)
+            self.send_response_only(status)
+            if service.tells_time:
+                self.send_header("Date", formatdate(service.clock(), usegmt=True))
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()
             self.wfile.write(text.encode())

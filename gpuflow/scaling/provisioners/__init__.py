@@ -6,7 +6,7 @@ Every provisioner passes tests/conformance/test_provisioners.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -142,8 +142,13 @@ class Provisioner(Protocol):
         """Return machines of gpuflow that it sees and that do not bear the tag of this fleet."""
 
 
-def provisioner_of(launching: Launching, settings: Settings, url: str, tag: str) -> Provisioner:
-    """Return the provisioner of a family; `url` is the address of the broker, `tag` that of the fleet's machines."""
+def provisioner_of(
+    launching: Launching, settings: Settings, url: str, tag: str, *, recorded: Iterable[str] = ()
+) -> Provisioner:
+    """Return the provisioner of a family; `url` is the address of the broker, `tag` that of the fleet's machines.
+
+    `recorded` are the ids of the machines that the broker knows of this fleet.
+    """
     if launching.instance is not None:
         from gpuflow.scaling.provisioners.aws import Ec2Machines
 
@@ -157,4 +162,4 @@ def provisioner_of(launching: Launching, settings: Settings, url: str, tag: str)
 
     if launching.command:
         return CommandProvisioner(launching.command, tag=tag, timeout_seconds=launching.timeout_seconds)
-    return LocalProcesses(settings, url, tag)
+    return LocalProcesses(settings, url, tag, recorded=recorded)

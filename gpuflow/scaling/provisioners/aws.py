@@ -27,7 +27,7 @@ from gpuflow.scaling.provisioners import (
 try:
     import boto3
     from botocore.config import Config
-    from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
+    from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, ProfileNotFound
     from botocore.parsers import ResponseParserError
 except ImportError as error:
     raise ProvisionerError(f"aws: needs boto3 ({error.name} is missing); run pip install 'gpuflow[aws]'") from error
@@ -89,9 +89,14 @@ class Ec2Machines:
             connect_timeout=min(10.0, read_seconds),
             read_timeout=read_seconds,
         )
-        session = boto3.session.Session()
         try:
+            session = boto3.session.Session()
             self._client = session.client("ec2", region_name=instance.region, endpoint_url=endpoint, config=config)
+        except ProfileNotFound as error:
+            raise ProvisionerError(
+                f"aws: EC2 in {instance.region} cannot be used: {error}; set AWS_PROFILE of beat to a profile that its "
+                "AWS configuration has, or unset it"
+            ) from None
         except (BotoCoreError, ValueError) as error:
             raise ProvisionerError(f"aws: EC2 in {instance.region} cannot be used: {error}") from None
         #: Machine id -> the instances that this client has launched for it; empty: it was ended.

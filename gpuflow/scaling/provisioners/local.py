@@ -1,7 +1,8 @@
 """Machines that are worker processes of this machine, in sessions of their own: they outlive the beat that began them.
 
 Each has a file `<state dir>/machines/<tag of the fleet>/<id>.json` with its process. A lock on a file of that folder
-makes launching and terminating take turns, so that a second launch of one id finds the first.
+makes launching and terminating take turns, so that a second launch of one id finds the first. Before fleets had tags,
+the files lay in `machines` itself; those of machines that the broker knows are taken over.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,15 +33,19 @@ _KEPT: Final = 200
 
 
 class LocalProcesses:
-    """Workers of the broker `url` as processes, with the settings of this process."""
+    """Workers of the broker `url` as processes, with the settings of this process.
+
+    `recorded` are the ids of the machines that the broker knows. Raises ProvisionerError: they cannot be taken over.
+    """
 
     listed_within_seconds = 10.0
 
-    def __init__(self, settings: Settings, url: str, tag: str) -> None:
+    def __init__(self, settings: Settings, url: str, tag: str, *, recorded: Iterable[str] = ()) -> None:
         self._settings = settings
         self._url = url
         self._folder = settings.state_dir / "machines" / tag
         self._children: list[subprocess.Popen[bytes]] = []
+        self._take_over(recorded)
 
     def launch(self, wanted: Wanted) -> None:
         """Start a worker."""
@@ -101,6 +106,16 @@ class LocalProcesses:
             for path, record in records
             if (process := _process(record)) is not None
         ]
+
+    def _take_over(self, recorded: Iterable[str]) -> None:
+        """Move the files of these machines out of the place where versions before tags kept those of every fleet."""
+        before = {path.stem: path for path in self._folder.parent.glob("*.json")}
+        ours = [before[name] for name in recorded if name in before]
+        if ours:
+            with self._turn():
+                for path in ours:
+                    with contextlib.suppress(FileNotFoundError):  # another beat was faster
+                        path.rename(self._folder / path.name)
 
     def _reap(self) -> None:
         """Take in what our children that have ended left, so that none stays a zombie."""

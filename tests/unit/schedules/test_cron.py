@@ -79,6 +79,11 @@ def test_the_last_and_the_next_enclose_every_moment(cron: str, zone: str, at: in
     assert last is None or (last <= at and parsed.next_after(last) == after)
 
 
+def test_an_expression_is_read_once() -> None:
+    assert parse_cron("*/3 * * * *", "Europe/Paris") is parse_cron("*/3 * * * *", "Europe/Paris")
+    assert parse_cron("*/3 * * * *", "Europe/Paris") != parse_cron("*/3 * * * *", "Asia/Tokyo")
+
+
 @pytest.mark.parametrize(
     ("cron", "zone", "cause"),
     [
