@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from gpuflow.audit.entries import record
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.scripts import load_script
 from gpuflow.errors import GPUFlowError, InvalidTemplate
@@ -113,6 +114,7 @@ class ScheduleStore:
             raise GPUFlowError(
                 f"schedule {schedule.name!r} is there already; give another --name, or --replace to replace it"
             )
+        record(self._client, self._keys, "schedule.put", f"schedule:{schedule.name}", {"owner": schedule.owner})
 
     def remove(self, name: str) -> bool:
         """Remove a schedule; say whether it was there. What it has submitted stays."""
@@ -120,7 +122,10 @@ class ScheduleStore:
             pipe.hdel(self._keys.schedules, name)
             pipe.hdel(self._keys.schedule_templates, name)
             pipe.hdel(self._keys.schedule_runs, name)
-            return bool(pipe.execute()[0])
+            removed = bool(pipe.execute()[0])
+        if removed:
+            record(self._client, self._keys, "schedule.remove", f"schedule:{name}")
+        return removed
 
     def texts(self) -> dict[str, str]:
         """Return the records of all schedules, unread, by name."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from gpuflow.audit.reading import AuditLog, Filter
 from gpuflow.cli.schedules import rows_of
 from gpuflow.client import get
 from gpuflow.errors import ArtifactError, GPUFlowError, InvalidTemplate
@@ -110,6 +111,17 @@ def test_what_cannot_be_a_schedule_is_refused(fleet: TestFleet) -> None:
     assert '"0 4 * * *"' in store.texts()["nightly"]
     assert store.remove("nightly") and not store.remove("nightly") and store.texts() == {}
     assert fleet.app.redis.hlen(fleet.app.keys.schedule_templates) == 0
+
+
+def test_who_keeps_and_removes_schedules_stands_in_the_audit_log(fleet: TestFleet) -> None:
+    store = ScheduleStore(fleet.app.redis, fleet.app.keys)
+    store.put(schedule(owner="ana"))
+    assert store.remove("nightly") and not store.remove("nightly")
+    found, _ = AuditLog(fleet.app.redis, fleet.app.keys).newest(Filter(target="schedule:*"), 10, "")
+    assert [(entry.text("action"), entry.text("target")) for entry in found] == [
+        ("schedule.remove", "schedule:nightly"),
+        ("schedule.put", "schedule:nightly"),
+    ]
 
 
 def test_at_the_limit_a_schedule_may_be_replaced(fleet: TestFleet, monkeypatch: pytest.MonkeyPatch) -> None:
