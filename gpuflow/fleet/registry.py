@@ -21,9 +21,10 @@ from gpuflow.audit.actors import actor_here
 from gpuflow.audit.entries import REPEAT_SECONDS, audit_preamble, record
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.scripts import Script, broker_script, load_script, script_text
+from gpuflow.errors import GPUFlowError
 from gpuflow.fleet.desired import AUTOMATIC, MANUAL, MOST_DECISIONS, Desired, DesiredState
 from gpuflow.fleet.serving import serving_classes
-from gpuflow.routing.capability import Capability
+from gpuflow.routing.capability import CAPABILITY_SCHEMA, Capability
 
 #: Schema number of a worker entry and its heartbeat.
 WORKER_SCHEMA: Final = 1
@@ -191,6 +192,21 @@ def _newer_load(raw: Mapping[str, str]) -> dict[str, Any]:
         return {}
 
 
+def _readable(raw: Mapping[str, str], left_ms: int) -> WorkerEntry | None:
+    """Return an entry; None for one of another form, such as that of a newer version."""
+    try:
+        entry = WorkerEntry.from_hash(raw, left_ms=left_ms)
+        able = Capability.from_dict({**entry.capability, "schema": CAPABILITY_SCHEMA})
+    except (GPUFlowError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+    numbers = [able.cpu_count, able.memory_mib, able.disk_free_mib or 0, able.disk_floor_mib]
+    numbers += [number for gpu in able.gpus for number in (gpu.vram_gb, gpu.total_mib)]
+    families = entry.load.get("families") or []
+    texts = [*entry.queues, *(text for gpu in able.gpus for text in (gpu.uuid, *gpu.names))]
+    well_formed = isinstance(families, list) and all(isinstance(text, str) for text in texts)
+    return entry if well_formed and all(isinstance(number, int | float) for number in numbers) else None
+
+
 class Fleet:
     """Reads and writes worker entries; `client` must decode responses."""
 
@@ -330,7 +346,17 @@ class Fleet:
         return WorkerEntry.from_hash(raw, left_ms=self.client.pttl(self.keys.heartbeat(worker_id)))
 
     def workers(self) -> list[WorkerEntry]:
-        """Return all known workers, by id."""
+        """Return all known workers, by id. Raises where the entry of one cannot be read."""
+        return [WorkerEntry.from_hash(raw, left_ms=left) for raw, left in self._entries()]
+
+    def readable_workers(self) -> tuple[list[WorkerEntry], int]:
+        """Return the workers whose entries this version can read, by id, and how many it cannot: for who only looks."""
+        found = [_readable(raw, left) for raw, left in self._entries()]
+        there = [entry for entry in found if entry is not None]
+        return there, len(found) - len(there)
+
+    def _entries(self) -> list[tuple[dict[str, str], int]]:
+        """Return the hash of each worker, and when its heartbeat expires, in milliseconds."""
         ids = sorted(self.client.smembers(self.keys.workers))
         pipe = self.client.pipeline(transaction=False)
         for worker_id in ids:
@@ -338,7 +364,7 @@ class Fleet:
             pipe.pttl(self.keys.heartbeat(worker_id))
         answers = pipe.execute()
         pairs = zip(answers[::2], answers[1::2], strict=True)
-        return [WorkerEntry.from_hash(raw, left_ms=left) for raw, left in pairs if raw.get("state")]
+        return [(raw, left) for raw, left in pairs if raw.get("state")]
 
     def capabilities(self) -> list[Capability]:
         """Return what each worker can do that may be counted on."""

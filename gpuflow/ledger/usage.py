@@ -1,7 +1,8 @@
 """Sums what attempts have used, over the records that are kept, by owner, pipeline, model, worker or task type.
 
-Reads the index of tasks page by page: what a sum costs grows with the records, its memory with the names and with the
-runs of merged calls. For owners and pipelines, the use of such a run is divided evenly among its callers.
+Reads the ids in one answer and their records page by page: what a sum costs grows with the records, its memory with the
+ids, the names and the runs of merged calls. For owners and pipelines, the use of such a run is
+divided evenly among its callers.
 """
 
 from __future__ import annotations
@@ -104,9 +105,10 @@ def _records(
 ) -> Iterator[tuple[str, dict[str, str | None], list[AttemptEntry]]]:
     """Yield each record that is kept, with the fields that are needed and its attempts."""
     fields = ["owner", "pipeline", "task_type", "run", "merge_tokens", *(["spec"] if with_spec else [])]
-    start = 0
-    while ids := client.zrange(keys.tasks, start, start + PAGE - 1):
-        start += len(ids)
+    # One answer for all ids: pages by rank would pass over records when others are removed meanwhile.
+    known = client.zrange(keys.tasks, 0, -1)
+    for first in range(0, len(known), PAGE):
+        ids = known[first : first + PAGE]
         pipe = client.pipeline(transaction=False)
         for task_id in ids:
             pipe.hmget(keys.task(task_id), fields)

@@ -14,7 +14,6 @@ from typing import Final
 import redis
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
-from redis.exceptions import RedisError
 
 from gpuflow.broker.keys import Keys
 from gpuflow.metrics.families import families
@@ -36,11 +35,11 @@ class FleetCollector(Collector):
         self._clock = clock
         self._lock = threading.Lock()
         self._metrics: list[Metric] = []
-        self._error: RedisError | OSError | None = None
+        self._error: Exception | None = None
         self._read_at: float | None = None
 
     def collect(self) -> Iterator[Metric]:
-        """Yield each metric once. Raises redis errors."""
+        """Yield each metric once. Raises redis errors, and again what the last look has raised."""
         with self._lock:
             if self._read_at is None or self._clock() - self._read_at >= FRESH_SECONDS:
                 self._read()
@@ -52,7 +51,7 @@ class FleetCollector(Collector):
     def _read(self) -> None:
         try:
             self._metrics, self._error = families(read(self._client, self._keys, self._plain_queue)), None
-        except (RedisError, OSError) as error:
+        except Exception as error:  # noqa: BLE001  (whatever it is, no older answer is given for it)
             self._error = error
         finally:
             self._read_at = self._clock()

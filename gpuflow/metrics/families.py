@@ -82,13 +82,16 @@ def families(readings: Readings) -> list[Metric]:
 
 
 def _counted(readings: Readings, found: Found) -> None:
+    """Add the counts; what alerts watch begins with 0, since a series that begins with 1 shows no increase."""
     for count in parse(readings.counts):
         if count.name == "submitted":
             found["tasks_submitted"][count.task_type, count.queue] = count.value
+            found["tasks"].setdefault(("DEAD", count.task_type, count.queue), 0.0)
         elif count.name == "ended":
             found["tasks"][count.label, count.task_type, count.queue] = count.value
         elif count.name == "started":
             found["attempts_started"][count.task_type,] = count.value
+            found["attempts"].setdefault(("lost", count.task_type), 0.0)
         elif count.name == "attempts":
             found["attempts"][count.label, count.task_type] = count.value
         elif count.name in _USED:
@@ -135,6 +138,7 @@ def _workers(readings: Readings, found: Found) -> None:
     found["workers"] = {(str(state),): states[str(state)] for state in WorkerState}
     there = [worker for worker in readings.workers if worker.state is not WorkerState.OFFLINE]
     found["workers_disabled"][()] = sum(not worker.takes_work for worker in there)
+    found["workers_unreadable"][()] = readings.unreadable_workers
     for worker in there[:MOST_WORKERS]:
         found["worker_heartbeat_age_seconds"][worker.id,] = worker.seen_seconds or 0.0
         found["worker_tasks"][worker.id,] = _number(worker.load.get("jobs")) or 0
@@ -157,7 +161,7 @@ def _gpus(readings: Readings, found: Found) -> None:
                 newest[key] = (at, worker.id, worker)
     for key, (_, _, worker) in newest.items():
         gpu = next(one for one in worker.capability["gpus"] if str(one.get("uuid")) == key[1])
-        labels = (first[key], key[1], str((gpu.get("names") or [""])[0]))
+        labels = (first[key], key[1], str(next(iter(gpu.get("names") or [""]))))
         for name, value in _gpu_values(worker.load, gpu).items():
             found[name][labels] = value
 
@@ -197,7 +201,8 @@ def _scaling(readings: Readings, found: Found) -> None:
     machines = Counter((str(one.get("family", "")), str(one.get("state", ""))) for one in readings.machines)
     found["machines"] = {key: float(number) for key, number in machines.items()}
     found["machines_cost_per_hour"][()] = sum(_number(one.get("costPerHour")) or 0.0 for one in readings.machines)
-    found["repairs"] = {(kind,): float(number) for kind, number in readings.repairs.items()}
+    found["repairs"] = {("worker_offline",): 0.0}  # an alert watches it
+    found["repairs"] |= {(kind,): float(number) for kind, number in readings.repairs.items()}
     found["reconciled_timestamp_seconds"][()] = readings.reconciled_at
 
 

@@ -52,6 +52,8 @@ class Readings:
     workers: tuple[WorkerEntry, ...]
     queues: tuple[QueueReading, ...]
     info: Mapping[str, Any] = field(default_factory=dict)
+    #: Entries of workers that this version cannot read; they are in nothing else.
+    unreadable_workers: int = 0
 
     @property
     def reconciled_at(self) -> float:
@@ -84,7 +86,8 @@ def read(client: Any, keys: Keys, plain_queue: str) -> Readings:
             raise info
         info = {}  # this login may not ask
     now = seconds + micros / 1e6
-    workers = tuple(Fleet(client, keys).workers())
+    readable, unreadable_workers = Fleet(client, keys).readable_workers()
+    workers = tuple(readable)
     live = {tag for tag, end in ends if end > now - UNSWEPT_SECONDS}
     running, lost = _held(owners, live, keys.prefix)
     return Readings(
@@ -105,6 +108,7 @@ def read(client: Any, keys: Keys, plain_queue: str) -> Readings:
         workers=workers,
         queues=_queues(client, keys, plain_queue, workers, running, lost),
         info=info,
+        unreadable_workers=unreadable_workers,
     )
 
 

@@ -53,6 +53,9 @@ _ROWS: Final = (
     # workers
     _row("workers", "gauge", "state", "Workers by state"),
     _row("workers_disabled", "gauge", "", "Workers that are there and take no work"),
+    _row(
+        "workers_unreadable", "gauge", "", "Entries of workers that this version cannot read; no other metric has them"
+    ),
     _row("worker_heartbeat_age_seconds", "gauge", "worker", "Time since the last heartbeat of a worker that is there"),
     _row("worker_tasks", "gauge", "worker", "Tasks and requests that a worker holds"),
     _row("worker_disk_free_bytes", "gauge", "worker", "Free disk where a worker writes results"),

@@ -23,6 +23,7 @@ from gpuflow.scaling.model import Family, Policy
 from gpuflow.scaling.provisioners import COMMAND_MARK, AwsInstance, ContainerImage
 from gpuflow.scaling.worker_options import read_worker_options
 from gpuflow.settings import Settings
+from gpuflow.settings.model import MOST_COST
 from gpuflow.spec.presets import list_presets, preset_path
 from gpuflow.spec.reading import read_file
 from gpuflow.spec.units import duration_seconds
@@ -49,6 +50,7 @@ def _amount(read: Callable[[str], Any], example: str) -> BeforeValidator:
 
 Duration = Annotated[float, BeforeValidator(duration_seconds), Field(ge=0, le=366 * 86_400)]
 Cost = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+MachineCost = Annotated[float, Field(ge=0, le=MOST_COST, allow_inf_nan=False)]
 GpuMemory = Annotated[float, _amount(gpu_memory_gb, "80GB"), Field(gt=0, le=100_000)]
 HostMemory = Annotated[int, _amount(host_memory_mib, "64GiB"), Field(gt=0, le=2**40)]
 
@@ -126,8 +128,8 @@ class _Family(_Model):
     target_backlog: Duration = 300.0
     idle: Duration | None = None
     launch_deadline: Duration = 300.0
-    cost_per_hour: Cost = 0.0
-    spot_cost_per_hour: Cost | None = None
+    cost_per_hour: MachineCost = 0.0
+    spot_cost_per_hour: MachineCost | None = None
     spot_share: float = Field(default=0.0, ge=0, le=1)
     max_jobs: int | None = Field(default=None, ge=1, le=1024)
     scale_to_zero: bool = True

@@ -51,6 +51,9 @@ Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
 #: A duration in seconds, above zero.
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Duration = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+#: What an hour of a machine may cost at most: more is a mistake, and would not fit the counters.
+MOST_COST: Final = 1e6
+Cost = Annotated[float, Field(ge=0, le=MOST_COST, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
 PositiveCount = Annotated[int, Field(ge=1)]
 LogLevel = Annotated[
@@ -117,7 +120,7 @@ class Settings(BaseModel):
     scaling_policy: str | None = _setting(
         "GPUFLOW_SCALING_POLICY", None, "the path of a scaling policy, or a preset such as local"
     )
-    cost_per_hour: Duration = _setting("GPUFLOW_COST_PER_HOUR", 0.0, "what an hour of this machine costs, such as 2.5")
+    cost_per_hour: Cost = _setting("GPUFLOW_COST_PER_HOUR", 0.0, "what an hour of this machine costs, such as 2.5")
     lease_seconds: Seconds = _setting("GPUFLOW_LEASE_SEC", 60, "seconds, such as 60")
     key_prefix: str = _setting("GPUFLOW_KEY_PREFIX", "", "letters, digits, '.', '_', '-' and ':'")
     worker_token: SecretStr | None = _setting("GPUFLOW_WORKER_TOKEN", None, "a worker token", secret=True)

@@ -29,6 +29,7 @@ from gpuflow.fleet.hardware import probe
 from gpuflow.logs import get_logger
 from gpuflow.routing.capability import Capability
 from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUE, TASK_OF_TYPE
+from gpuflow.settings.model import MOST_COST
 from gpuflow.spec.user_types import registered, usable
 from gpuflow.worker.admission import Admission
 from gpuflow.worker.consumer import fail_unreadable
@@ -55,8 +56,6 @@ log = get_logger("gpuflow.worker")
 
 #: CPUs that one job without GPUs is counted for, where it asks for none itself.
 CPUS_PER_JOB = 4
-#: What an hour of a machine may cost at most: more is a mistake, and would not fit the counters.
-MOST_COST = 1e9
 
 
 def parse_labels(given: tuple[str, ...], tags: tuple[str, ...]) -> dict[str, str]:
@@ -121,7 +120,7 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
         shadowing_check(Path.cwd())
         cost = app.settings.cost_per_hour if cost is None else cost
         if not 0 <= cost <= MOST_COST:
-            cause = "is below 0" if cost < 0 else "is no amount"
+            cause = "is below 0" if cost < 0 else f"is no amount up to {MOST_COST:.0f}"
             raise InvalidSettings(f"--cost {cost:g} {cause}; give what an hour of this machine costs")
         if max_jobs is not None and max_jobs < 0:
             raise InvalidSettings(f"--max-jobs {max_jobs} is below 0; give the most child processes at once")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Final
 
 from gpuflow.fleet.gpu_energy import EnergyReader
 from gpuflow.fleet.gpu_locks import Hold
@@ -18,6 +19,9 @@ from gpuflow.ledger.records import Usage
 from gpuflow.routing.capability import Capability
 from gpuflow.worker.admission import Admission
 from gpuflow.worker.slots import Allocation
+
+#: The driver of this machine, for all attempts.
+_DRIVER: Final = EnergyReader()
 
 
 class UsageMeter:
@@ -44,7 +48,7 @@ class UsageMeter:
         self._cost_per_hour = cost_per_hour
         self._sharers = sharers
         self._clock = clock
-        self._energy = energy or EnergyReader()
+        self._energy = energy or _DRIVER
         self._began_at = clock()
         self._shared_by = max(1, sharers())
         self._before = self._joules()

@@ -9,11 +9,13 @@ import redis
 
 from gpuflow.broker.scripts import broker_script, script_text
 from gpuflow.client import submit
+from gpuflow.fleet.registry import Fleet, WorkerEntry, WorkerState
 from gpuflow.ledger.ledger import ledger_script
 from gpuflow.ledger.records import Usage
 from gpuflow.ledger.states import TaskState
 from gpuflow.metrics.collector import FleetCollector
 from gpuflow.metrics.counters import parse
+from gpuflow.routing.capability import Capability
 from tests.support.fleet import TestFleet
 from tests.support.pops import begin, lose
 
@@ -99,16 +101,77 @@ def test_merged_calls_are_tasks_and_their_run_is_none(brokered: TestFleet) -> No
 
 
 def test_names_that_users_choose_are_bounded(brokered: TestFleet) -> None:
-    # Given a hash that is full, and the bound as the Lua step has it
+    # Given a hash that has room for one more queue, and the bound as the Lua step has it
     client, keys = brokered.broker.client, brokered.app.keys
     assert "local MOST_SERIES = 5000" in script_text("gpuflow.broker", "common")
-    client.hset(keys.metrics, mapping={f"x\n\ntype-{number}": 1 for number in range(5000)})
-    # When a task of a type and queue that were never counted comes, and goes
+    client.hset(keys.metrics, mapping={f"x\n\ntype-{number}": 1 for number in range(4999)})
+    # When a task comes, and goes when there is none
     task = submit(brokered.echo(output=1), app=brokered.app)
     brokered.app.ledger.cancel(task.id)
-    # Then it is counted among the others
+    # Then its end counts for its type all the same: none of that type is open
+    assert counted(brokered, "submitted") == {("echo", "cpu"): 1}
+    assert counted(brokered, "ended") == {("CANCELLED", "echo", "other"): 1}
+    # And where there is no room for another type, either, it counts among the others
+    client.delete(keys.metrics)
+    client.hset(keys.metrics, mapping={f"x\n\ntype-{number}": 1 for number in range(10_000)})
+    task = submit(brokered.echo(output=1), app=brokered.app)
+    brokered.app.ledger.cancel(task.id)
     assert counted(brokered, "submitted") == {("other", "other"): 1}
     assert counted(brokered, "ended") == {("CANCELLED", "other", "other"): 1}
+
+
+def test_use_without_bound_fails_no_step(brokered: TestFleet) -> None:
+    # Given an attempt that says it has cost as much as a number can hold, and another one
+    ledger, huge = brokered.app.ledger, Usage(seconds=1, cost=1.5e308)
+    task = submit(brokered.echo(output=1), app=brokered.app)
+    error = {"type": "Bad", "message": "bad", "retryable": True}
+    holder, tag = begin(brokered, "w1:1")
+    ledger.give_back(task.id, holder, tag, reason="failed", error=error, usage=huge)
+    holder, _ = begin(brokered, "w1:1")
+    # When it ends, then it ends, and its sum can be read
+    assert ledger.commit(task.id, TaskState.SUCCEEDED, holder=holder, result={}, usage=huge)
+    assert task.record().usage == Usage(seconds=2, cost=1e15)
+    assert [entry.usage.cost for entry in ledger.attempts(task.id)] == [1e15, 1e15]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"state": "HIBERNATING"},
+        {"capability": "[1]"},
+        {"capability": '{"gpus": ["a100"]}'},
+        {"capability": '{"gpus": [{"uuid": "g", "index": 0, "names": ["a"], "vram_gb": "40GB", "total_mib": 1}]}'},
+        {"load": "[]", "queues": "5"},
+        {"load": '{"families": 5}'},
+        {"pid": "many"},
+    ],
+    ids=["state", "capability", "GPU", "memory", "queues", "families", "pid"],
+)
+def test_an_entry_of_another_form_hides_no_other_metric(brokered: TestFleet, odd: dict[str, str]) -> None:
+    client, keys = brokered.broker.client, brokered.app.keys
+    fleet = Fleet(client, keys)
+    for name in ("good", "odd"):
+        able = Capability(cpu_count=4).to_dict()
+        fleet.announce(
+            WorkerEntry(id=name, state=WorkerState.IDLE, class_name=name, capability=able, timeout_seconds=600)
+        )
+    client.hset(keys.worker("odd"), mapping=odd)
+    submit(brokered.echo(output=1), app=brokered.app)
+    found = {metric.name: metric.samples for metric in FleetCollector(client, keys, "tasks").collect()}
+    assert [one.value for one in found["gpuflow_workers_unreadable"]] == [1]
+    assert [one.labels["worker"] for one in found["gpuflow_worker_tasks"]] == ["good"]
+    assert {one.labels["queue"]: one.value for one in found["gpuflow_queue_workers"]}["cpu"] == 1
+
+
+def test_a_look_that_fails_is_not_hidden_by_an_earlier_one(brokered: TestFleet) -> None:
+    now = [0.0]
+    looks = FleetCollector(brokered.broker.client, brokered.app.keys, "tasks", clock=lambda: now[0])
+    assert list(looks.collect())
+    now[0] += 2.0
+    brokered.broker.client.hset(brokered.app.keys.machines, "m", "no JSON")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="Expecting value"):
+            list(looks.collect())
 
 
 def test_a_count_that_cannot_be_kept_fails_no_step(brokered: TestFleet) -> None:

@@ -60,6 +60,18 @@ def test_use_is_summed_by_owner_worker_and_type(brokered: TestFleet, monkeypatch
     assert sums(brokered, "owner", since=float(brokered.broker.client.time()[0]) + 60) == {}
 
 
+def test_no_record_is_passed_over_when_others_go(brokered: TestFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usage, "PAGE", 1)
+    for owner in ("ana", "bo", "cy"):
+        run(brokered, {"taskType": "echo", "echo": {"output": 1}, "merge": "never"}, owner=owner)
+    client, keys = brokered.broker.client, brokered.app.keys
+    found = set()
+    for task_id, record, _ in usage._records(client, keys, with_spec=False):
+        found.add(record["owner"])
+        client.zrem(keys.tasks, task_id)  # as an upkeep does meanwhile
+    assert found == {"ana", "bo", "cy"}
+
+
 def test_each_attempt_counts_for_the_worker_that_made_it(brokered: TestFleet) -> None:
     task = submit(brokered.echo(output=1), app=brokered.app)
     holder, tag = begin(brokered, "w1")

@@ -15,7 +15,8 @@ end
 
 -- Counts of the fleet, for metrics (metrics/counters.py): the hash `gpuflow.metrics` has `<name>\n<label>\n<task type>`,
 -- and for some `\n<queue>` -> a whole number that only grows. Task types and queues are named by users: beyond so many
--- combinations, new ones are counted as 'other'. A count that cannot be kept fails no step.
+-- fields, a new one is counted under the queue 'other', and beyond twice as many under the type 'other', so that what was
+-- submitted and what has ended of a type go to that type. A count that cannot be kept fails no step.
 local MOST_SERIES = 5000
 local LONGEST_LABEL = 120
 
@@ -24,13 +25,21 @@ local function label_of(text)
   return (#text > LONGEST_LABEL or string.find(text, '\n', 1, true)) and 'other' or text
 end
 
-local function count(prefix, amount, name, label, task_type, queue)
-  local key = prefix .. 'gpuflow.metrics'
-  local field = name .. '\n' .. label .. '\n' .. label_of(task_type) .. (queue and '\n' .. label_of(queue) or '')
-  if redis.pcall('HINCRBY', key, field, amount) == tonumber(amount) and redis.call('HLEN', key) > MOST_SERIES then
+-- Add to one field; false, and nothing added, if it is new and the hash has `most` already.
+local function add_count(key, field, amount, most)
+  if redis.pcall('HINCRBY', key, field, amount) == tonumber(amount) and redis.call('HLEN', key) > most then
     redis.call('HDEL', key, field)
-    redis.pcall('HINCRBY', key, name .. '\n' .. label .. '\nother' .. (queue and '\nother' or ''), amount)
+    return false
   end
+  return true
+end
+
+local function count(prefix, amount, name, label, task_type, queue)
+  local key, front, other = prefix .. 'gpuflow.metrics', name .. '\n' .. label .. '\n', queue and '\nother' or ''
+  local of_type = front .. label_of(task_type)
+  if queue and add_count(key, of_type .. '\n' .. label_of(queue), amount, MOST_SERIES) then return end
+  if add_count(key, of_type .. other, amount, 2 * MOST_SERIES) then return end
+  redis.pcall('HINCRBY', key, front .. 'other' .. other, amount)
 end
 
 -- Count a duration in its bucket, and its milliseconds. metrics/counters.py has the same bounds.

@@ -23,16 +23,25 @@ end
 -- The prefix of all keys, by the record of a task.
 local function prefix_before(record, id) return string.sub(record, 1, -#id - #'task:' - 1) end
 
--- Add what an attempt has used (`ledger.records.Usage`, JSON) to that of its task, and to the counts of the fleet.
+-- Add what an attempt has used (`ledger.records.Usage`) to that of its task, and to the counts of the fleet; its amounts,
+-- and their sums, are kept within bounds.
 local USED = {gpuSeconds = 'gpu_ms', energyJoules = 'energy_mj', cost = 'cost_millionths',
   artifactBytes = 'artifact_bytes'}
 local UNITS = {gpuSeconds = 1e3, energyJoules = 1e3, cost = 1e6, artifactBytes = 1}
+local MOST_USED = 1e15
+
+-- A number that can be encoded; 0 for what is none. The step has written already and must not raise.
+local function bounded(given)
+  local number = tonumber(given) or 0
+  return number == number and math.max(-MOST_USED, math.min(MOST_USED, number)) or 0
+end
 
 local function add_usage(record, prefix, task_type, used)
   local total = cjson.decode(redis.call('HGET', record, 'usage') or '{}')
   for name, given in pairs(used) do
-    local amount = tonumber(given) or 0
-    total[name] = (total[name] or 0) + amount
+    local amount = bounded(given)
+    used[name] = amount
+    total[name] = bounded(bounded(total[name]) + amount)
     if USED[name] then
       count(prefix, string.format('%.0f', math.max(0, amount) * UNITS[name]), USED[name], '', task_type)
     end

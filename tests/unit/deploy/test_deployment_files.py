@@ -66,7 +66,8 @@ def test_each_service_is_confined_and_watched() -> None:
     for name, service in services.items():
         assert service["cap_drop"] == ["ALL"], name
         assert service["security_opt"] == ["no-new-privileges:true"], name
-        assert service["restart"] == "unless-stopped", name
+        # A worker that has drained ends with 0 and must not take work again.
+        assert service["restart"] == ("on-failure" if name.startswith("worker") else "unless-stopped"), name
         assert "privileged" not in service and service.get("user") != "root", name
         if "profiles" not in service or "monitoring" not in service["profiles"]:
             assert service["healthcheck"]["test"], name
@@ -157,7 +158,8 @@ def test_units_are_hardened_and_leave_gpus_visible(path: Path) -> None:
         hides_gpus = {"PrivateDevices", "DevicePolicy", "DeviceAllow", "ProtectClock", "MemoryDenyWriteExecute"}
         assert not hides_gpus & set(service)
         assert service["KillMode"] == "mixed", "its children must not get the SIGTERM that drains it"
-        assert "/run/lock/gpuflow" in service["ReadWritePaths"]
+        assert service["Restart"] == "on-failure", "one that has drained must not take work again"
+        assert set(service["ReadWritePaths"].split()) == {"/run/lock/gpuflow", "/tmp", "/var/tmp"}
     else:
         assert service["PrivateDevices"] == "yes"
 
@@ -205,3 +207,4 @@ def test_manifests_fit_together() -> None:
     assert ("Deployment", scaled["spec"]["scaleTargetRef"]["name"]) in named
     (trigger,) = scaled["spec"]["triggers"]
     check(trigger["metadata"]["query"])
+    assert "sum(max by (queue,state) (" in trigger["metadata"]["query"], "two gateways that are scraped count once"

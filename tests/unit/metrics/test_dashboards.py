@@ -11,7 +11,9 @@ from typing import Any
 
 import yaml
 
+from gpuflow.fleet.registry import OVERDUE_SHARE
 from gpuflow.metrics.table import METRICS
+from gpuflow.settings import Settings
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs" / "howto" / "monitor-with-prometheus.md"
@@ -92,6 +94,21 @@ def test_each_alert_is_complete_and_says_what_to_do() -> None:
     assert linked == headings, "a section of the page belongs to no alert"
     names = [rule["alert"] for rule in rules()]
     assert len(names) == len(set(names))
+
+
+def test_an_alert_can_fire_and_counts_no_gateway_twice() -> None:
+    found = {rule["alert"]: rule for rule in rules()}
+    settings = Settings()
+    silent = settings.heartbeat_interval_seconds * (1 + OVERDUE_SHARE)
+    waits, unit = re.fullmatch(r"(\d+)([sm])", found["GpuflowWorkerSilent"]["for"]).groups()  # type: ignore[union-attr]
+    assert int(waits) * {"s": 1, "m": 60}[unit] < settings.heartbeat_timeout_seconds - silent
+    for rule in found.values():
+        query = rule["expr"]
+        for name in _NAME.findall(query):
+            kind = next(row.kind for row in METRICS.values() if row.shown_name == name)
+            assert kind == "counter" or not re.search(r"\b(delta|increase|rate)\(", query), query
+            if kind == "counter":
+                assert re.search(r"max by \([a-z, ]+\) \(increase\(" + name, query), query
 
 
 def test_the_page_lists_exactly_the_metrics() -> None:

@@ -188,3 +188,24 @@ def test_the_broker_is_left_out_where_it_may_not_be_asked() -> None:
     assert "gpuflow_broker_memory_used_bytes" not in samples(EMPTY)
     asked = samples(replace(EMPTY, info={"used_memory": 5, "maxmemory": 9, "aof_last_write_status": "err"}))
     assert asked["gpuflow_broker_memory_used_bytes"] == 5 and asked["gpuflow_broker_aof_last_write_ok"] == 0
+
+
+def test_what_alerts_watch_begins_with_0() -> None:
+    found = samples(replace(EMPTY, counts=COUNTS))
+    assert found['gpuflow_tasks_total{"queue": "cpu", "state": "DEAD", "type": "echo"}'] == 0
+    assert found['gpuflow_repairs_total{"kind": "worker_offline"}'] == 0
+    assert (
+        samples(replace(EMPTY, repairs={"worker_offline": "3"}))['gpuflow_repairs_total{"kind": "worker_offline"}'] == 3
+    )
+    assert (
+        samples(replace(EMPTY, counts={"started\n\nsft": "1"}))[
+            'gpuflow_attempts_total{"outcome": "lost", "type": "sft"}'
+        ]
+        == 0
+    )
+
+
+def test_a_gpu_without_a_usable_name_is_shown() -> None:
+    odd = worker("w1")
+    odd.capability["gpus"][0]["names"] = {"short": "a100"}
+    assert any('"short"' in name for name in samples(replace(EMPTY, workers=(odd,))))

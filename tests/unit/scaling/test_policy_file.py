@@ -131,6 +131,7 @@ def test_what_the_options_of_its_workers_say_is_known_of_a_family(tmp_path: Path
         ("schema: 1\nwords: 3", "words: Extra inputs"),
         ("schema: 1\nfamilies: [{name: A, provisioner: {kind: local}, max: 1}]", r"families.0.name"),
         ("schema: 1\nfamilies: [{name: a, provisioner: {kind: local}, max: 1, min: 2}]", "above max"),
+        ("schema: 1\nfamilies: [{name: a, provisioner: {kind: local}, max: 1, costPerHour: 1.0e7}]", "costPerHour"),
         ("schema: 1\nfamilies: [{name: a, provisioner: {kind: local}, max: 0, scaleToZero: false}]", "above max"),
         ("schema: 1\nfamilies: [{name: a, provisioner: {kind: command}, max: 1}]", "has a `command`"),
         (

@@ -168,6 +168,7 @@ def test_folders(load, tmp_path):
         ("GPUFLOW_LEASE_SEC", "0", ["greater than 0"]),
         ("GPUFLOW_LEASE_SEC", "nan", ["finite"]),
         ("GPUFLOW_LEASE_SEC", "inf", ["finite"]),
+        ("GPUFLOW_COST_PER_HOUR", "1e7", ["less than or equal to 1000000"]),
         ("TASK_MERGE_MAX_BATCH_SIZE", "0", ["greater than or equal to 1"]),
         ("TASK_MERGE_MAX_BATCH_SIZE", "2.5", ["integer"]),
         ("ENABLE_TASK_MERGE", "perhaps", ["true or false"]),

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 
 import pytest
 
-from gpuflow.fleet.gpu_energy import EnergyReader
+from gpuflow.fleet.gpu_energy import REST_SECONDS, EnergyReader
 from gpuflow.fleet.gpu_locks import Hold
 from gpuflow.ledger.records import Usage
 from gpuflow.routing.capability import Capability, GpuCapability
 from gpuflow.worker.usage_meter import UsageMeter, energy_between
+from tests.support.waiting import eventually, patient
 
 GPUS = tuple(
     GpuCapability(uuid=f"GPU-{number}", index=number, names=("a100",), vram_gb=40.0, total_mib=40_000)
@@ -41,7 +43,7 @@ class Machine:
             cpus=cpus,
             cost_per_hour=cost,
             sharers=lambda: self.sharers,
-            energy=EnergyReader(self.energy),
+            energy=EnergyReader(self.energy, wait_seconds=patient(60)),
             clock=lambda: self.now,
         )
 
@@ -90,6 +92,27 @@ def test_a_driver_that_tells_no_energy_costs_nothing_else() -> None:
     meter = machine.meter(BOX, Hold(("GPU-0",)))
     machine.now = 10.0
     assert (meter.stop().gpu_seconds, meter.stop().energy_joules) == (10, 0)
+
+
+def test_a_driver_that_hangs_is_left_alone_for_a_minute() -> None:
+    now, asked, answers = [0.0], [0], threading.Event()
+
+    def hangs(uuids: Sequence[str]) -> Mapping[str, float]:
+        asked[0] += 1
+        answers.wait()
+        return dict.fromkeys(uuids, 7.0)
+
+    reader = EnergyReader(hangs, wait_seconds=0.01, clock=lambda: now[0])
+    assert reader.read(["GPU-0"]) == {} and asked == [1]
+    answers.set()
+    now[0] += REST_SECONDS - 1
+    assert reader.read(["GPU-0"]) == {} and asked == [1], "it is not asked"
+
+    def told() -> Mapping[str, float]:
+        now[0] += REST_SECONDS
+        return reader.read(["GPU-0"])
+
+    assert eventually(told, what="an answer of the driver that answers again") == {"GPU-0": 7.0}
 
 
 def test_the_driver_is_not_asked_for_a_task_without_gpus() -> None:
