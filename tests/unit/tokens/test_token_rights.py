@@ -119,8 +119,8 @@ def test_a_worker_reaches_no_token_and_no_other_fleet(prefix: str) -> None:
         ("", ""), ("t1:", ""), ("team1:", ""), ("prod.eu:", ""), ("beats-yes:", ""), ("my-gpu-lab:", ""),
         ("cpus:", ""),
         ("gpu-lab:", "gpu-"), ("cpu.x:", "cpu."), ("gpuflow.a:", "gpuflow."), ("task:", "task:"),
-        ("celery-", "celery-task"), ("celery-tasks:", "celery-task"), ("t1:gpu-lab:", "gpu-"), ("t1:worker:", "worker:"),
-        ("a:b:events:", "events:"),
+        ("celery-", "celery-task"), ("celery-tasks:", "celery-task"), ("t1:gpu-lab:", "gpu-"),
+        ("t1:worker:", "worker:"), ("a:b:events:", "events:"),
         ("_kombu.binding.x:", "_kombu.binding"), ("gpu:", ""),
     ],
 )  # fmt: skip
