@@ -62,6 +62,7 @@ def test_tokens_of_people_are_made_listed_and_revoked(invoke: Invoke) -> None:
     told = invoke("audit", "--target", f"token:{made['id']}", "--json").stdout
     entries = json.loads(told)
     assert [entry["action"] for entry in entries] == ["token.revoke", "token.create"]
+    assert all("@" in entry["actor"] for entry in entries), "the user of this process"
     assert made["token"] not in told and entries[1]["details"]["role"] == "submitter"
 
 
