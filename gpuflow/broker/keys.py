@@ -62,6 +62,7 @@
 | `access:token:<id>` | hash | a token: its SHA-256, and of whom, with which role, until when it is |
 | `access:tokens` | zset | token id -> when it was made |
 | `access:workers` | hash | name of a worker -> id of its token |
+| `access:deleted` | zset | id of a worker's token that was removed -> when (90 days) |
 | `access:lock` | string | lock of who changes the broker's users; expires |
 
 Workers with a token of their own may use all of them but those that begin with `access:` (`tokens.broker_users`).
@@ -346,6 +347,11 @@ class Keys:
     def token_workers(self) -> str:
         """Names of workers that have a token."""
         return f"{self.prefix}access:workers"
+
+    @property
+    def tokens_deleted(self) -> str:
+        """Ids of removed tokens of workers, whose users of the broker must not come back."""
+        return f"{self.prefix}access:deleted"
 
     @property
     def token_lock(self) -> str:

@@ -54,6 +54,7 @@ def everything(settings: Settings) -> list[Check]:
     return [
         Check(name="settings", status="ok", detail="every value can be used"),
         *broker(settings),
+        *prefix(settings),
         *machine(),
         *built(settings),
         *containers(settings),
@@ -64,6 +65,24 @@ def everything(settings: Settings) -> list[Check]:
         folder("state folder", settings.state_dir, "GPUFLOW_STATE_DIR"),
         folder("cache folder", settings.cache_dir, "GPUFLOW_CACHE_DIR"),
         shadowing(Path.cwd()),
+    ]
+
+
+def prefix(settings: Settings) -> list[Check]:
+    """Check that no worker of another fleet takes our keys for those of its own."""
+    from gpuflow.tokens.separation import mistaken_family
+
+    family = mistaken_family(settings.key_prefix)
+    if not family:
+        return []
+    return [
+        Check(
+            name="key prefix",
+            status="warn",
+            detail=f"keys of {settings.key_prefix!r} look like the keys {family}* of other fleets on this server",
+            mend="workers of those fleets that have tokens of their own may reach this one; use another "
+            "GPUFLOW_KEY_PREFIX, such as `team1:`, when the fleet is next empty",
+        )
     ]
 
 

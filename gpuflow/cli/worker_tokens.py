@@ -24,8 +24,15 @@ if TYPE_CHECKING:
 @click.option(
     "--queue", "queues", multiple=True, metavar="NAME", help="A plain Celery queue that it may serve, too (repeatable)."
 )
+@click.option(
+    "--only-fleet", is_flag=True,
+    help="The server has no other fleet, and nobody else reaches its port: needed without a GPUFLOW_KEY_PREFIX, and "
+    "where it asks for no password.",
+)  # fmt: skip
 @json_option
-def create_worker(name: str, labels: tuple[str, ...], worker_type: str, queues: tuple[str, ...], as_json: bool) -> None:
+def create_worker(
+    name: str, labels: tuple[str, ...], worker_type: str, queues: tuple[str, ...], only_fleet: bool, as_json: bool
+) -> None:
     """Make a token for a worker, and a user of the broker with the rights that a worker needs. It is shown once."""
     from gpuflow.cli.session import connected
     from gpuflow.client import reachable
@@ -34,7 +41,9 @@ def create_worker(name: str, labels: tuple[str, ...], worker_type: str, queues: 
     pairs = dict(_label(text) for text in labels)
     with connected() as app, reachable():
         try:
-            login = worker_tokens(app).create(name, labels=pairs, worker_type=worker_type, queues=queues)
+            login = worker_tokens(app).create(
+                name, labels=pairs, worker_type=worker_type, queues=queues, only_fleet=only_fleet
+            )
         except TokenRefused as error:
             raise bad_input(str(error)) from None
     _show(login, as_json)
@@ -76,11 +85,13 @@ def delete_worker(name: str, force: bool) -> None:
                 f"worker {name} is {entry.state}; stop it first (`gpuflow workers drain {name}`), or add --force"
             )
         try:
-            worker_tokens(app).delete(name)
+            warnings = worker_tokens(app).delete(name)
         except TokenRefused as error:
             raise bad_input(str(error)) from None
         fleet.forget(name)
     output.line(f"{name} has no token any more")
+    for warning in warnings:
+        output.note(warning)
 
 
 def worker_tokens(app: GPUFlow) -> WorkerTokens:
@@ -113,7 +124,7 @@ def _show(login: Login, as_json: bool) -> None:
     output.note("this is shown once; give both to the worker alone, as REDIS_URL and GPUFLOW_WORKER_TOKEN")
     if login.connections_cut:
         output.note(f"{login.connections_cut} connections of {record.name} were cut")
+    for warning in login.warnings:
+        output.note(warning)
     if not login.is_kept:
-        output.note(
-            "the broker keeps its users in no file: after its restart `celery -A gpuflow beat` makes them again"
-        )
+        output.note("the broker does not keep its users over a restart: `celery -A gpuflow beat` makes them again")

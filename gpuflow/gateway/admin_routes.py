@@ -69,12 +69,14 @@ def _add_workers(router: APIRouter, calls: Calls) -> None:
         responses=answers(409, 413, 422),
         openapi_extra=body_of_model(NewWorker),
     )
-    async def create_worker(request: Request, caller: Caller) -> JSONResponse:
+    async def create_worker(request: Request) -> JSONResponse:
         """Make a token of a worker, and its user of the broker. The answer is the only place where the token stands."""
         ask = await model_of(request, NewWorker)
 
         def made(app: GPUFlow) -> Login:
-            return _tokens(app, caller).create(ask.name, labels=ask.labels, worker_type=ask.type, queues=ask.queues)
+            return _tokens(app).create(
+                ask.name, labels=ask.labels, worker_type=ask.type, queues=ask.queues, only_fleet=ask.only_fleet
+            )
 
         return await _shown(calls, made, 201)
 
@@ -82,7 +84,7 @@ def _add_workers(router: APIRouter, calls: Calls) -> None:
         "/workers/{id}", status_code=204, summary="Remove a worker token", responses=answers(404, 409),
     )  # fmt: skip
     async def delete_worker(
-        id: RecordId, caller: Caller, force: Annotated[bool, Query(description="Also where it works")] = False
+        id: RecordId, force: Annotated[bool, Query(description="Also where it works")] = False
     ) -> Response:
         """Remove the token of a worker that has gone, its user of the broker, and its entry."""
 
@@ -94,7 +96,7 @@ def _add_workers(router: APIRouter, calls: Calls) -> None:
             if entry is not None and str(entry.state) != "OFFLINE" and not force:
                 detail = f"worker {id} is {entry.state}; drain it first, or add force=true"
                 raise Problem(409, "worker-is-there", detail)
-            _tokens(app, caller).delete(id)
+            _tokens(app).delete(id)
             fleet.forget(id)
 
         await _done(calls, removed)
@@ -104,13 +106,13 @@ def _add_workers(router: APIRouter, calls: Calls) -> None:
         "/workers/{id}/token", status_code=201, response_model=NewWorkerToken, summary="Replace a worker token",
         responses=answers(404, 409),
     )  # fmt: skip
-    async def rotate_worker(id: RecordId, caller: Caller) -> JSONResponse:
+    async def rotate_worker(id: RecordId) -> JSONResponse:
         """Give a worker another token and cut its connections now."""
 
         def rotated(app: GPUFlow) -> Login:
             if not is_id(id) or TokenStore(app.redis, app.keys).find_worker(id) is None:
                 raise _no_worker(id)
-            return _tokens(app, caller).rotate(id)
+            return _tokens(app).rotate(id)
 
         return await _shown(calls, rotated, 201)
 
@@ -153,7 +155,7 @@ def _add_tokens(router: APIRouter, calls: Calls) -> None:
         responses=answers(409, 413, 422),
         openapi_extra=body_of_model(NewUserToken),
     )
-    async def create_token(request: Request, caller: Caller) -> JSONResponse:
+    async def create_token(request: Request) -> JSONResponse:
         """Make a token of a person. The answer is the only place where it stands."""
         ask = await model_of(request, NewUserToken)
         if ask.role in ("viewer", "submitter") and (ask.owner is None) is not ask.all_owners:
@@ -161,7 +163,7 @@ def _add_tokens(router: APIRouter, calls: Calls) -> None:
             raise Problem(422, "invalid-body", "the body has mistakes; `errors` lists them", errors=found)
 
         def made(app: GPUFlow) -> dict[str, Any]:
-            record, token = TokenStore(app.redis, app.keys, caller.actor).create_user_token(
+            record, token = TokenStore(app.redis, app.keys).create_user_token(
                 Role(ask.role), owner=ask.owner, label=ask.label, valid_seconds=ask.expires_in_seconds
             )
             return {**record.public(), "token": token.text}
@@ -169,19 +171,19 @@ def _add_tokens(router: APIRouter, calls: Calls) -> None:
         return JSONResponse(await _done(calls, made), status_code=201, headers=_ONCE)
 
     @router.delete("/tokens/{id}", status_code=204, summary="Revoke a token", responses=answers(404))
-    async def revoke_token(id: TokenId, caller: Caller) -> Response:
+    async def revoke_token(id: TokenId) -> Response:
         """Revoke the token of a person: gateways refuse it within seconds, and end its streams."""
 
         def revoked(app: GPUFlow) -> bool:
-            return is_token_id(id) and TokenStore(app.redis, app.keys, caller.actor).revoke_user_token(id)
+            return is_token_id(id) and TokenStore(app.redis, app.keys).revoke_user_token(id)
 
         if not await _done(calls, revoked):
             raise Problem(404, "unknown", f"no token {whole_text(id[:100])!r}; GET /api/admin/tokens lists them")
         return Response(status_code=204)
 
 
-def _tokens(app: GPUFlow, caller: Grant) -> WorkerTokens:
-    store = TokenStore(app.redis, app.keys, caller.actor)
+def _tokens(app: GPUFlow) -> WorkerTokens:
+    store = TokenStore(app.redis, app.keys)
     return WorkerTokens(app.redis, store, address=app.broker_address(), queues=[app.settings.task_topic])
 
 
@@ -222,7 +224,7 @@ async def _steered(
             app.control.broadcast("gpuflow_drain", arguments={"worker_id": id, "deadline_seconds": deadline_seconds})
         else:
             app.control.broadcast("gpuflow_follow", arguments={"worker_ids": [id]})
-        TokenStore(app.redis, app.keys, caller.actor).note(f"worker.{state}", id, {})
+        TokenStore(app.redis, app.keys).note(f"worker.{state}", id, {})
         return str(state)
 
     return JSONResponse({"id": id, "desired": await calls.run(steered)})

@@ -204,13 +204,18 @@ class ExplanationList(BaseModel):
 class NewWorker(BaseModel):
     """A worker that is to have a token of its own."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
     name: str = Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9._-]+$", examples=["gpu-box-2"])
     labels: dict[str, str] = Field(default_factory=dict, max_length=100, examples=[{"site": "a"}])
     type: Literal["persistent", "ephemeral"] = "persistent"
-    queues: list[Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[!-~]+$")]] = Field(
+    queues: list[Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[!-9;-~]+$")]] = Field(
         default_factory=list, max_length=100, description="Plain Celery queues that it may serve beside demand queues"
+    )
+    only_fleet: bool = Field(
+        False,
+        alias="onlyFleet",
+        description="The broker has no other fleet, and nobody else reaches its port; needed without a prefix of keys",
     )
 
 
@@ -235,6 +240,7 @@ class NewWorkerToken(AdminWorker):
 
     token: str = Field(description="Its X-Worker-Token, and its password of the broker")
     redis_url: str = Field(alias="redisUrl", description="Its REDIS_URL, as the gateway reaches the broker")
+    warnings: list[str] = Field(description="What its login does not keep out, and what the broker did not write down")
 
 
 class Steered(BaseModel):

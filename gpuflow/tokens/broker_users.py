@@ -7,8 +7,10 @@ keys, changes the server or its users, or reads what others do.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit, urlunsplit
 
@@ -42,7 +44,7 @@ _KEYS: Final = (
 _CHANNELS: Final = ("<p>/<db>.celery.pidbox", "<p>/<db>.celeryev/*", "<p>celery-task*")
 _COMMANDS: Final = (
     # the connection
-    "ping", "hello", "client|setinfo", "client|setname", "client|getname", "client|id", "reset", "quit", "time", "info",
+    "ping", "hello", "client|setinfo", "client|setname", "client|getname", "client|id", "quit", "time", "info",
     # keys
     "exists", "del", "unlink", "expire", "pexpire", "expireat", "persist", "ttl", "pttl", "type",
     # strings
@@ -67,13 +69,28 @@ _COMMANDS: Final = (
 )  # fmt: skip
 
 
+#: What ACL GETUSER tells of a user.
+Described = Mapping[str, Any]
+#: A server without a file for its users says so, when it is asked to write them.
+_NO_FILE: Final = "not configured to use an ACL file"
+
+
 class BrokerRefuses(GPUFlowError):
     """The broker does not let this user change its users; use the administrator's REDIS_URL."""
 
 
+class UsersNotSaved(GPUFlowError):
+    """The server has a file for its users and could not write it: they are as before after its restart."""
+
+
 def user_of(record: TokenRecord) -> str:
     """Return the name of a worker's user of the broker."""
-    return f"{_USER_PREFIX}{record.id}"
+    return user_of_id(record.id)
+
+
+def user_of_id(token_id: str) -> str:
+    """Return the name of the user of the worker whose token has an id."""
+    return f"{_USER_PREFIX}{token_id}"
 
 
 def rules(record: TokenRecord, *, prefix: str, database: int, queues: Sequence[str]) -> list[str]:
@@ -95,16 +112,53 @@ def rules(record: TokenRecord, *, prefix: str, database: int, queues: Sequence[s
     return ["reset", "on", f"#{record.digest}", *filled, *named, "-@all", *(f"+{name}" for name in _COMMANDS), *select]
 
 
-def apply(client: redis.Redis, record: TokenRecord, *, prefix: str, queues: Sequence[str]) -> None:
-    """Make the user of a worker, or give it the password and the rights that it is to have. Raises BrokerRefuses."""
-    raw: Any = client
-    database = int(raw.connection_pool.connection_kwargs.get("db") or 0)
-    given = rules(record, prefix=prefix, database=database, queues=queues)
+def apply(client: redis.Redis, record: TokenRecord, given: Sequence[str]) -> None:
+    """Make the user of a worker, or give it the password and the rights of `rules`. Raises BrokerRefuses."""
     try:
-        _asked(raw, "ACL", "SETUSER", user_of(record), *given)
+        _asked(client, "ACL", "SETUSER", user_of(record), *given)
     except ResponseError:
         # A server before Redis 7.2 does not know the command by which a client says what it is; clients do without.
-        _asked(raw, "ACL", "SETUSER", user_of(record), *(rule for rule in given if rule != "+client|setinfo"))
+        _asked(client, "ACL", "SETUSER", user_of(record), *(rule for rule in given if rule != "+client|setinfo"))
+
+
+def database_of(client: redis.Redis) -> int:
+    """Return the number of the database that a client uses."""
+    raw: Any = client
+    return int(raw.connection_pool.connection_kwargs.get("db") or 0)
+
+
+def described(client: redis.Redis, records: Sequence[TokenRecord]) -> list[Described | None]:
+    """Return what the server says of the user of each worker, None where it has none. Raises BrokerRefuses."""
+    return _users(client, [user_of(record) for record in records])
+
+
+def fingerprint(given: Sequence[str], there: Described) -> str:
+    """Return a digest of the rules that a user was given and of what the server makes of them. Pure.
+
+    It is another one when either has changed: an upgrade gives other rules, an old file of the server other rights.
+    """
+    return hashlib.sha256(json.dumps([list(given), there], sort_keys=True, default=str).encode()).hexdigest()
+
+
+def takes_only(there: Described, record: TokenRecord) -> bool:
+    """Say whether a user logs in by the token of a worker and by nothing else. Pure."""
+    return there.get("passwords") == [record.digest] and "nopass" not in there.get("flags", ())
+
+
+def is_open(client: redis.Redis) -> bool:
+    """Say whether the server lets in whoever gives no password. Raises BrokerRefuses."""
+    flags = (_users(client, ["default"])[0] or {}).get("flags", ())
+    return "on" in flags and "nopass" in flags
+
+
+def shut(client: redis.Redis, record: TokenRecord) -> int:
+    """Let nobody in as a worker's user, end its connections, and return how many there were.
+
+    The connections are cut first, so that a server that refuses that has changed nothing. Raises BrokerRefuses.
+    """
+    count = cut(client, record)
+    _asked(client, "ACL", "SETUSER", user_of(record), "off", "resetpass")
+    return count + cut(client, record)
 
 
 def cut(client: redis.Redis, record: TokenRecord) -> int:
@@ -112,9 +166,9 @@ def cut(client: redis.Redis, record: TokenRecord) -> int:
     return int(_asked(client, "CLIENT", "KILL", "USER", user_of(record)))
 
 
-def delete(client: redis.Redis, record: TokenRecord) -> None:
-    """Remove the user of a worker, which ends its connections. Raises BrokerRefuses."""
-    _asked(client, "ACL", "DELUSER", user_of(record))
+def delete(client: redis.Redis, token_id: str) -> None:
+    """Remove the user of a worker by the id of its token, which ends its connections. Raises BrokerRefuses."""
+    _asked(client, "ACL", "DELUSER", user_of_id(token_id))
 
 
 def names(client: redis.Redis) -> set[str]:
@@ -123,11 +177,16 @@ def names(client: redis.Redis) -> set[str]:
 
 
 def save(client: redis.Redis) -> bool:
-    """Write the users to the server's ACL file; False where it has none, and forgets them when it ends."""
+    """Write the users to the server's ACL file; False where it has none, and forgets them when it ends.
+
+    Raises UsersNotSaved.
+    """
     try:
         _asked(client, "ACL", "SAVE")
-    except (ResponseError, BrokerRefuses):
-        return False
+    except (ResponseError, BrokerRefuses) as error:
+        if _NO_FILE in str(error):
+            return False
+        raise UsersNotSaved(str(error) or "this user of the broker may not") from None
     return True
 
 
@@ -143,6 +202,17 @@ def login_url(url: str, record: TokenRecord, token: str) -> str:
 def is_worker_login(url: str) -> bool:
     """Say whether the address of a broker has the login of a worker with a token of its own."""
     return unquote(urlsplit(url).netloc).startswith(_USER_PREFIX)
+
+
+def _users(client: Any, names: Sequence[str]) -> list[Described | None]:
+    pipe = client.pipeline(transaction=False)
+    for name in names:
+        pipe.acl_getuser(name)
+    try:
+        found: list[Described | None] = pipe.execute()
+    except NoPermissionError:
+        raise BrokerRefuses from None
+    return found
 
 
 def _literal(text: str) -> str:

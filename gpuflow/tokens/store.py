@@ -26,8 +26,10 @@ MOST_TEXT: Final = 200
 MOST_SECONDS: Final = 100 * 365 * 86_400
 #: Name of a worker: what `--name` of a worker takes, up to 100 characters.
 WORKER_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,100}", re.ASCII)
-#: Name of a plain Celery queue that a worker may serve.
-QUEUE_NAME: Final = re.compile(r"[!-~]{1,200}", re.ASCII)
+#: Name of a plain Celery queue that a worker may serve: with a colon it could be a key of another fleet.
+QUEUE_NAME: Final = re.compile(r"[!-9;-~]{1,200}", re.ASCII)
+#: How long the id of a removed worker token is known, in seconds: an old file of the server may bring its user back.
+DELETED_SECONDS: Final = 90 * 86_400
 WORKER_TYPES: Final = ("persistent", "ephemeral")
 
 
@@ -52,6 +54,8 @@ class TokenRecord:
     created_at: float = 0.0
     expires_at: float | None = None
     rotated_at: float | None = None
+    #: Fingerprint of its user of the broker, as it was made last (`broker_users.fingerprint`).
+    made: str = ""
 
     @classmethod
     def from_hash(cls, raw: Mapping[str, str]) -> TokenRecord:
@@ -70,6 +74,7 @@ class TokenRecord:
             created_at=float(raw.get("created_at") or 0),
             expires_at=float(raw["expires_at"]) if raw.get("expires_at") else None,
             rotated_at=float(raw["rotated_at"]) if raw.get("rotated_at") else None,
+            made=raw.get("made", ""),
         )
 
     def grant(self) -> Grant:
@@ -97,12 +102,11 @@ class TokenRecord:
 
 
 class TokenStore:
-    """Reads and writes tokens; `client` must decode responses. `actor` is who changes them, for logs."""
+    """Reads and writes tokens; `client` must decode responses."""
 
-    def __init__(self, client: redis.Redis, keys: Keys, actor: str = "operator") -> None:
+    def __init__(self, client: redis.Redis, keys: Keys) -> None:
         self._client: Any = client
         self.keys = keys
-        self.actor = actor
 
     def create_user_token(
         self,
@@ -138,9 +142,9 @@ class TokenStore:
         if worker_type not in WORKER_TYPES:
             raise TokenRefused(f"{worker_type[:40]!r} is no type of worker; give {' or '.join(WORKER_TYPES)}")
         for queue in queues:
-            if not QUEUE_NAME.fullmatch(queue) or queue.startswith("access:"):
+            if not QUEUE_NAME.fullmatch(queue):
                 raise TokenRefused(
-                    f"{queue[:100]!a} cannot name a queue here; use up to 200 visible characters of ASCII"
+                    f"{queue[:100]!a} cannot name a queue here; use up to 200 visible characters of ASCII without ':'"
                 )
         for text in (part for pair in labels.items() for part in pair):
             if len(text) > MOST_TEXT or not text.isprintable():
@@ -195,10 +199,18 @@ class TokenStore:
         """Give a worker token another digest; '' makes it void. False where there is none."""
         return bool(_step("replace")(self._client, [self.keys.token(token_id)], [digest]) == "replaced")
 
+    def keep_made(self, token_id: str, digest: str, made: str) -> bool:
+        """Write down the fingerprint of a worker's user; False where the token has another digest by now."""
+        return bool(_step("made")(self._client, [self.keys.token(token_id)], [digest, made]))
+
     def forget(self, token_id: str) -> bool:
-        """Remove a token; False where there is none."""
-        keys = [self.keys.token(token_id), self.keys.tokens, self.keys.token_workers]
-        return bool(_step("forget")(self._client, keys, [token_id]))
+        """Remove a token; False where there is none. The id of one of a worker is known for DELETED_SECONDS more."""
+        keys = [self.keys.token(token_id), self.keys.tokens, self.keys.token_workers, self.keys.tokens_deleted]
+        return bool(_step("forget")(self._client, keys, [token_id, DELETED_SECONDS]))
+
+    def deleted(self) -> list[str]:
+        """Return the ids of worker tokens that were removed in the last DELETED_SECONDS."""
+        return [str(token_id) for token_id in self._client.zrange(self.keys.tokens_deleted, 0, -1)]
 
     def revoke_user_token(self, token_id: str) -> bool:
         """Remove the token of a person; False where there is none."""
@@ -210,8 +222,8 @@ class TokenStore:
         return True
 
     def note(self, action: str, target: str, detail: Mapping[str, Any]) -> None:
-        """Write down who changed what."""
-        note_change(self._client, self.keys, Change(action=action, actor=self.actor, target=target, detail=detail))
+        """Write down what was changed, by who acts in this context (`audit.actors`)."""
+        note_change(self._client, self.keys, Change(action=action, target=target, detail=detail))
 
     def _create(self, token: TokenText, name: str, fields: Mapping[str, str], valid_seconds: float | None) -> str:
         keys = [self.keys.token(token.id), self.keys.tokens, self.keys.token_workers]

@@ -91,7 +91,7 @@ class Duties(threading.Thread):
     def _restore_users(self) -> None:
         """Make the users of workers again that a restart of the server has lost. Raises redis errors."""
         app = self._app
-        store = TokenStore(app.redis, app.keys, actor="beat")
+        store = TokenStore(app.redis, app.keys)
         tokens = WorkerTokens(app.redis, store, address=app.broker_address(), queues=[app.settings.task_topic])
         try:
             for name in tokens.restore():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import redis
@@ -185,6 +185,150 @@ def test_users_that_a_restart_has_lost_are_made_again_and_void_ones_are_not(
     assert redis.Redis.from_url(login.url).ping()
     with pytest.raises(AuthenticationError):
         redis.Redis.from_url(void.url).ping()
+
+
+def tokens_of(broker: Broker, prefix: str, *, url: str = "", client: Any = None) -> WorkerTokens:
+    url = url or broker.url
+    client = client or redis.Redis.from_url(url, decode_responses=True)
+    return WorkerTokens(client, TokenStore(client, Keys(prefix)), address=url, queues=["tasks"])
+
+
+@pytest.mark.parametrize("prefix", ["", "gpu-lab:", "t1:task:", "celery-", "lab1-"])
+def test_a_worker_that_would_reach_other_fleets_needs_a_word_of_its_operator(broker: Broker, prefix: str) -> None:
+    tokens, before = tokens_of(broker, prefix), broker.client.acl_users()
+    with pytest.raises(TokenRefused, match="--only-fleet"):
+        tokens.create("wide", labels={})
+    assert broker.client.acl_users() == before
+    assert not broker.client.keys(f"{prefix}access:*")
+
+    login = tokens.create("wide", labels={}, only_fleet=True)
+    with redis.Redis.from_url(login.url) as worker:
+        assert worker.ping()
+    tokens.delete("wide")
+
+
+def test_a_worker_without_a_prefix_reaches_no_other_fleet_and_no_token(broker: Broker, person: TokenText) -> None:
+    login = tokens_of(broker, "").create("bare", labels={}, only_fleet=True)
+    before = everything(broker)
+    with redis.Redis.from_url(login.url, decode_responses=True) as worker:
+        assert worker.hget("task:1", "state") is None
+        for command in (
+            ("HGETALL", f"t1:access:token:{person.id}"), ("HSET", f"t1:access:token:{person.id}", "role", "admin"),
+            ("HGETALL", "t2:task:1"), ("LPUSH", "t1:tasks", "x"), ("HGETALL", f"access:token:{login.record.id}"),
+            ("ZRANGE", "access:tokens", "0", "-1"), ("GET", "other"), ("SELECT", "1"), ("KEYS", "*"),
+        ):  # fmt: skip
+            with pytest.raises(ResponseError, match=r"(?i)no permissions|NOPERM"):
+                worker.execute_command(*command)
+    assert everything(broker) == before
+
+
+def test_a_worker_that_forgets_its_login_is_nobody(broker: Broker, tokens: WorkerTokens) -> None:
+    """Every server lets RESET through; it leaves a connection of the default user, which has a password."""
+    with redis.Redis.from_url(tokens.create("resets", labels={}).url, single_connection_client=True) as worker:
+        assert worker.execute_command("RESET")
+        with pytest.raises(AuthenticationError):
+            worker.execute_command("GET", "other")
+
+
+def test_a_fleet_without_a_prefix_has_no_worker_tokens_beside_database_0(broker: Broker) -> None:
+    url = broker.url.rpartition("/")[0] + "/1"
+    with pytest.raises(TokenRefused, match="database 0"):
+        tokens_of(broker, "", url=url).create("aside", labels={}, only_fleet=True)
+
+    login = tokens_of(broker, "t3:", url=url).create("aside", labels={})
+    with redis.Redis.from_url(login.url.rpartition("/")[0] + "/0") as worker, pytest.raises(ResponseError):
+        worker.hgetall("task:1")
+
+
+@pytest.mark.parametrize("queue", ["t2:access:token:1", "t2:task:1", "access:tokens", "a b", ""])
+def test_a_queue_of_a_worker_is_no_key_of_another_fleet(tokens: WorkerTokens, queue: str) -> None:
+    with pytest.raises(TokenRefused, match="cannot name a queue"):
+        tokens.create("queues", labels={}, queues=[queue])
+
+
+def test_a_server_that_asks_for_no_password_is_refused_or_told(broker: Broker, tokens: WorkerTokens) -> None:
+    broker.client.execute_command("ACL", "SETUSER", "default", "nopass")
+    try:
+        with pytest.raises(TokenRefused, match="requirepass"):
+            tokens.create("open", labels={})
+        assert "requirepass" in tokens.create("open", labels={}, only_fleet=True).warnings[0]
+    finally:
+        password = broker.url.partition("redis://:")[2].partition("@")[0]
+        broker.client.execute_command("ACL", "SETUSER", "default", "resetpass", f">{password}")
+    assert tokens.create("closed", labels={}).warnings == ()
+
+
+def test_a_rotation_that_is_refused_changes_nothing(broker: Broker, store: TokenStore, tokens: WorkerTokens) -> None:
+    login = tokens.create("held", labels={})
+    client, before = broker.client, everything(broker)
+    for denied in ("acl", "client|kill"):
+        client.execute_command("ACL", "SETUSER", "less", "on", "nopass", "~*", "&*", "+@all", f"-{denied}")
+        url = broker.url.replace("redis://:", "redis://less:")
+        with redis.Redis.from_url(url, decode_responses=True) as less:
+            for change in ("rotate", "delete"):
+                with pytest.raises(broker_users.BrokerRefuses):
+                    getattr(tokens_of(broker, "t1:", client=less), change)("held")
+        client.acl_deluser("less")
+
+    assert everything(broker) == before
+    assert store.check(login.token) is not None
+    assert redis.Redis.from_url(login.url).ping()
+
+
+@pytest.mark.parametrize("step", ["replace", "apply"])
+def test_a_rotation_that_dies_leaves_nobody_in_and_can_be_given_again(
+    tokens: WorkerTokens, store: TokenStore, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    login = tokens.create(f"dies-{step}", labels={})
+
+    def dies(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(*((store, "replace") if step == "replace" else (broker_users, "apply")), dies)
+        with pytest.raises(KeyboardInterrupt):
+            tokens.rotate(login.record.name)
+    with pytest.raises(AuthenticationError):
+        redis.Redis.from_url(login.url).ping()
+
+    rotated = tokens.rotate(login.record.name)
+    assert redis.Redis.from_url(rotated.url).ping()
+    with pytest.raises(AuthenticationError):
+        redis.Redis.from_url(login.url).ping()
+    assert tokens.restore() == []
+
+
+def test_users_from_an_older_file_of_the_server_are_mended(broker: Broker, tokens: WorkerTokens) -> None:
+    former, gone, ruled = (tokens.create(name, labels={}) for name in ("stale", "stale-gone", "stale-rules"))
+    now = tokens.rotate("stale")
+    tokens.delete("stale-gone")
+    setuser, client = ("ACL", "SETUSER"), broker.client
+    client.execute_command(*setuser, broker_users.user_of(former.record), "resetpass", f"#{former.token.digest}")
+    client.execute_command(*setuser, broker_users.user_of(gone.record), "on", f"#{gone.token.digest}", "~*", "+@all")
+    client.execute_command(*setuser, broker_users.user_of(ruled.record), "~*", "+@all")
+
+    with redis.Redis.from_url(former.url, single_connection_client=True) as connected:
+        assert connected.ping()
+        assert sorted(tokens.restore()) == ["stale", "stale-rules"]
+        with pytest.raises(redis.exceptions.ConnectionError):
+            connected.ping()
+    assert tokens.restore() == []
+    assert redis.Redis.from_url(now.url).ping()
+    for old in (former, gone):
+        with pytest.raises(AuthenticationError):
+            redis.Redis.from_url(old.url).ping()
+    with redis.Redis.from_url(ruled.url) as worker, pytest.raises(ResponseError):
+        worker.get("other")
+
+
+def test_a_server_that_cannot_write_its_file_of_users_is_told(broker: Broker) -> None:
+    class Failing:
+        def execute_command(self, *_: str) -> None:
+            raise ResponseError("There was an error trying to save the ACLs. Please check the server logs")
+
+    with pytest.raises(broker_users.UsersNotSaved, match="server logs"):
+        broker_users.save(cast("redis.Redis", Failing()))
+    assert broker_users.save(broker.client) is False, "this server has no such file"
 
 
 def test_a_name_is_taken_once_and_a_refused_server_leaves_nothing(

@@ -62,6 +62,7 @@ def test_tokens_of_people_are_made_listed_and_revoked(invoke: Invoke) -> None:
     told = invoke("audit", "--target", f"token:{made['id']}", "--json").stdout
     entries = json.loads(told)
     assert [entry["action"] for entry in entries] == ["token.revoke", "token.create"]
+    assert all("@" in entry["actor"] for entry in entries), "the user of this process"
     assert made["token"] not in told and entries[1]["details"]["role"] == "submitter"
 
 
@@ -74,9 +75,10 @@ def test_tokens_of_people_are_made_listed_and_revoked(invoke: Invoke) -> None:
         ("tokens", "create", "--role", "viewer", "--owner", "a\x1b[31m"),
         ("tokens", "create", "--role", "viewer", "--owner", "a", "--expires-in", "soon"),
         ("tokens", "revoke", "*"),
-        ("workers", "create", "--name", "a b"),
+        ("workers", "create", "--only-fleet", "--name", "a b"),
+        ("workers", "create", "--name", "shared"),
         ("workers", "create", "--name", "w", "--label", "x"),
-        ("workers", "create", "--name", "w", "--queue", "access:tokens"),
+        ("workers", "create", "--only-fleet", "--name", "w", "--queue", "b:access:tokens"),
         ("workers", "rotate-token", "nobody"),
         ("workers", "delete", "nobody"),
     ],
@@ -90,7 +92,7 @@ def test_bad_input_is_exit_2_and_makes_nothing(invoke: Invoke, broker: Broker, a
 
 
 def test_a_worker_is_made_rotated_and_deleted(invoke: Invoke, broker: Broker) -> None:
-    made = json.loads(invoke("workers", "create", "--name", "w1", "--label", "site=b", "--json").stdout)
+    made = json.loads(invoke("workers", "create", "--only-fleet", "--name", "w1", "--label", "site=b", "--json").stdout)
     shown = invoke("workers", "rotate-token", "w1")
     entry = WorkerEntry(id="w1", state=WorkerState.IDLE, timeout_seconds=60)
     fleet = Fleet(broker.client, Keys())
@@ -113,11 +115,11 @@ def test_a_worker_is_made_rotated_and_deleted(invoke: Invoke, broker: Broker) ->
         "worker.delete", "worker.rotate", "worker.create"
     ]  # fmt: skip
     assert made["token"] not in told
-    assert invoke("workers", "create", "--name", "w1").exit_code == 0, "the name is free again"
+    assert invoke("workers", "create", "--only-fleet", "--name", "w1").exit_code == 0, "the name is free again"
 
 
 def test_beat_makes_users_again_that_a_restart_has_lost(invoke: Invoke, broker: Broker, tmp_path: Path) -> None:
-    made = json.loads(invoke("workers", "create", "--name", "lost", "--json").stdout)
+    made = json.loads(invoke("workers", "create", "--only-fleet", "--name", "lost", "--json").stdout)
     broker.client.acl_deluser(f"gpuflow-worker-{made['id']}")
     app = GPUFlow("beat", settings=Settings.load(env={"REDIS_URL": broker.url}, cwd=tmp_path))
 

@@ -49,8 +49,8 @@ def headers(store: TokenStore, front: Gateway, served: TestFleet) -> dict[str, d
     made["ben"] = {"Authorization": f"Bearer {store.create_user_token(Role.SUBMITTER, owner='ben')[1].text}"}
     made["auditor"] = {"Authorization": f"Bearer {store.create_user_token(Role.VIEWER, owner=None)[1].text}"}
     workers = WorkerTokens(served.app.redis, store, address=served.broker.url, queues=[])
-    made["w1"] = {"X-Worker-Token": workers.create("w1", labels={}).token.text}
-    made["w2"] = {"X-Worker-Token": workers.create("w2", labels={}).token.text}
+    made["w1"] = {"X-Worker-Token": workers.create("w1", labels={}, only_fleet=True).token.text}
+    made["w2"] = {"X-Worker-Token": workers.create("w2", labels={}, only_fleet=True).token.text}
     return made
 
 
@@ -367,12 +367,16 @@ def test_streams_end_and_requests_are_refused_soon_after_a_token_is_revoked(
 def test_an_admin_makes_lists_and_removes_tokens(http: httpx.Client, headers: dict[str, dict[str, str]]) -> None:
     admin = headers[Role.ADMIN]
     made = http.post("/api/admin/tokens", json={"role": "viewer", "owner": "cem", "label": "x"}, headers=admin)
-    worker = http.post("/api/admin/workers", json={"name": "w9", "labels": {"a": "b"}}, headers=admin)
-    again = http.post("/api/admin/workers", json={"name": "w9"}, headers=admin)
+    ask = {"name": "w9", "labels": {"a": "b"}}
+    shared = http.post("/api/admin/workers", json=ask, headers=admin)
+    worker = http.post("/api/admin/workers", json={**ask, "onlyFleet": True}, headers=admin)
+    again = http.post("/api/admin/workers", json={"name": "w9", "onlyFleet": True}, headers=admin)
     rotated = http.post("/api/admin/workers/w9/token", headers=admin)
     listed = http.get("/api/admin/workers", headers=admin).text + http.get("/api/admin/tokens", headers=admin).text
 
     assert (made.status_code, worker.status_code, again.status_code, rotated.status_code) == (201, 201, 409, 201)
+    assert (shared.status_code, "onlyFleet" in shared.json()["detail"]) == (409, True)
+    assert worker.json()["warnings"] == []
     assert made.headers["cache-control"] == "no-store"
     assert made.json()["token"].startswith(f"ut_{made.json()['id']}_")
     assert worker.json()["token"] != rotated.json()["token"]
@@ -381,9 +385,15 @@ def test_an_admin_makes_lists_and_removes_tokens(http: httpx.Client, headers: di
         assert secret not in listed
     assert "w9" in listed
     assert http.get(TASKS, headers={"Authorization": f"Bearer {made.json()['token']}"}).status_code == 200
-    assert http.delete("/api/admin/workers/w9", headers=admin).status_code == 204
+    assert http.delete("/api/admin/workers/w9", headers=headers["fleet"]).status_code == 204
     assert http.delete("/api/admin/workers/w9", headers=admin).status_code == 404
     assert http.delete("/api/admin/workers/w1", headers=admin).status_code == 409, "it works"
+    bad = {"name": "w8", "queues": ["b:access:token:1"], "onlyFleet": True}
+    assert http.post("/api/admin/workers", json=bad, headers=admin).status_code == 422
+    entries = http.get("/api/admin/audit", params={"target": "worker:w9"}, headers=admin).json()["entries"]
+    told = [(entry["action"], entry["actor"]) for entry in entries]
+    who = f"token:{admin['Authorization'].split('_')[1]} 127.0.0.1"
+    assert told == [("worker.delete", "gateway:127.0.0.1"), ("worker.rotate", who), ("worker.create", who)]
     for body in ({"role": "viewer"}, {"role": "king", "owner": "a"}, {"role": "viewer", "owner": ""}, {"x": 1},
                  {"role": "viewer", "owner": "a", "allOwners": True}):  # fmt: skip
         assert http.post("/api/admin/tokens", json=body, headers=admin).status_code == 422, body

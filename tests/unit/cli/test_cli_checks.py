@@ -44,6 +44,13 @@ def test_doctor_goes_on_when_settings_are_wrong(invoke: Invoke, monkeypatch: pyt
     assert "GPUFLOW_LEASE_SEC" in shown["checks"][0]["detail"]
 
 
+@pytest.mark.parametrize(("prefix", "status"), [("", []), ("t1:", []), ("gpu-lab:", ["warn"]), ("t1:task:", ["warn"])])
+def test_a_prefix_that_other_fleets_take_for_their_keys(prefix: str, status: list[str]) -> None:
+    found = checks.prefix(settings(GPUFLOW_KEY_PREFIX=prefix))
+    assert [check.status for check in found] == status
+    assert all("GPUFLOW_KEY_PREFIX" in check.mend for check in found)
+
+
 def test_an_unreachable_broker_fails_and_hides_the_password() -> None:
     [check] = checks.broker(settings(REDIS_URL="redis://:hunter2@127.0.0.1:1/0"))
     assert check.status == "fail"

@@ -9,7 +9,8 @@ import pytest
 from gpuflow.broker.keys import Keys
 from gpuflow.tokens.broker_users import is_worker_login, login_url, rules
 from gpuflow.tokens.rights import FLEET, Grant, Right, Role
-from gpuflow.tokens.store import TokenRecord
+from gpuflow.tokens.separation import missing_wall, mistaken_family, wrong_database
+from gpuflow.tokens.store import QUEUE_NAME, TokenRecord
 from gpuflow.tokens.texts import Kind, new_token, read_token, same_digest
 
 WORKER = Grant(role=Role.VIEWER, worker="w1", token_id="1" * 16)
@@ -112,6 +113,45 @@ def test_a_worker_reaches_no_token_and_no_other_fleet(prefix: str) -> None:
     assert [key for key in (*hidden, *foreign) if reached(key)] == []
 
 
+@pytest.mark.parametrize(
+    ("prefix", "family"),
+    [
+        ("", ""), ("t1:", ""), ("team1:", ""), ("prod.eu:", ""), ("beats-yes:", ""), ("my-gpu-lab:", ""),
+        ("cpus:", ""),
+        ("gpu-lab:", "gpu-"), ("cpu.x:", "cpu."), ("gpuflow.a:", "gpuflow."), ("task:", "task:"),
+        ("celery-", "celery-task"), ("celery-tasks:", "celery-task"), ("t1:gpu-lab:", "gpu-"),
+        ("t1:worker:", "worker:"), ("a:b:events:", "events:"),
+        ("_kombu.binding.x:", "_kombu.binding"), ("gpu:", ""),
+    ],
+)  # fmt: skip
+def test_a_prefix_that_looks_like_a_family_of_keys_is_found(prefix: str, family: str) -> None:
+    assert mistaken_family(prefix) == family
+    assert bool(missing_wall(prefix)) is (bool(family) or not prefix.endswith(":"))
+
+
+@pytest.mark.parametrize("prefix", ["t1:", "prod.eu:", "cpus:", "gpu:", "gpuflow:", "tasks:", "a:b:"])
+def test_a_worker_without_a_prefix_reaches_no_fleet_whose_prefix_is_a_wall(prefix: str) -> None:
+    patterns = [rule[1:].replace("\\", "") for rule in record("")[1] if rule.startswith("~")]
+    other = Keys(prefix)
+    theirs = (
+        other.token("1"), other.tokens, other.task("1"), other.leases, other.events("1"), f"{prefix}tasks",
+        f"{prefix}celery-task-meta-1", f"{prefix}gpu-40g",
+    )  # fmt: skip
+
+    assert not missing_wall(prefix)
+    assert [key for key in theirs if any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)] == []
+
+
+def test_a_fleet_without_a_prefix_is_in_database_0() -> None:
+    assert [bool(wrong_database(*where)) for where in (("", 0), ("", 1), ("t1:", 1))] == [False, True, False]
+
+
+def test_a_queue_names_no_key_of_another_fleet() -> None:
+    assert [bool(QUEUE_NAME.fullmatch(name)) for name in ("plain", "a.b-c", "b:access:token:1", ":", "")] == [
+        True, True, False, False, False
+    ]  # fmt: skip
+
+
 def test_a_name_is_no_pattern() -> None:
     _, given = record("t?:")
 
@@ -128,7 +168,7 @@ def test_the_rights_begin_with_none_and_hold_nothing_that_reads_or_changes_the_s
     forbidden = {
         "acl", "config", "debug", "eval", "flushall", "flushdb", "keys", "scan", "randomkey", "monitor", "shutdown",
         "select", "swapdb", "script", "script|flush", "function", "client", "client|kill", "client|list", "replicaof",
-        "copy", "module", "migrate", "restore", "dump",
+        "copy", "module", "migrate", "restore", "dump", "reset", "auth",
         "object", "move", "rename", "pubsub", "slowlog", "save", "cluster",
     }  # fmt: skip
     assert commands & forbidden == set()
