@@ -35,7 +35,7 @@ RECONCILE_SECONDS: Final = 10.0
 LOCK_SECONDS: Final = 120.0
 #: Most segments of the audit log that one round seals: the other duties wait for it.
 SEGMENTS_A_ROUND: Final = 50
-#: More entries of the audit log than this that are not sealed are told as an error, and again whenever they have doubled.
+#: More unsealed entries of the audit log than this are told as an error, and again whenever they have doubled.
 MANY_UNSEALED: Final = 100_000
 
 
@@ -55,7 +55,7 @@ class Duties(threading.Thread):
         self._stop_event.set()
 
     def run(self) -> None:
-        """Do the rounds; a broker that is away is tried again at the next one, and no duty waits for another's trouble."""
+        """Do the rounds; what fails is tried again at the next one, and stops no other duty."""
         every = min(RECONCILE_SECONDS, self._app.settings.lease_seconds)
         rounds = max(1, round(every / SWEEP_SECONDS))
         count = 0

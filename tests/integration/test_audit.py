@@ -428,7 +428,9 @@ def test_beat_seals_and_trims_from_when_it_can_read_its_key(
         for _ in range(2):
             duties.seal()
         verdict = log.verify(KEY)
-        assert (verdict.broken, verdict.entries, verdict.unsealed) == ("", 0, 3 * SEGMENT), "it was sealed without a key"
+        assert (verdict.broken, verdict.entries, verdict.unsealed) == ("", 0, 3 * SEGMENT), (
+            "it was sealed without a key"
+        )
         told = [record.getMessage() for record in caplog.records if record.name == "gpuflow.duties"]
         assert [text.partition(" ")[0] for text in told] == ["event=audit_not_sealed", "event=audit_many_unsealed"]
         assert told[1].endswith(f"entries={3 * SEGMENT}")
