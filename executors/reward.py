@@ -10,7 +10,7 @@ from executors.training.run import Parts, Rows, Training
 
 if TYPE_CHECKING:
     from executors.modeling.location import Location
-    from executors.training.lengths import Fit
+    from executors.training.lengths import Fit, Tell
 
 
 class RewardTuning(Training):
@@ -24,13 +24,13 @@ class RewardTuning(Training):
         """Return rows with {prompt, chosen, rejected} or {chosen, rejected}."""
         return preference_rows(rows, data)
 
-    def fit(self, rows: Rows, tokenizer: Any, arguments: Any, *, separator: str | None) -> Fit:
+    def fit(self, rows: Rows, tokenizer: Any, arguments: Any, *, separator: str | None, tell: Tell) -> Fit:
         """Return how rows fit into `training.max_length`."""
         from executors.training.lengths import scored
         from executors.training.shaping import shape_preferences
 
         shaped = shape_preferences(rows, chat=bool(tokenizer.chat_template), separator=separator)
-        return scored(shaped, tokenizer, arguments)
+        return scored(shaped, tokenizer, arguments, tell)
 
     def config(self) -> type[Any]:
         """Return TRL's RewardConfig."""

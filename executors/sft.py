@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from executors.base import bad_input
-from executors.data.columns import training_rows
+from executors.data.columns import training_rows, with_text_column
 from executors.training.run import Parts, Rows, Training
 from gpuflow.protocol import Request
 
 if TYPE_CHECKING:
-    from executors.training.lengths import Fit
+    from executors.training.lengths import Fit, Tell
 
 
 class SupervisedTuning(Training):
@@ -27,17 +27,14 @@ class SupervisedTuning(Training):
         """Return rows with {messages}, {prompt, completion} or {text}."""
         return training_rows(rows, data)
 
-    def data_section(self, request: Request) -> Mapping[str, Any]:
+    def named_columns(self, request: Request, rows: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], list[str]]:
         """Return the section `data`; `training.dataset_text_field` is another way to write `data.column`."""
-        data: Mapping[str, Any] = request.spec.get("data") or {}
+        data, warnings = super().named_columns(request, rows)
         field = (request.spec.get("training") or {}).get("dataset_text_field")
         if field in (None, "text"):  # TRL's own, which scripts name also for rows of other forms
-            return data
-        if data.get("columns") or data.get("column", field) != field:
-            raise bad_input(
-                f"training.dataset_text_field is {field!r}, and the section data names columns too; keep one of both"
-            )
-        return {**data, "column": field}
+            return data, warnings
+        data, unused = with_text_column(rows, data, field)
+        return data, [*warnings, unused] if unused else warnings
 
     def extra_arguments(self, request: Request) -> dict[str, Any]:
         """Return the name of the texts: rows have the role `text`, whatever their column was called."""
@@ -63,7 +60,7 @@ class SupervisedTuning(Training):
         """Refuse `assistant_only_loss` where nothing says which tokens are an answer's."""
         if not (request.spec.get("training") or {}).get("assistant_only_loss"):
             return
-        separator = self.data_section(request).get("separator")
+        separator = (request.spec.get("data") or {}).get("separator")
         if not tokenizer.chat_template or (separator is not None and rows and "prompt" in rows[0]):
             raise bad_input(
                 f"training.assistant_only_loss needs chats: a model with a chat template ({name} has "
@@ -82,12 +79,13 @@ class SupervisedTuning(Training):
                 "completion, or take a model whose template marks it"
             ) from error
 
-    def fit(self, rows: Rows, tokenizer: Any, arguments: Any, *, separator: str | None) -> Fit:
+    def fit(self, rows: Rows, tokenizer: Any, arguments: Any, *, separator: str | None, tell: Tell) -> Fit:
         """Return how rows fit into `training.max_length`."""
         from executors.training.lengths import supervised
         from executors.training.shaping import shape
 
-        return supervised(shape(rows, chat=bool(tokenizer.chat_template), separator=separator), tokenizer, arguments)
+        shaped = shape(rows, chat=bool(tokenizer.chat_template), separator=separator)
+        return supervised(shaped, tokenizer, arguments, tell)
 
     def config(self) -> type[Any]:
         """Return TRL's SFTConfig."""

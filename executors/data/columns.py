@@ -90,6 +90,22 @@ def training_rows(rows: Sequence[Row], data: Mapping[str, Any]) -> list[dict[str
     return _with_roles(rows, _roles(rows, data, SUPERVISED))
 
 
+def with_text_column(rows: Sequence[Row], data: Mapping[str, Any], column: str) -> tuple[Mapping[str, Any], str | None]:
+    """Return the data section where TRL's `dataset_text_field` names `column`, and a warning where that is not used.
+
+    The name counts for rows of texts alone, and only where the section itself names no columns.
+    """
+    named = (data.get("columns") or {}).get("text", data.get("column"))
+    if data.get("columns") or named:
+        unused = "the section data names the columns" if named != column else None
+    else:
+        usual = _usual(rows[:100], _columns(rows), SUPERVISED)
+        if usual is None or "text" in usual:
+            return {**data, "column": column}, None
+        unused = f"the rows have {' and '.join(usual.values())}; data.column: {column} trains on that column as text"
+    return data, unused and f"training.dataset_text_field {column!r} is not used: {unused}"
+
+
 def preference_rows(rows: Sequence[Row], data: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return rows with {prompt, chosen, rejected}, or {chosen, rejected} where both begin with the prompt.
 
@@ -159,7 +175,7 @@ def _with_roles(rows: Sequence[Row], roles: Mapping[str, str]) -> list[dict[str,
 
 
 def _roles(rows: Sequence[Row], data: Mapping[str, Any], forms: Forms) -> dict[str, str]:
-    found = list(dict.fromkeys(str(column) for row in rows[:100] for column in row))
+    found = _columns(rows)
     listed = ", ".join(found) or "none"
     given: dict[str, str] = dict(data.get("columns") or {})
     if not given and data.get("column"):
@@ -187,6 +203,10 @@ def _roles(rows: Sequence[Row], data: Mapping[str, Any], forms: Forms) -> dict[s
         f"the data has {forms.lacking}; the columns found are: {listed}; say which is which by data.columns, as in "
         f"{{{example}}}"
     )
+
+
+def _columns(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(str(column) for row in rows[:100] for column in row))
 
 
 def _usual(rows: Sequence[Row], found: Sequence[str], forms: Forms) -> Mapping[str, str] | None:

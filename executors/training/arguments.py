@@ -23,6 +23,22 @@ def saves_by_clock(training: Mapping[str, Any]) -> bool:
     return not any(name in training for name in ("save_strategy", "save_steps", "load_best_model_at_end"))
 
 
+def allows_non_finite_loss(training: Mapping[str, Any]) -> tuple[bool, list[str]]:
+    """Say whether a training goes on with losses that are no numbers, and return what to warn of.
+
+    TRL's `logging_nan_inf_filter: true` asks for that too, where `allow_non_finite_loss` is not given.
+    """
+    allowed = training.get("allow_non_finite_loss")
+    if allowed is not None:
+        return bool(allowed), []
+    if not training.get("logging_nan_inf_filter"):
+        return False, []
+    return True, [
+        "training.logging_nan_inf_filter is taken as allow_non_finite_loss: a loss that is no number does not end the "
+        "training, and the filter hides it; write allow_non_finite_loss: true to see it"
+    ]
+
+
 def trainer_arguments(
     config: type[Any],
     training: Mapping[str, Any],

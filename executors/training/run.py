@@ -6,6 +6,7 @@ A task type derives from `Training` and adds its own: which rows it takes, TRL's
 from __future__ import annotations
 
 import os
+import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -19,6 +20,7 @@ from executors.data.hub import hub_rows
 from executors.data.sources import as_rows, eval_entries, read_rows
 from executors.data.splits import split
 from executors.modeling.libraries import prepare_libraries
+from executors.training.arguments import allows_non_finite_loss
 from executors.training.health import find_warnings
 from executors.training.memory import Batch, free_memory, is_out_of_memory, without_room
 from executors.training.requirements import check_requirements, quantised
@@ -28,10 +30,12 @@ from gpuflow.protocol import Emitter, Request, complete_checkpoints
 
 if TYPE_CHECKING:
     from executors.modeling.location import Location
-    from executors.training.lengths import Fit
+    from executors.training.lengths import Fit, Tell
 
 #: Seed of the split and of the training where the task names none; TRL's own default.
 DEFAULT_SEED = 42
+#: Between two words on how far rows are counted, in seconds.
+_TELL_SECONDS = 10.0
 
 Rows = list[dict[str, Any]]
 
@@ -47,6 +51,8 @@ class Job:
     #: Rows that hold nothing to learn from, and are in neither of both.
     empty_rows: int
     resumed: Checkpoint | None
+    #: What the result warns of, beside what the history shows.
+    warnings: Sequence[str] = ()
     batch: Batch | None = None
     #: Set once the model is loaded: from then on a smaller batch may help.
     loaded: Batch | None = None
@@ -140,8 +146,11 @@ class Training(Executor):
     def check_tokenizer(self, request: Request, rows: Rows, tokenizer: Any, name: str) -> None:
         """Refuse what the tokenizer of the model `name` cannot do, before the model is loaded. Raises ExecutorError."""
 
-    def fit(self, rows: Rows, tokenizer: Any, arguments: Any, *, separator: str | None) -> Fit | None:
-        """Return how rows with roles fit into the trainer's limit of length; None for a trainer without one."""
+    def fit(self, rows: Rows, tokenizer: Any, arguments: Any, *, separator: str | None, tell: Tell) -> Fit | None:
+        """Return how rows with roles fit into the trainer's limit of length; None for a trainer without one.
+
+        `tell` is called with how many rows are done, again and again.
+        """
         return None
 
     def extra_arguments(self, request: Request) -> dict[str, Any]:
@@ -162,7 +171,8 @@ class Training(Executor):
         """Do the training; once more with half the batch, where memory does not suffice."""
         self.check(request)
         check_requirements(request)
-        train_rows, eval_rows, empty_rows = self._read_data(request, emitter)
+        _, warnings = allows_non_finite_loss(request.spec.get("training") or {})
+        train_rows, eval_rows, empty_rows, unused = self._read_data(request, emitter)
         for rows in (train_rows, eval_rows):
             self.check_rows(request, rows)
         if empty_rows:
@@ -177,6 +187,7 @@ class Training(Executor):
             eval_rows=eval_rows,
             empty_rows=empty_rows,
             resumed=resumed,
+            warnings=[*warnings, *unused],
         )
         try:
             return self._complete(job)
@@ -198,22 +209,23 @@ class Training(Executor):
                 raise
             raise without_room(error, batch) from error
 
-    def data_section(self, request: Request) -> Mapping[str, Any]:
-        """Return the section `data`, with what other sections say of it."""
-        return request.spec.get("data") or {}
+    def named_columns(self, request: Request, rows: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], list[str]]:
+        """Return the section `data` with what other sections say of the columns of these rows, and warnings."""
+        return request.spec.get("data") or {}, []
 
-    def _read_data(self, request: Request, emitter: Emitter) -> tuple[Rows, Rows, int]:
-        """Return the rows to train on and to evaluate on, and how many empty ones are left out of both."""
-        data = self.data_section(request)
-        given = self.roles(read_rows(data, request.cache_dir, emitter, bare=self.bare), data)
+    def _read_data(self, request: Request, emitter: Emitter) -> tuple[Rows, Rows, int, list[str]]:
+        """Return the rows to train on and to evaluate on, how many empty ones are left out of both, and warnings."""
+        read = read_rows(request.spec.get("data") or {}, request.cache_dir, emitter, bare=self.bare)
+        data, warnings = self.named_columns(request, read)
+        given = self.roles(read, data)
         rows = without_empty(given)
         empty = len(given) - len(rows)
         share = data.get("eval_split") or 0
         if isinstance(share, Mapping | str):
             given = self.roles(self._eval_rows(data, share), data)
             eval_rows = without_empty(given)
-            return rows, eval_rows, empty + len(given) - len(eval_rows)
-        return *split(rows, share, split_seed(request)), empty
+            return rows, eval_rows, empty + len(given) - len(eval_rows), warnings
+        return *split(rows, share, split_seed(request)), empty, warnings
 
     def _eval_rows(self, data: Mapping[str, Any], named: Mapping[str, Any] | str) -> Sequence[Mapping[str, Any]]:
         if isinstance(named, Mapping):
@@ -250,7 +262,7 @@ class Training(Executor):
                 "dtype": str(parts.model.dtype).removeprefix("torch."),
                 **settings(job.request, parts.arguments),
                 **rows.record(),
-                "warnings": self._warnings(progress.history, after, trainer),
+                "warnings": [*job.warnings, *self._warnings(progress.history, after, trainer)],
                 "metrics": {**(outcome.metrics if outcome else {}), **counts},
                 "checkpoints": [str(path) for path in complete_checkpoints(folder_of(job.request))],
             }
@@ -272,9 +284,10 @@ class Training(Executor):
         """Count the rows that are too long. Raises ExecutorError: BadInput where none is left."""
         from executors.training.lengths import check_fit
 
-        separator = self.data_section(job.request).get("separator")
+        separator = (job.request.spec.get("data") or {}).get("separator")
         for side, rows in (("evaluation", job.eval_rows), ("training", job.train_rows)):
-            fit = self.fit(rows, tokenizer, arguments, separator=separator) if rows else None
+            tell = _counting(job.emitter, len(rows))
+            fit = self.fit(rows, tokenizer, arguments, separator=separator, tell=tell) if rows else None
             if fit is None:
                 continue
             lost = check_fit(fit, arguments.max_length, side)
@@ -324,7 +337,7 @@ class Training(Executor):
             options.setdefault("device_map", {"": int(os.environ.get("LOCAL_RANK") or 0)})
         model = begin(self.load_model(location, options), start)
         job.loaded = job.batch or Batch.of(arguments)
-        progress = Progress(emitter, fails_on_nan=not training.get("allow_non_finite_loss"))
+        progress = Progress(emitter, fails_on_nan=not allows_non_finite_loss(training)[0])
         makes_adapter = job.is_lora and start.continued is None
         lora = request.spec.get("lora")
         parts = Parts(
@@ -416,6 +429,19 @@ def _counted(job: Job, trainer: Any) -> RowCounts:
         raise bad_input(f"data: none of {given} rows is left within {limit}; raise it, or give shorter rows")
     lost = given - kept + evaluated - kept_for_eval
     return replace(counts, trained=kept, evaluated=kept_for_eval, too_long=lost)
+
+
+def _counting(emitter: Emitter, rows: int) -> Tell:
+    """Return what tells how many of the rows are counted, every few seconds."""
+    told = time.monotonic()
+
+    def tell(done: int) -> None:
+        nonlocal told
+        if time.monotonic() - told >= _TELL_SECONDS:
+            told = time.monotonic()
+            emitter.status("loading", f"counting the tokens of the rows: {done} of {rows}")
+
+    return tell
 
 
 def _train(trainer: Any, resumed: Checkpoint | None) -> Any:

@@ -26,6 +26,11 @@ def links(client: Any, keys: Keys) -> Iterator[tuple[str, Link]]:
         first = f"({page[-1][0]}"
 
 
+def first_link(client: Any, keys: Keys) -> Link | None:
+    """Return the first link that is left. Raises UnreadableChain and redis errors."""
+    return next((link for _, link in _page(client, "XRANGE", keys, "-", "+", 1)), None)
+
+
 def last_link(client: Any, keys: Keys, kind: str = "") -> Link | None:
     """Return the last link, of one kind where it is named. Raises UnreadableChain and redis errors."""
     last, most = "+", 1

@@ -7,6 +7,7 @@ it at once, and each may die anywhere: a link is appended by one step that compa
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,7 +16,7 @@ from redis.client import NEVER_DECODE
 
 from gpuflow.audit.chain import GENESIS, Key, Link, canonical, seal, trim
 from gpuflow.audit.entries import Entry
-from gpuflow.audit.links import last_link, links
+from gpuflow.audit.links import first_link, last_link, links
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.scripts import load_script
 from gpuflow.errors import InvalidSettings
@@ -62,31 +63,37 @@ class Sealer:
         self._client: Any = client
         self._keys = keys
         self._key = key
+        self._told = False
 
     def may_seal(self, head: Link) -> bool:
         """Whether the chain may be continued with this key: one with a key is never continued without it."""
         return bool(self._key.secret) or not head.key
 
-    def seal(self, *, least_seconds: float = 0.0) -> int:
-        """Seal what was appended; return how many entries. Raises redis errors.
+    def seal(self, *, least_seconds: float = 0.0, most_segments: int | None = None) -> int:
+        """Seal what was appended, `most_segments` of it at most; return how many entries. Raises redis errors.
 
         An open segment stays open until its first entry is `least_seconds` old.
         """
         count = 0
-        while True:
+        for number in itertools.count():
+            if number == most_segments:
+                break
             head = last_link(self._client, self._keys) or GENESIS
             if not self.may_seal(head):
-                log.warning("audit_not_sealed", cause="the log is sealed with a key; set GPUFLOW_AUDIT_KEY_FILE")
-                return count
+                if not self._told:
+                    self._told = True
+                    log.warning("audit_not_sealed", cause="the log is sealed with a key; set GPUFLOW_AUDIT_KEY_FILE")
+                break
             entries = entries_after(self._client, self._keys, self._last_sealed(head), SEGMENT)
             now = self._now()
             if not entries or (len(entries) < SEGMENT and now - entries[0].at < least_seconds):
-                return count
+                break
             link = seal(head, self._total(head), entries, self._key, now)
             if self._append(head, link):
                 count += link.count
                 # Whoever keeps this line elsewhere can say later that the log was not replaced: --anchor.
                 log.info("audit_sealed", last=link.last, total=link.total, digest=link.digest)
+        return count
 
     def trim(self, keep_seconds: float, most_entries: int) -> int:
         """Trim whole segments that are older than `keep_seconds`, or too many; return how many entries went.
@@ -104,7 +111,7 @@ class Sealer:
             if link.kind != "seal":
                 continue
             if first is None:
-                first, removed = link, 0 if self._is_there(link) else link.total
+                first, removed = link, _removed(self._client, self._keys, link)
             age = now - Entry(id=link.last, fields={}).at
             if age <= keep_seconds and total - link.total < most_entries:
                 break
@@ -139,10 +146,6 @@ class Sealer:
         found = last_link(self._client, self._keys, kind="seal")
         return found or GENESIS
 
-    def _is_there(self, link: Link) -> bool:
-        raw = self._client.execute_command("XRANGE", self._keys.audit, link.last, link.last, **{NEVER_DECODE: True})
-        return bool(raw)
-
     def _now(self) -> float:
         seconds, micros = self._client.time()
         return float(seconds) + float(micros) / 1e6
@@ -160,4 +163,17 @@ def entries_after(client: Any, keys: Keys, id: str, most: int, last: str = "+") 
     return [Entry.from_stream(found, fields or {}) for found, fields in raw]
 
 
-__all__ = ["SEAL_SECONDS", "SEGMENT", "Sealer", "audit_key", "entries_after"]
+def unsealed(client: Any, keys: Keys) -> int:
+    """Return how many entries of the log no link closes, counted without reading them or a key. Raises redis errors."""
+    head, first = last_link(client, keys, kind="seal"), first_link(client, keys)
+    sealed = head.total - _removed(client, keys, first) if head is not None and first is not None else 0
+    return max(0, int(client.xlen(keys.audit)) - sealed)
+
+
+def _removed(client: Any, keys: Keys, first: Link) -> int:
+    """Return how many entries were trimmed, by the first link that is left: it is trimmed up to, and stays."""
+    raw = client.execute_command("XRANGE", keys.audit, first.last, first.last, **{NEVER_DECODE: True})
+    return 0 if raw else first.total
+
+
+__all__ = ["SEAL_SECONDS", "SEGMENT", "Sealer", "audit_key", "entries_after", "unsealed"]

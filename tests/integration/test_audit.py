@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from gpuflow.audit.chain import Key
 from gpuflow.audit.entries import record
 from gpuflow.audit.links import links
 from gpuflow.audit.reading import AuditLog, Filter
-from gpuflow.audit.sealing import SEGMENT, Sealer
+from gpuflow.audit.sealing import SEGMENT, Sealer, unsealed
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.scripts import load_script
 from gpuflow.celery_app import GPUFlow
@@ -31,6 +32,7 @@ from gpuflow.fleet.registry import Fleet
 from gpuflow.handles import Task
 from gpuflow.scaling.store import Leadership, Machine, ScalingStore
 from gpuflow.settings import Settings
+from gpuflow.upkeep import duties as duties_module
 from gpuflow.upkeep.duties import Duties
 from tests.support.fleet import Broker, TestFleet
 from tests.support.gateway import Gateway
@@ -391,27 +393,85 @@ def test_a_long_log_is_sealed_in_segments_and_a_young_one_waits(broker: Broker, 
     assert not AuditLog(client, keys).verify(Key()).broken
 
 
-@pytest.mark.parametrize("readable", [True, False])
-def test_beat_seals_and_trims_where_it_can_read_its_key(broker: Broker, tmp_path: Path, *, readable: bool) -> None:
-    if readable:
-        (tmp_path / "key").write_bytes(KEY.secret)
-    prefix = "beats-yes:" if readable else "beats-no:"
-    keys = Keys(prefix)
+def _fill(broker: Broker, keys: Keys, count: int) -> None:
+    pipe = broker.client.pipeline()
+    for number in range(count):
+        pipe.xadd(keys.audit, {"action": "a", "target": str(number)})
+    pipe.execute()
+
+
+@contextmanager
+def _beat(broker: Broker, folder: Path, prefix: str, most: int = SEGMENT) -> Iterator[GPUFlow]:
+    """The app of a beat process, whose key is `folder`/key."""
     env = {
         "REDIS_URL": broker.url,
         "GPUFLOW_KEY_PREFIX": prefix,
-        "GPUFLOW_AUDIT_KEY_FILE": str(tmp_path / "key"),
-        "GPUFLOW_AUDIT_MAX_ENTRIES": str(SEGMENT),
+        "GPUFLOW_AUDIT_KEY_FILE": str(folder / "key"),
+        "GPUFLOW_AUDIT_MAX_ENTRIES": str(most),
     }
-    app = GPUFlow("beat", settings=Settings.load(env=env, cwd=tmp_path))
-    pipe = broker.client.pipeline()
-    for number in range(3 * SEGMENT):
-        pipe.xadd(keys.audit, {"action": "a", "target": str(number)})
-    pipe.execute()
-    Duties(app).seal()
-    app.redis.close()
-    app.close()
-    verdict = AuditLog(broker.client, keys).verify(KEY)
-    assert not verdict.broken
-    expected = (SEGMENT, 2 * SEGMENT, 0) if readable else (0, 0, 3 * SEGMENT)
-    assert (verdict.entries, verdict.trimmed, verdict.unsealed) == expected
+    app = GPUFlow("beat", settings=Settings.load(env=env, cwd=folder))
+    try:
+        yield app
+    finally:
+        app.redis.close()
+        app.close()
+
+
+def test_beat_seals_and_trims_from_when_it_can_read_its_key(
+    broker: Broker, keys: Keys, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(duties_module, "MANY_UNSEALED", 1000)
+    _fill(broker, keys, 3 * SEGMENT)
+    log = AuditLog(broker.client, keys)
+    with _beat(broker, tmp_path, keys.prefix) as app:
+        duties = Duties(app)
+        for _ in range(2):
+            duties.seal()
+        verdict = log.verify(KEY)
+        assert (verdict.broken, verdict.entries, verdict.unsealed) == ("", 0, 3 * SEGMENT), (
+            "it was sealed without a key"
+        )
+        told = [record.getMessage() for record in caplog.records if record.name == "gpuflow.duties"]
+        assert [text.partition(" ")[0] for text in told] == ["event=audit_not_sealed", "event=audit_many_unsealed"]
+        assert told[1].endswith(f"entries={3 * SEGMENT}")
+        (tmp_path / "key").write_bytes(KEY.secret)
+        duties.seal()
+    verdict = log.verify(KEY)
+    assert (verdict.broken, verdict.entries, verdict.trimmed, verdict.unsealed) == ("", SEGMENT, 2 * SEGMENT, 0)
+    _fill(broker, keys, 3)
+    assert unsealed(broker.client, keys) == 3
+
+
+def test_a_round_of_beat_seals_a_bounded_part_of_a_long_log(
+    broker: Broker, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(duties_module, "SEGMENTS_A_ROUND", 2)
+    (tmp_path / "key").write_bytes(KEY.secret)
+    _fill(broker, keys, 3 * SEGMENT)
+    with _beat(broker, tmp_path, keys.prefix, most=10 * SEGMENT) as app:
+        duties = Duties(app)
+        duties.seal()
+        assert unsealed(broker.client, keys) == SEGMENT
+        duties.seal()
+    assert unsealed(broker.client, keys) == 0
+
+
+def test_beat_seals_though_its_other_duties_stumble(
+    broker: Broker, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stumble() -> None:
+        raise RuntimeError("no luck")
+
+    monkeypatch.setattr(duties_module, "SWEEP_SECONDS", 0.01)
+    monkeypatch.setattr(duties_module, "RECONCILE_SECONDS", 0.01)
+    (tmp_path / "key").write_bytes(KEY.secret)
+    _fill(broker, keys, SEGMENT)
+    with _beat(broker, tmp_path, keys.prefix) as app:
+        duties = Duties(app)
+        monkeypatch.setattr(duties, "reconcile", stumble)
+        duties.start()
+        try:
+            eventually(lambda: broker.client.exists(keys.audit_chain), what="a link of the chain")
+        finally:
+            duties.stop()
+            duties.join(patient(30))

@@ -78,7 +78,21 @@ def test_the_column_of_the_texts_may_be_named_as_trl_does(run):
     assert (result["rows_trained"], result["rows_dropped"]) == (2, {})
     by_default = {**TRAINING, "dataset_text_field": "text"}
     chats = run("lora_sft", {"data": _list([CHAT] * 2), "training": by_default, "lora": LORA}, out="chats").result
-    assert chats["rows_trained"] == 2
+    assert (chats["rows_trained"], chats["warnings"]) == (2, [])
+
+
+def test_the_field_of_texts_is_left_aside_for_rows_of_another_form(run):
+    rows = [{**pair, "content": "Nobody learns this."} for pair in PAIRS[:2]]
+    training = {**TRAINING, "dataset_text_field": "content"}
+
+    left_over = run("lora_sft", {"data": _list([CHAT] * 2), "training": training, "lora": LORA}).result
+    pairs = run("lora_sft", {"data": _list(rows), "training": training, "lora": LORA}, out="pairs").result
+
+    assert (left_over["rows_trained"], pairs["rows_trained"]) == (2, 2)
+    assert left_over["warnings"][0].startswith(
+        "training.dataset_text_field 'content' is not used: the rows have messages"
+    )
+    assert "the rows have prompt and completion" in pairs["warnings"][0]
 
 
 def test_the_settings_that_were_chosen_are_in_the_result(run):
@@ -102,9 +116,10 @@ def test_a_loss_that_is_no_number_is_shown_where_it_is_allowed(run, tmp_path):
         "max_steps": 6, "per_device_train_batch_size": 4, "learning_rate": 1e30, "max_grad_norm": 1e30,
         "lr_scheduler_type": "constant", "save_model": False,
     }  # fmt: skip
-    spec = {"data": _list(PAIRS), "lora": LORA}
+    spec = {"data": _list(PAIRS, eval_split=0.25), "lora": LORA}
 
     failed = run("lora_sft", {**spec, "training": training})
+    filtered = run("lora_sft", {**spec, "training": {**training, "logging_nan_inf_filter": True}}, out="filtered")
     allowed = run("lora_sft", {**spec, "training": {**training, "allow_non_finite_loss": True}}, out="allowed")
 
     assert failed.error["type"] == "NonFiniteLoss"
@@ -112,6 +127,8 @@ def test_a_loss_that_is_no_number_is_shown_where_it_is_allowed(run, tmp_path):
     history = json.loads((tmp_path / "allowed" / "responses.json").read_text())["history"]
     assert len([entry for entry in history if entry.get("loss", 0.0) is None]) > 0
     assert any("the loss is no number in" in warning for warning in allowed.result["warnings"])
+    assert "training.logging_nan_inf_filter is taken as allow_non_finite_loss" in filtered.result["warnings"][0]
+    assert filtered.result["steps"] == 6
 
 
 def test_a_training_whose_rewards_are_all_equal_warns(run):

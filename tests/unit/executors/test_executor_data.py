@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from executors.base import ExecutorError
-from executors.data.columns import training_rows
+from executors.data.columns import training_rows, with_text_column
 from executors.data.presets import chatterbot_pairs
 from executors.data.sources import read_entries, read_rows
 from executors.data.splits import split
@@ -149,6 +149,32 @@ def test_wrong_columns_are_named(rows, data, says):
         training_rows(rows, data)
 
     assert caught.value.type == "BadInput"
+
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("row", "data", "column", "warns"),
+    [
+        ({"content": "a"}, {}, "content", None),
+        ({"content": "a", "text": "b"}, {}, "content", None),
+        (CHAT, {}, None, "the rows have messages"),
+        ({**CHAT, "content": "a"}, {}, None, "the rows have messages"),
+        ({"prompt": "a", "completion": "b"}, {}, None, "the rows have prompt and completion"),
+        ({"question": "a", "answer": "b", "content": "c"}, {}, None, "data.column: content"),
+        (CHAT, {"columns": {"messages": "messages"}}, None, "the section data names the columns"),
+        ({"body": "a", "content": "b"}, {"column": "body"}, "body", "the section data names the columns"),
+        ({"body": "a", "content": "b"}, {"columns": {"text": "content"}}, None, None),
+        ({"content": "b"}, {"column": "content"}, "content", None),
+    ],
+)
+def test_the_field_of_texts_counts_for_rows_of_texts_alone(row, data, column, warns):
+    named, warning = with_text_column([row], data, "content")
+
+    assert named.get("column") == column
+    assert (warns in warning) if warns else warning is None
+    assert training_rows([row], named)
 
 
 @given(
