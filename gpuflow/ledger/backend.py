@@ -44,6 +44,11 @@ SENT_SECONDS: Final = 300
 TAIL_PAUSE_SECONDS: Final = 1.0
 #: The control task that calls one URL of a task's `notify`.
 NOTIFY_TASK: Final = "gpuflow.maintenance.notify"
+#: The same for an entry with a field that the task above did not read at first: a worker of that version, which would
+#: send something else and take it for delivered, does not know it.
+CALL_BACK_TASK: Final = "gpuflow.maintenance.call_back"
+#: Fields of an entry of `notify` that every version reads.
+_PLAIN_NOTICE: Final = frozenset({"on", "url", "headers"})
 _NOTICES: Final = uuid.UUID("0d0f7d4c-7a55-5f0e-8a37-3f1c1a7f5b21")
 
 
@@ -68,6 +73,12 @@ class Attempts:
         """Return the attempt that this process runs, if any."""
         with self._lock:
             return self._holders.get(task_id)
+
+
+def notice_task(entry: Mapping[str, Any]) -> str:
+    """Return the name of the control task that calls the URL of an entry of `notify`."""
+    given = {name for name, value in entry.items() if value is not None}
+    return NOTIFY_TASK if given <= _PLAIN_NOTICE else CALL_BACK_TASK
 
 
 def error_record(error: BaseException, *, error_type: str | None = None, retryable: bool = False) -> dict[str, Any]:
@@ -346,7 +357,7 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
         named = [entry for entry in spec.get("notify") or () if {str(state).lower(), "finished"} & set(entry["on"])]
         for number in range(min(len(named), MAX_NOTICES)):
             self.app.send_task(
-                NOTIFY_TASK,
+                notice_task(named[number]),
                 args=(task_id, number),
                 task_id=str(uuid.uuid5(_NOTICES, f"{task_id}/{state}/{number}")),
                 queue=NOTICE_QUEUE,
