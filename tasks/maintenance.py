@@ -12,7 +12,7 @@ from gpuflow.celery_app import app
 from gpuflow.errors import NotAllowed
 from gpuflow.ledger.backend import CALL_BACK_TASK, NOTIFY_TASK
 from gpuflow.ledger.records import TaskRecord
-from gpuflow.routing.families import CONTROL_QUEUE, MAX_NOTICES, NOTICE_QUEUE
+from gpuflow.routing.families import CALL_BACK_QUEUE, CONTROL_QUEUE, MAX_NOTICES, NOTICE_QUEUE
 from gpuflow.spec.references import UnresolvedReference, find_references, resolve_env
 from gpuflow.upkeep.notices import NotDelivered, body, deliver, wanted
 from gpuflow.upkeep.reconciler import Reconciler
@@ -35,7 +35,7 @@ def notify(self: Any, task_id: str, number: int) -> None:
     _call(self, task_id, number)
 
 
-@app.task(bind=True, name=CALL_BACK_TASK, queue=NOTICE_QUEUE, ignore_result=True, throws=(NotDelivered, NotAllowed))
+@app.task(bind=True, name=CALL_BACK_TASK, queue=CALL_BACK_QUEUE, ignore_result=True, throws=(NotDelivered, NotAllowed))
 def call_back(self: Any, task_id: str, number: int) -> None:
     """Call one URL of a task that has ended, whose entry a worker of the version before would not read whole."""
     _call(self, task_id, number)

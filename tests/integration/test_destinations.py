@@ -20,7 +20,7 @@ import pytest
 from gpuflow.client import submit
 from gpuflow.errors import TaskFailed
 from gpuflow.ledger.backend import CALL_BACK_TASK
-from gpuflow.routing.families import NOTICE_QUEUE
+from gpuflow.routing.families import CALL_BACK_QUEUE
 from tests.gate import leftovers
 from tests.support.fleet import TestFleet
 from tests.support.gateway import TOKEN, Gateway
@@ -163,7 +163,7 @@ def test_a_callback_to_the_fleets_service_is_told_where_the_worker_has_stored_no
         fleet.start_worker("w2", env={"GPUFLOW_GATEWAY_URL": gateway.url, "GPUFLOW_WORKER_TOKEN": TOKEN})
         stored = submit(spec, app=fleet.app)
         result = stored.get(timeout=patient(30))
-        fleet.app.send_task(CALL_BACK_TASK, args=(unstored.id, 0), queue=NOTICE_QUEUE, ignore_result=True)
+        fleet.app.send_task(CALL_BACK_TASK, args=(unstored.id, 0), queue=CALL_BACK_QUEUE, ignore_result=True)
 
         eventually(lambda: told(unstored.id, "give worker w1"), within=30, what="the event of what was not stored")
         assert result["manifest_url"].endswith(f"/{stored.id}/files/attempt-1/manifest.json")

@@ -11,11 +11,11 @@ PLAIN = {"on": ["failed"], "url": "https://host/hook"}
 
 @pytest.mark.parametrize("more", [{}, {"headers": {"X-Team": "nlp"}}, {"secret": None}])
 def test_a_plain_notice_has_the_name_that_every_version_knows(more: dict[str, object]) -> None:
-    assert backend.notice_task({**PLAIN, **more}) == "gpuflow.maintenance.notify"
+    assert backend.notice_task({**PLAIN, **more}) == ("gpuflow.maintenance.notify", "gpuflow.notices")
 
 
 @pytest.mark.parametrize(
     "more", [{"body": "result"}, {"method": "PUT"}, {"secret": "${env:KEY}"}, {"retries": 0}, {"timeoutSec": 5}]
 )
 def test_a_notice_with_a_later_field_has_a_name_that_older_workers_do_not_know(more: dict[str, object]) -> None:
-    assert backend.notice_task({**PLAIN, **more}) == "gpuflow.maintenance.call_back"
+    assert backend.notice_task({**PLAIN, **more}) == ("gpuflow.maintenance.call_back", "gpuflow.callbacks")
