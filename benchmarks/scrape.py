@@ -42,7 +42,7 @@ def announce(client: Any, keys: Keys) -> None:
                 hostname=f"host-{number}",
                 class_name=f"class-{number % 10}",
                 capability={"schema": 1, "gpus": cards, "cpu_count": 64, "memory_mib": 512_000, "labels": {}},
-                queues=("gpuflow.control", "gpuflow.notices", "tasks"),
+                queues=("gpuflow.control", "gpuflow.notices", "gpuflow.callbacks", "tasks"),
                 tasks=tuple(f"task-{number}-{place}" for place in range(GPUS)),
                 load={
                     "jobs": GPUS,

@@ -6,13 +6,13 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from gpuflow.artifacts.destination import is_own_store
+from gpuflow.artifacts.destination import is_own_store, is_stored_at
 from gpuflow.artifacts.task_policy import task_hosts
 from gpuflow.celery_app import app
 from gpuflow.errors import NotAllowed
-from gpuflow.ledger.backend import NOTIFY_TASK
+from gpuflow.ledger.backend import CALL_BACK_TASK, NOTIFY_TASK
 from gpuflow.ledger.records import TaskRecord
-from gpuflow.routing.families import CONTROL_QUEUE, MAX_NOTICES, NOTICE_QUEUE
+from gpuflow.routing.families import CALL_BACK_QUEUE, CONTROL_QUEUE, MAX_NOTICES, NOTICE_QUEUE
 from gpuflow.spec.references import UnresolvedReference, find_references, resolve_env
 from gpuflow.upkeep.notices import NotDelivered, body, deliver, wanted
 from gpuflow.upkeep.reconciler import Reconciler
@@ -32,6 +32,16 @@ def reconcile() -> dict[str, int]:
 @app.task(bind=True, name=NOTIFY_TASK, queue=NOTICE_QUEUE, ignore_result=True, throws=(NotDelivered, NotAllowed))
 def notify(self: Any, task_id: str, number: int) -> None:
     """Call one URL of a task that has ended."""
+    _call(self, task_id, number)
+
+
+@app.task(bind=True, name=CALL_BACK_TASK, queue=CALL_BACK_QUEUE, ignore_result=True, throws=(NotDelivered, NotAllowed))
+def call_back(self: Any, task_id: str, number: int) -> None:
+    """Call one URL of a task that has ended, whose entry a worker of the version before would not read whole."""
+    _call(self, task_id, number)
+
+
+def _call(self: Any, task_id: str, number: int) -> None:
     record = app.ledger.find(task_id)
     if record is None or not record.state.final:
         return
@@ -42,7 +52,8 @@ def notify(self: Any, task_id: str, number: int) -> None:
     try:
         entry = _with_secrets(entries[number], record, str(self.request.hostname))
         if entry.get("body") == "result" and is_own_store(entry["url"], app.settings):
-            return  # the results are there: the worker has stored them by the protocol of that service
+            _tell_unstored(record, number, str(entry["url"]))
+            return  # the worker that ran the task stores results there, by the protocol of that service
         deliver(entry, body(record, entry), hosts=task_hosts(app.settings), delivery=self.request.id)
     except NotAllowed as error:
         why = f"; {error.setting} of the worker would allow it" if error.setting else ", and no setting would allow it"
@@ -55,6 +66,16 @@ def notify(self: Any, task_id: str, number: int) -> None:
         raise self.retry(
             exc=error, countdown=wait, max_retries=NOTIFY_TRIES - 1 if retries is None else retries
         ) from error
+
+
+def _tell_unstored(record: TaskRecord, number: int, url: str) -> None:
+    """Say in the events of a task that its results are not in the fleet's service, unless the record shows them there.
+
+    They are not where the worker that ran the task does not know the service as the fleet's.
+    """
+    if not is_stored_at(url, app.settings, record.result, record.id, record.attempt):
+        what = "was not delivered: its URL is the fleet's results service, where this attempt was not stored"
+        _tell(record.id, number, f"{what}; give worker {record.worker} the GPUFLOW_GATEWAY_URL of the others")
 
 
 def _tell(task_id: str, number: int, what: str) -> None:

@@ -25,6 +25,8 @@ from gpuflow.settings import Settings
 from gpuflow.terminal import log_value
 
 MANIFEST: Final = "manifest.json"
+#: Field of the result of a task with a callback: the URL of its manifest in the store.
+STORED_AT: Final = "manifest_url"
 _BEARER: Final = "bearer "
 
 
@@ -92,6 +94,22 @@ def _store(given: Mapping[str, Any], settings: Settings) -> Store | None:
 def is_own_store(url: object, settings: Settings) -> bool:
     """Say whether a URL is that of a results service of the fleet: results go there by its protocol."""
     return isinstance(url, str) and results_name(url, settings) == ""
+
+
+def stored_at(spec: Mapping[str, Any], store: Store | None, task_id: str, attempt: int) -> dict[str, str]:
+    """Return what the result of a task with a callback says of its store: where its manifest is."""
+    if store is None or not any(one.get("body") == "result" for one in spec.get("notify") or ()):
+        return {}
+    return {STORED_AT: store.url(stored_name(task_id, attempt, MANIFEST))}
+
+
+def is_stored_at(url: str, settings: Settings, result: Any, task_id: str, attempt: int) -> bool:
+    """Say whether a result shows that its attempt is stored at `url`, a results service of the fleet."""
+    try:
+        stored = open_store(url, settings=settings).url(stored_name(task_id, attempt, MANIFEST))
+    except ArtifactError:
+        return False
+    return isinstance(result, Mapping) and result.get(STORED_AT) == stored
 
 
 def fleet_store_url(settings: Settings) -> str | None:

@@ -67,8 +67,8 @@
 
 Workers with a token of their own may use all of them but those that begin with `access:` (`tokens.broker_users`).
 
-No queue may be named like one of them; `gpuflow.control` and `gpuflow.notices` are the only queues whose names begin
-with `gpuflow.`.
+No queue may be named like one of them; `gpuflow.control`, `gpuflow.notices` and `gpuflow.callbacks` are the only queues
+whose names begin with `gpuflow.`.
 The optional global prefix (GPUFLOW_KEY_PREFIX) stands before every one of them.
 """
 

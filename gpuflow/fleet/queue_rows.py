@@ -14,7 +14,7 @@ from gpuflow.broker.keys import Keys
 from gpuflow.broker.leases import held_leases
 from gpuflow.broker.priorities import list_keys, queue_of
 from gpuflow.fleet.registry import Fleet
-from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUE
+from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUES
 
 
 def queue_rows(client: redis.Redis, keys: Keys, plain_queue: str) -> list[dict[str, Any]]:
@@ -30,7 +30,7 @@ def queue_rows(client: redis.Redis, keys: Keys, plain_queue: str) -> list[dict[s
     for list_key, is_live in held_leases(client, keys):
         (running if is_live else lost)[queue_of(list_key.removeprefix(keys.prefix))] += 1
     rows = []
-    for name in [*registered, CONTROL_QUEUE, NOTICE_QUEUE, plain_queue]:
+    for name in [*registered, CONTROL_QUEUE, *NOTICE_QUEUES, plain_queue]:
         pipe = client.pipeline(transaction=False)
         for key in list_keys([name]):
             pipe.llen(f"{keys.prefix}{key}")

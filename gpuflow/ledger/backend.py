@@ -30,7 +30,7 @@ from gpuflow.ledger.ledger import Holder, Ledger
 from gpuflow.ledger.result_consumer import PatientResultConsumer
 from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
-from gpuflow.routing.families import MAX_NOTICES, NOTICE_QUEUE, SUPERVISED_TASKS
+from gpuflow.routing.families import CALL_BACK_QUEUE, MAX_NOTICES, NOTICE_QUEUE, SUPERVISED_TASKS
 from gpuflow.secrets import known, public_spec
 
 log = get_logger("gpuflow.backend")
@@ -44,6 +44,11 @@ SENT_SECONDS: Final = 300
 TAIL_PAUSE_SECONDS: Final = 1.0
 #: The control task that calls one URL of a task's `notify`.
 NOTIFY_TASK: Final = "gpuflow.maintenance.notify"
+#: The same for an entry with a field that the task above did not read at first. A worker of that version, which would
+#: send something else and take it for delivered, does not know this one, nor its queue.
+CALL_BACK_TASK: Final = "gpuflow.maintenance.call_back"
+#: Fields of an entry of `notify` that every version reads.
+_PLAIN_NOTICE: Final = frozenset({"on", "url", "headers"})
 _NOTICES: Final = uuid.UUID("0d0f7d4c-7a55-5f0e-8a37-3f1c1a7f5b21")
 
 
@@ -68,6 +73,12 @@ class Attempts:
         """Return the attempt that this process runs, if any."""
         with self._lock:
             return self._holders.get(task_id)
+
+
+def notice_task(entry: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the name and the queue of the control task that calls the URL of an entry of `notify`."""
+    given = {name for name, value in entry.items() if value is not None}
+    return (NOTIFY_TASK, NOTICE_QUEUE) if given <= _PLAIN_NOTICE else (CALL_BACK_TASK, CALL_BACK_QUEUE)
 
 
 def error_record(error: BaseException, *, error_type: str | None = None, retryable: bool = False) -> dict[str, Any]:
@@ -345,11 +356,12 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
             return
         named = [entry for entry in spec.get("notify") or () if {str(state).lower(), "finished"} & set(entry["on"])]
         for number in range(min(len(named), MAX_NOTICES)):
+            name, queue = notice_task(named[number])
             self.app.send_task(
-                NOTIFY_TASK,
+                name,
                 args=(task_id, number),
                 task_id=str(uuid.uuid5(_NOTICES, f"{task_id}/{state}/{number}")),
-                queue=NOTICE_QUEUE,
+                queue=queue,
                 ignore_result=True,
             )
 

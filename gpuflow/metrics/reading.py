@@ -16,7 +16,7 @@ from gpuflow.broker.priorities import queue_of
 from gpuflow.broker.scripts import load_script, script_text
 from gpuflow.fleet.registry import Fleet, WorkerEntry
 from gpuflow.fleet.serving import serving_classes
-from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUE
+from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUES
 from gpuflow.routing.queues import is_demand_queue
 
 
@@ -132,7 +132,7 @@ def _queues(
 ) -> tuple[QueueReading, ...]:
     """Return every queue in which something waits or runs, and those that are always there."""
     step = load_script("gpuflow.scaling", "depths", script_text("gpuflow.broker", "common"))
-    named = {CONTROL_QUEUE, NOTICE_QUEUE, plain_queue, *running, *lost}
+    named = {CONTROL_QUEUE, *NOTICE_QUEUES, plain_queue, *running, *lost}
     named |= {queue for worker in workers for queue in worker.queues if not is_demand_queue(queue)}
     time_text, _, *rows = step(client, [keys.ready, keys.sweep], sorted(named))
     able = [worker for worker in workers if worker.is_there and worker.takes_work]
@@ -143,7 +143,7 @@ def _queues(
     found = []
     for name, _, _, oldest, *depths in rows:
         served_by = sum(by_class[one] for one in serving.get(name, ())) if is_demand_queue(name) else by_name[name]
-        if name in (CONTROL_QUEUE, NOTICE_QUEUE):
+        if name in (CONTROL_QUEUE, *NOTICE_QUEUES):
             served_by = len(present)
         found.append(
             QueueReading(

@@ -12,6 +12,9 @@ CONTROL_QUEUE: Final = "gpuflow.control"
 #: Calls of the URLs of `notify`: served by every worker as the control queue is, in slots of their own, since a
 #: receiver may be slow.
 NOTICE_QUEUE: Final = "gpuflow.notices"
+#: Those with fields that a worker of the version before does not read: it does not take from here.
+CALL_BACK_QUEUE: Final = "gpuflow.callbacks"
+NOTICE_QUEUES: Final = (NOTICE_QUEUE, CALL_BACK_QUEUE)
 #: Entries of `notify` that a task may have.
 MAX_NOTICES: Final = 10
 

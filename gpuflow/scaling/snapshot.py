@@ -16,14 +16,14 @@ from gpuflow.errors import GPUFlowError
 from gpuflow.fleet.registry import Fleet, WorkerEntry, WorkerState
 from gpuflow.fleet.worker_views import capability_of
 from gpuflow.routing.capability import Capability
-from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUE
+from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUES
 from gpuflow.routing.queue_parsing import requirement_of
 from gpuflow.routing.queues import is_demand_queue
 from gpuflow.routing.requirement import Requirement
 from gpuflow.scaling.model import Demand, MachineFacts, Snapshot, WorkerFacts
 from gpuflow.scaling.store import Machine, ScalingStore
 
-_OURS = (CONTROL_QUEUE, NOTICE_QUEUE)
+_OURS = (CONTROL_QUEUE, *NOTICE_QUEUES)
 
 
 class Seen:

@@ -84,9 +84,10 @@ def check_spec(
         check_ranks(spec, findings)
     elif isinstance(spec.get("checkpoint"), dict) and spec["checkpoint"].get("merge_first") is not None:
         findings.add(("checkpoint", "merge_first"), f"is for trainings that begin from an adapter, not for {task_type}")
-    _check_template(spec, findings)
+    is_right = _check_template(spec, findings)
     if at_dispatch:
-        _render_template(spec, findings)
+        if is_right:
+            _render_template(spec, findings)
     else:
         check_plain_secrets(spec, findings, foreign=foreign)
     known = len(findings.mistakes)
@@ -193,12 +194,17 @@ def _library_sections(
             holder[path[-1]] = check_section(given, section, path, findings, lenient=foreign, at_dispatch=at_dispatch)
 
 
-def _check_template(spec: Mapping[str, Any], findings: Findings) -> None:
+def _check_template(spec: Mapping[str, Any], findings: Findings) -> bool:
+    """Note what is wrong with a graph template, and say whether nothing is."""
     data = spec.get("data")
     template = data.get("template") if isinstance(data, Mapping) else None
-    if isinstance(template, Mapping):
-        for path, message in check_template(template):
-            findings.add(("data", "template", *path), message)
+    is_right = True
+    for path, message in check_template(template) if isinstance(template, Mapping) else ():
+        is_right = False
+        findings.add(("data", "template", *path), message)
+        if findings.full:
+            break
+    return is_right
 
 
 def _check_further(spec: Mapping[str, Any], findings: Findings, known: int) -> None:
@@ -216,8 +222,6 @@ def _render_template(spec: dict[str, Any], findings: Findings) -> None:
     """Replace a graph template whose values are known by the list of its prompts."""
     data = spec.get("data")
     if not isinstance(data, dict) or data.get("type") != "graph_template" or not isinstance(data.get("template"), dict):
-        return
-    if any(mistake.path.startswith("spec.data.template") for mistake in findings.mistakes):
         return
     try:
         items = render(data["template"])

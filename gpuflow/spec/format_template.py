@@ -13,18 +13,18 @@ of a step, a function in Python, is code that a template brings: it is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from gpuflow.spec.formatting import Room, fill, names_in, text_of
+from gpuflow.spec.formatting import Pattern, Room, listed, names_in, text_of
 from gpuflow.spec.report import Path, one_of, show
 
-#: Most steps and messages of one template.
+#: Most steps and messages of one template, and most arguments of one step.
 _MOST: Final = 100
 _ROLES: Final = ("system", "user", "assistant", "tool")
 
 
-def check_format(labels: Sequence[str], options: Any) -> Iterator[tuple[Path, str]]:
+def check_format(labels: Iterable[str], options: Any) -> Iterator[tuple[Path, str]]:
     """Yield what is wrong with a template `format` over columns of these labels: path below `template`, and message."""
     at: Path = ("options", "format")
     given = options.get("format") if isinstance(options, Mapping) else None
@@ -33,7 +33,7 @@ def check_format(labels: Sequence[str], options: Any) -> Iterator[tuple[Path, st
         return
     for name in sorted(set(map(str, given)) - {"steps", "messages"}):
         yield (*at, name), "unknown field; the fields here are steps or messages"
-    known = list(labels)
+    known = dict.fromkeys(labels)
     steps, messages = given.get("steps") or [], given.get("messages")
     if not isinstance(steps, list) or len(steps) > _MOST:
         yield (*at, "steps"), f"is {show(steps)}; it must be a list of at most {_MOST} steps"
@@ -41,7 +41,7 @@ def check_format(labels: Sequence[str], options: Any) -> Iterator[tuple[Path, st
     for index, step in enumerate(steps):
         yield from _check_step(step, known, (*at, "steps", index))
         if isinstance(step, Mapping) and isinstance(step.get("label"), str):
-            known.append(step["label"])
+            known[step["label"]] = None
     if not isinstance(messages, list) or not 0 < len(messages) <= _MOST:
         yield (*at, "messages"), f"is {show(messages)}; it must be a list of 1 to {_MOST} messages"
         return
@@ -55,7 +55,7 @@ def check_format(labels: Sequence[str], options: Any) -> Iterator[tuple[Path, st
             yield (*here, "role"), f"is {show(message['role'])}; it must be {one_of(_ROLES)}"
 
 
-def _check_step(step: Any, known: Sequence[str], at: Path) -> Iterator[tuple[Path, str]]:
+def _check_step(step: Any, known: Mapping[str, None], at: Path) -> Iterator[tuple[Path, str]]:
     if not isinstance(step, Mapping) or not isinstance(step.get("label"), str):
         yield at, f"is {show(step)}; a step has label, template and arguments"
         return
@@ -69,27 +69,24 @@ def _check_step(step: Any, known: Sequence[str], at: Path) -> Iterator[tuple[Pat
         yield (*at, "template"), f"is {show(step.get('template'))}; it must be text with {{names}}"
         return
     arguments = step.get("arguments") or []
-    if not isinstance(arguments, list):
-        yield (*at, "arguments"), f"is {show(arguments)}; it must be a list of {{label, value}}"
+    if not isinstance(arguments, list) or len(arguments) > _MOST:
+        yield (*at, "arguments"), f"is {show(arguments)}; it must be a list of at most {_MOST} {{label, value}}"
         return
-    names = []
+    names: dict[str, None] = {}
     for index, argument in enumerate(arguments):
         here = (*at, "arguments", index)
         if not isinstance(argument, Mapping) or not all(isinstance(argument.get(k), str) for k in ("label", "value")):
             yield here, f"is {show(argument)}; an argument is {{label, value}}, its value the label of a column or step"
             continue
-        names.append(argument["label"])
+        names[argument["label"]] = None
         if argument["value"] not in known:
             yield (
                 (*here, "value"),
-                f"is {show(argument['value'])}; the columns and steps before it are {one_of(known or ['none'])}",
+                f"is {show(argument['value'])}; the columns and steps before it are {listed(known)}",
             )
-    for name in names_in(step["template"]):
+    for name in dict.fromkeys(names_in(step["template"])):
         if name not in names:
-            yield (
-                (*at, "template"),
-                f"has {{{name}}}, which no argument gives; the arguments are {', '.join(names) or 'none'}",
-            )
+            yield (*at, "template"), f"has {{{name}}}, which no argument gives; the arguments are {listed(names)}"
 
 
 def render_format(columns: Sequence[tuple[str, Any]], given: Mapping[str, Any]) -> Iterator[list[dict[str, Any]]]:
@@ -97,24 +94,31 @@ def render_format(columns: Sequence[tuple[str, Any]], given: Mapping[str, Any]) 
     values = {label: value if isinstance(value, list) else [value] for label, value in columns}
     room = Room()
     for step in given.get("steps") or ():
-        used = set(names_in(step["template"]))
-        wanted = {one["label"]: one["value"] for one in step.get("arguments") or () if one["label"] in used}
+        pattern = Pattern(step["template"])
+        wanted = {one["label"]: one["value"] for one in step.get("arguments") or () if one["label"] in pattern.names}
         rows = _rows({label: values[label] for label in wanted.values()})
-        values[step["label"]] = [
-            room.take(fill(step["template"], _texts(wanted, values, row), strict=True)) for row in range(rows)
-        ]
+        values[step["label"]] = [pattern.fill(_at_row(wanted, values, row), room, strict=True) for row in range(rows)]
+    messages = [(message, _pattern(message, values)) for message in given["messages"]]
     for row in range(_rows(values)):
-        yield list(_messages(given["messages"], values, row, room))
+        yield list(_messages(messages, values, row, room))
 
 
-def _texts(wanted: Mapping[str, str], values: Mapping[str, Sequence[Any]], row: int) -> dict[str, str]:
-    return {name: text_of(_at(values[label], row)) for name, label in wanted.items()}
+def _pattern(message: Mapping[str, Any], values: Mapping[str, Any]) -> Pattern | None:
+    """Return the text with names that a message is; None for one that is the value of a step or column."""
+    return None if message.get("role") is None or message["content"] in values else Pattern(message["content"])
+
+
+def _at_row(wanted: Mapping[str, str], values: Mapping[str, Sequence[Any]], row: int) -> dict[str, Any]:
+    return {name: _at(values[label], row) for name, label in wanted.items()}
 
 
 def _messages(
-    wanted: Sequence[Mapping[str, Any]], values: Mapping[str, Sequence[Any]], row: int, room: Room
+    wanted: Sequence[tuple[Mapping[str, Any], Pattern | None]],
+    values: Mapping[str, Sequence[Any]],
+    row: int,
+    room: Room,
 ) -> Iterator[dict[str, Any]]:
-    for message in wanted:
+    for message, pattern in wanted:
         content, role = message["content"], message.get("role")
         if role is None:
             chat = _at(values[content], row)
@@ -123,11 +127,11 @@ def _messages(
             for one in chat:
                 room.take(str(one.get("content")))
                 yield dict(one)
-        elif content in values:
+        elif pattern is None:
             yield {"role": role, "content": room.take(text_of(_at(values[content], row)))}
         else:
-            names = {name: name for name in names_in(content) if name in values}
-            yield {"role": role, "content": room.take(fill(content, _texts(names, values, row), strict=False))}
+            names = {name: name for name in pattern.names if name in values}
+            yield {"role": role, "content": pattern.fill(_at_row(names, values, row), room, strict=False)}
 
 
 def _rows(values: Mapping[str, Sequence[Any]]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 #: Longest text of one prompt, in characters: a template that repeats what it made would double with each step.
@@ -13,32 +13,10 @@ MAX_TEXT: Final = 10 << 20
 MAX_TEXTS: Final = 64 << 20
 #: Most texts that one template makes, those of its steps included: a worker makes them between other work.
 MAX_MADE: Final = 1_000_000
+#: Most names that a message lists, and most characters of one of them.
+_MAX_LISTED: Final = 10
+_MAX_SHOWN: Final = 60
 _PART: Final = re.compile(r"\{\{|\}\}|\{([A-Za-z_][\w-]{0,99})\}")
-
-
-def fill(text: str, values: Mapping[str, str], *, strict: bool) -> str:
-    """Return the text with `{name}` replaced, and `{{` and `}}` as one brace.
-
-    A name without a value stays as it is, or with `strict` raises ValueError; so does a text that grows too long.
-    """
-    pieces: list[str] = []
-    size = position = 0
-    for found in _PART.finditer(text):
-        name = found[1]
-        if name is None:
-            value = found[0][0]
-        elif name in values:
-            value = values[name]
-        elif strict:
-            raise ValueError(f"{found[0]} has no value; the arguments are {', '.join(values) or 'none'}")
-        else:
-            value = found[0]
-        pieces += [text[position : found.start()], value]
-        size += found.start() - position + len(value)
-        position = found.end()
-        if size > MAX_TEXT:
-            raise ValueError(f"the text has more than the {MAX_TEXT} characters of a prompt")
-    return "".join([*pieces, text[position:]])
 
 
 class Room:
@@ -47,15 +25,75 @@ class Room:
     def __init__(self) -> None:
         self._characters, self._texts = MAX_TEXTS, MAX_MADE
 
-    def take(self, text: str) -> str:
-        """Return the text. Raises ValueError once there are too many, or too long ones."""
-        self._characters -= len(text)
+    def take(self, text: str, work: int = 0) -> str:
+        """Return the text. Raises ValueError once there are too many, or too long ones.
+
+        `work` is the number of characters that were read to make it; the greater of the two counts.
+        """
+        self._characters -= max(len(text), work)
         self._texts -= 1
         if self._characters < 0 or self._texts < 0:
             raise ValueError(
-                f"the template makes more than {MAX_TEXTS} characters or {MAX_MADE} texts; give it fewer rows"
+                f"the template makes more than {MAX_TEXTS} characters or {MAX_MADE} texts, or reads more to make them; "
+                "give it fewer rows, or shorter texts"
             )
         return text
+
+    def join(self, separator: str, parts: Iterable[str]) -> str:
+        """Return one text of parts, each counted as it is made. Raises ValueError for too many, or too long ones."""
+        kept: list[str] = []
+        size = 0
+        for part in parts:
+            size += len(part) + (len(separator) if kept else 0)
+            _fits(size)
+            kept.append(part)
+        return self.take(separator.join(kept))
+
+
+class Pattern:
+    """A text with `{name}`, parsed once: what stands in it, and which names it has values put in for."""
+
+    def __init__(self, text: str) -> None:
+        self.length = len(text)
+        #: Pieces of the text, and None with the name for each place of a value.
+        self._pieces: list[tuple[str, str | None]] = []
+        position = 0
+        for found in _PART.finditer(text):
+            if found.start() > position:
+                self._pieces.append((text[position : found.start()], None))
+            self._pieces.append((found[0][0], None) if found[1] is None else (found[0], found[1]))
+            position = found.end()
+        if position < len(text):
+            self._pieces.append((text[position:], None))
+        self.names: Final = frozenset(name for _, name in self._pieces if name is not None)
+
+    def fill(self, values: Mapping[str, Any], room: Room, *, strict: bool) -> str:
+        """Return the text with `{name}` replaced, and `{{` and `}}` as one brace; it takes of `room`.
+
+        A value is made text when its name is met, so that a text that grows too long ends before the next one is made:
+        with ValueError, as with `strict` a name without a value does, which else stays as it is.
+        """
+        made: list[str] = []
+        texts: dict[str, str] = {}
+        size = 0
+        for piece, name in self._pieces:
+            if name is not None and name in values:
+                if name not in texts:
+                    texts[name] = text_of(values[name])
+                text = texts[name]
+            elif name is not None and strict:
+                raise ValueError(f"{piece} has no value; the arguments are {listed(values)}")
+            else:
+                text = piece
+            size += len(text)
+            _fits(size)
+            made.append(text)
+        return room.take("".join(made), work=self.length)
+
+
+def _fits(size: int) -> None:
+    if size > MAX_TEXT:
+        raise ValueError(f"the text has more than the {MAX_TEXT} characters of a prompt")
 
 
 def names_in(text: str) -> Iterator[str]:
@@ -63,6 +101,13 @@ def names_in(text: str) -> Iterator[str]:
     for found in _PART.finditer(text):
         if found[1] is not None:
             yield found[1]
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return the first names of a list, each cut, and how many more there are; `none` for none."""
+    shown = [name if len(name) <= _MAX_SHOWN else f"{name[:_MAX_SHOWN]}..." for name in names]
+    more = f" and {len(shown) - _MAX_LISTED} more" if len(shown) > _MAX_LISTED else ""
+    return f"{', '.join(shown[:_MAX_LISTED])}{more}" if shown else "none"
 
 
 def text_of(value: Any) -> str:

@@ -7,10 +7,11 @@ Used by `checking` at dispatch, so that executors see plain lists only. `columns
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Final
 
 from gpuflow.spec.format_template import check_format, render_format
-from gpuflow.spec.formatting import Room, fill, text_of
+from gpuflow.spec.formatting import Pattern, Room, text_of
 from gpuflow.spec.report import Path, one_of, show, suggest
 
 #: Names of the templates; without one it is `columns`.
@@ -28,10 +29,12 @@ def check_template(template: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
     least = {"columns": 1, "two_column_briefing": 2}.get(name, 0)
     if len(columns) < least:
         yield ("columns",), f"has {len(columns)} columns; a template {name} has at least {least}"
-    labels = [str(column.get("label")) for column in columns]
+    labels: dict[str, None] = {}
     for index, column in enumerate(columns):
-        if labels[index] in labels[:index]:
-            yield ("columns", index, "label"), f"is {show(labels[index])}, as another column; rename one"
+        label = str(column.get("label"))
+        if label in labels:
+            yield ("columns", index, "label"), f"is {show(label)}, as another column; rename one"
+        labels[label] = None
         rows = column.get("data")
         if rows is not None and (
             not isinstance(rows, Mapping) or set(rows) - {"type", "items"} or not isinstance(rows.get("items"), list)
@@ -77,8 +80,8 @@ def _blocks(columns: Sequence[tuple[str, Any]], options: Mapping[str, Any]) -> l
     room = Room()
     prompts = []
     for row in range(next(iter(lengths.values()), 1)):
-        blocks = [f"{label}:\n{text_of(v[row] if isinstance(v, list) else v)}" for label, v in columns]
-        prompts.append(room.take("\n\n".join(part for part in (intro, *blocks, closing) if part)))
+        blocks = (f"{label}:\n{text_of(v[row] if isinstance(v, list) else v)}" for label, v in columns)
+        prompts.append(room.join("\n\n", (part for part in chain((intro,), blocks, (closing,)) if part)))
     return prompts
 
 
@@ -96,16 +99,16 @@ def _briefing(columns: Sequence[tuple[str, Any]], options: Mapping[str, Any]) ->
     closing = _lines(options.get("closing")) or (
         f"Write it in two columns, {first} against {second}, and end with recommendations that one can act on."
     )
-    points = [f"• {label}: {_indented(text_of(value))}" for label, value in columns]
-    return ["\n".join([intro, *points, closing])]
+    points = (f"• {label}: {_indented(text_of(value))}" for label, value in columns)
+    return [Room().join("\n", chain((intro,), points, (closing,)))]
 
 
 def _text_template(text: str, columns: Sequence[tuple[str, Any]]) -> str:
     """Return the text with `{col0_label}` and `{col0_value}` replaced; other braces stay."""
-    values: dict[str, str] = {}
+    values: dict[str, Any] = {}
     for index, (label, value) in enumerate(columns):
-        values |= {f"col{index}_label": label, f"col{index}_value": text_of(value)}
-    return fill(text, values, strict=False)
+        values |= {f"col{index}_label": label, f"col{index}_value": value}
+    return Pattern(text).fill(values, Room(), strict=False)
 
 
 _RENDERERS: Final[Mapping[str, Callable[[Sequence[tuple[str, Any]], Mapping[str, Any]], list[str]]]] = {

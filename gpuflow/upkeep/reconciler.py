@@ -24,7 +24,7 @@ from gpuflow.ledger.records import TaskRecord
 from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
 from gpuflow.pipelines.records import PipelineState
-from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUE
+from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUES
 
 log = get_logger("gpuflow.reconciler")
 
@@ -207,7 +207,7 @@ class Reconciler:
         return ids
 
     def _waiting_ids(self) -> Iterator[str]:
-        queues = [*self.client.smembers(self.keys.queues), CONTROL_QUEUE, NOTICE_QUEUE, self.app.settings.task_topic]
+        queues = [*self.client.smembers(self.keys.queues), CONTROL_QUEUE, *NOTICE_QUEUES, self.app.settings.task_topic]
         for key in list_keys(queues):
             start = 0
             while chunk := self._raw("LRANGE", f"{self.keys.prefix}{key}", start, start + _CHUNK - 1):

@@ -15,7 +15,7 @@ from typing import Final
 from gpuflow.broker.gate import Choice, Taste
 from gpuflow.fleet.gpu_locks import Hold
 from gpuflow.routing.capability import Capability
-from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUE
+from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUES
 from gpuflow.routing.fit import match, shared_mib
 from gpuflow.routing.offers import WARM_TASK_TYPES, task_type_of
 from gpuflow.routing.queues import is_demand_queue
@@ -282,7 +282,7 @@ class Admission:
         """Return which kind of slot a message of `queue` takes; a demand queue is known by its name."""
         if queue == CONTROL_QUEUE:
             return "control"
-        if queue == NOTICE_QUEUE:
+        if queue in NOTICE_QUEUES:
             return "notice"
         return "job" if is_demand_queue(queue) else "plain"
 

@@ -28,7 +28,7 @@ from gpuflow.fleet.disk import free_mib
 from gpuflow.fleet.hardware import probe
 from gpuflow.logs import get_logger
 from gpuflow.routing.capability import Capability
-from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUE, TASK_OF_TYPE
+from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUES, TASK_OF_TYPE
 from gpuflow.settings.model import MOST_COST
 from gpuflow.spec.user_types import registered, usable
 from gpuflow.worker.admission import Admission
@@ -347,7 +347,8 @@ class Subscriptions(bootsteps.StartStopStep):  # type: ignore[misc]
         EventBatches(consumer).install()
         runtime.admission.demands.enlist()
         consumer.add_task_queue(CONTROL_QUEUE)
-        consumer.add_task_queue(NOTICE_QUEUE)
+        for queue in NOTICE_QUEUES:
+            consumer.add_task_queue(queue)
         runtime.connected = True
 
     def stop(self, consumer: Any) -> None:

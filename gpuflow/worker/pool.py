@@ -25,7 +25,7 @@ from gpuflow.broker.answers import passes
 from gpuflow.broker.messages import ETA_HEADER
 from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
-from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUE, SUPERVISED_TASKS
+from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUES, SUPERVISED_TASKS
 from gpuflow.worker.runtime import find
 from gpuflow.worker.slots import CONTROL_SLOTS, NOTICE_SLOTS
 
@@ -190,7 +190,7 @@ class SupervisorPool(TaskPool):  # type: ignore[misc]
                 self._jobs.pop(job.task_id, None)
 
         queue = str((request.get("delivery_info") or {}).get("routing_key"))
-        lane = {CONTROL_QUEUE: self._control, NOTICE_QUEUE: self._notices}.get(queue) or self.executor
+        lane = {CONTROL_QUEUE: self._control, **dict.fromkeys(NOTICE_QUEUES, self._notices)}.get(queue) or self.executor
         self._jobs[job.task_id] = job
         job.bind(lane.submit(run))
         return job

@@ -24,7 +24,7 @@ from gpuflow.fleet.hardware import live
 from gpuflow.fleet.registry import Fleet, WorkerEntry, WorkerState
 from gpuflow.logs import get_logger
 from gpuflow.policy.code import allowed_kinds
-from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUE
+from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUES
 from gpuflow.worker.gpu_watch import WATCH_SECONDS, GpuWatch
 from gpuflow.worker.runtime import Runtime
 
@@ -260,7 +260,7 @@ class PresenceThread(threading.Thread):
         runtime = self.runtime
         asked = runtime.asked_queues or (runtime.app.settings.task_topic,)
         demanded = runtime.admission.demands.names()[:MOST_QUEUES]
-        return tuple(sorted({CONTROL_QUEUE, NOTICE_QUEUE, *asked, *demanded}))
+        return tuple(sorted({CONTROL_QUEUE, *NOTICE_QUEUES, *asked, *demanded}))
 
     def _load(self, loads: Mapping[str, Any]) -> dict[str, Any]:
         hardware, admission = self.runtime.hardware, self.runtime.admission

@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, NoReturn, TypeVar
 from celery.exceptions import Ignore
 from redis.exceptions import RedisError
 
-from gpuflow.artifacts.destination import MANIFEST, is_at, stored_name, upload_attempt
+from gpuflow.artifacts.destination import MANIFEST, is_at, stored_at, stored_name, upload_attempt
 from gpuflow.artifacts.held_files import aside, hold_files
 from gpuflow.artifacts.manifest import SealedResults, digests_in, seal_results
 from gpuflow.artifacts.partial import file_digest
@@ -378,7 +378,8 @@ class Delivery:
             if self.is_run:
                 sealed = seal_calls(folder, outcome.result, outcome.artifacts, self.calls, url_of)
             else:
-                sealed = seal_results(folder, outcome.result, outcome.artifacts, self.spec, url_of)
+                result = {**outcome.result, **stored_at(self.spec, store, self.id, number)}
+                sealed = seal_results(folder, result, outcome.artifacts, self.spec, url_of)
         if store is not None and not is_at(store, f"{self.id}/{folder.name}", folder):
             self._upload(store, number, sealed)
         return sealed

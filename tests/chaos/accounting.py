@@ -16,7 +16,7 @@ from typing import Any
 from gpuflow.broker.priorities import list_keys
 from gpuflow.ledger.records import TaskRecord
 from gpuflow.ledger.states import TaskState
-from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUE
+from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUES
 from tests.support.fleet import TestFleet
 from tests.support.waiting import BrokenPromise, eventually, patient, promised
 
@@ -158,7 +158,7 @@ def leftovers(fleet: TestFleet) -> dict[str, Any]:
     left |= {key: client.hkeys(key) for key in (keys.unacked, keys.owners, keys.parked)}
     left[keys.returned] = client.zrange(keys.returned, 0, -1)
     left[keys.unreadable] = client.lrange(keys.unreadable, 0, -1)
-    queues = [*client.smembers(keys.queues), CONTROL_QUEUE, NOTICE_QUEUE, fleet.settings.task_topic]
+    queues = [*client.smembers(keys.queues), CONTROL_QUEUE, *NOTICE_QUEUES, fleet.settings.task_topic]
     for key in list_keys(queues):
         left[keys.prefix + key] = client.lrange(keys.prefix + key, 0, -1)
     return {key: found for key, found in left.items() if found}

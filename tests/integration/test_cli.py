@@ -161,7 +161,8 @@ def test_run_shows_the_stages_and_their_results(shell: Shell) -> None:
     assert {event["stage"] for event in shell.json("logs", run_id)} == {"", "one", "two", "three"}
     assert [task["queue"] for task in shell.json("explain", run_id)] == ["cpu"] * 3
     assert shell.json("workers") == []
-    assert {queue["name"] for queue in shell.json("queues")} == {"cpu", "gpuflow.control", "gpuflow.notices", "tasks"}
+    ours = {"gpuflow.control", "gpuflow.notices", "gpuflow.callbacks"}
+    assert {queue["name"] for queue in shell.json("queues")} == {"cpu", "tasks", *ours}
 
 
 def test_run_json_is_one_document_and_options_reach_the_template(shell: Shell) -> None:

@@ -19,8 +19,11 @@ import pytest
 
 from gpuflow.client import submit
 from gpuflow.errors import TaskFailed
+from gpuflow.ledger.backend import CALL_BACK_TASK
+from gpuflow.routing.families import CALL_BACK_QUEUE
 from tests.gate import leftovers
 from tests.support.fleet import TestFleet
+from tests.support.gateway import TOKEN, Gateway
 from tests.support.waiting import eventually, patient
 
 KEY = "a-key-of-the-receiver"
@@ -139,6 +142,33 @@ def test_a_foreign_url_is_called_back_and_without_a_store_nothing_else_goes_away
     assert "key-of-a-hook" not in str(told)
     home = Path(result["result_dir"])
     assert (home / "results.json").read_bytes() == (home / "responses.json").read_bytes()
+
+
+def test_a_callback_to_the_fleets_service_is_told_where_the_worker_has_stored_nothing(fleet: TestFleet) -> None:
+    folder = fleet.folder / "gateway"
+    folder.mkdir()
+    with Gateway(folder) as gateway:
+        destination = {"type": "callback", "url": f"{gateway.url}/api/v1/results", "retries": 0}
+        spec = {**fleet.echo(output=1), "output": {"destination": destination}}
+
+        def told(task_id: str, words: str) -> list[Any]:
+            return [one for one in fleet.app.event_log.read(task_id) if words in str(one.data)]
+
+        # A worker that does not know the URL as the fleet's runs the task; one that does takes the notice.
+        strange = fleet.start_worker("w1")
+        unstored = submit(spec, app=fleet.app)
+        assert "manifest_url" not in unstored.get(timeout=patient(30))
+        eventually(lambda: told(unstored.id, "the log of worker"), within=30, what="the call that the service refuses")
+        strange.stop()
+        fleet.start_worker("w2", env={"GPUFLOW_GATEWAY_URL": gateway.url, "GPUFLOW_WORKER_TOKEN": TOKEN})
+        stored = submit(spec, app=fleet.app)
+        result = stored.get(timeout=patient(30))
+        fleet.app.send_task(CALL_BACK_TASK, args=(unstored.id, 0), queue=CALL_BACK_QUEUE, ignore_result=True)
+
+        eventually(lambda: told(unstored.id, "give worker w1"), within=30, what="the event of what was not stored")
+        assert result["manifest_url"].endswith(f"/{stored.id}/files/attempt-1/manifest.json")
+        assert (gateway.root / stored.id / "attempt-1" / "manifest.json").is_file()
+        assert told(stored.id, "notify[0]") == []
 
 
 def test_run_keeps_results_here_and_says_so(tmp_path: Path) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from gpuflow.spec.formatting import MAX_TEXT, fill
+from gpuflow.spec import formatting
+from gpuflow.spec.checking import check_spec
+from gpuflow.spec.formatting import MAX_TEXT, Pattern, Room
 from gpuflow.spec.graph_template import check_template, render
+from gpuflow.spec.report import MAX_FOUND, Findings
 
 
 def column(label, value):
@@ -110,7 +113,7 @@ def test_a_text_names_its_columns_by_number():
                 [{"label": "s", "template": "{a}", "arguments": [{"label": "a", "value": "Nope"}]}],
             ),
             "options.format.steps.0.arguments.0.value",
-            "are Day or City",
+            "are Day, City",
         ),
     ],
 )
@@ -145,7 +148,7 @@ def test_steps_that_double_a_text_end_early():
 
 @pytest.mark.parametrize("text", ["{0}", "{a.__class__}", "{a!r}", "{a[0]}", "{a:>10000000000}", "{", "}"])
 def test_no_part_of_a_value_can_be_named(text):
-    assert fill(text, {"a": "value"}, strict=True) == text
+    assert Pattern(text).fill({"a": "value"}, Room(), strict=True) == text
 
 
 def test_columns_that_no_text_names_cost_nothing_and_many_texts_end_early():
@@ -156,3 +159,109 @@ def test_columns_that_no_text_names_cost_nothing_and_many_texts_end_early():
         render(formatted([long, many], [{"role": "user", "content": "Say {long}"}]))
     with pytest.raises(ValueError, match="characters or"):
         render({"columns": [long, many]})
+
+
+class Watched(dict):
+    """An item of a column that counts how often it was made text."""
+
+    def __init__(self, output):
+        super().__init__(output=output)
+        self.made = 0
+
+    def __getitem__(self, key):
+        self.made += 1
+        return super().__getitem__(key)
+
+
+@pytest.mark.parametrize("name", ["columns", "two_column_briefing", "text"])
+def test_columns_that_name_one_long_value_end_with_the_first_that_does_not_fit(name):
+    value = Watched("x" * (MAX_TEXT // 4))
+    template = {"name": name, "columns": [column(f"c{n}", value) for n in range(1000)]}
+    if name == "text":
+        template["text"] = "".join(f"{{col{n}_value}}" for n in range(1000))
+    with pytest.raises(ValueError, match="characters of a prompt"):
+        render(template)
+    assert value.made <= 5
+
+
+def test_a_text_makes_only_the_columns_that_it_names():
+    unnamed = Watched("x")
+    columns = [column("a", "A"), column("b", unnamed), column("c", "y" * (MAX_TEXT + 1))]
+    assert render({"name": "text", "text": "{col0_value}{col0_value}", "columns": columns}) == ["AA"]
+    assert unnamed.made == 0
+
+
+def test_texts_that_are_read_again_and_again_for_nothing_end_early(monkeypatch):
+    monkeypatch.setattr(formatting, "MAX_TEXTS", 1_000_000)
+    content = "{x}" * 50_000
+    empty = column("x", [""] * 10)
+    step = {"label": "s", "template": content, "arguments": [{"label": "x", "value": "x"}]}
+    with pytest.raises(ValueError, match="reads more"):
+        render(formatted([empty], [{"role": "user", "content": content}]))
+    with pytest.raises(ValueError, match="reads more"):
+        render(formatted([empty], [{"role": "user", "content": "s"}], [step]))
+
+
+def test_a_text_is_parsed_once_and_not_for_each_row(monkeypatch):
+    parsed = []
+
+    class Part:
+        def finditer(self, text):
+            parsed.append(text)
+            return real.finditer(text)
+
+    real = formatting._PART
+    monkeypatch.setattr(formatting, "_PART", Part())
+    step = {"label": "s", "template": "a {x}", "arguments": [{"label": "x", "value": "x"}]}
+    render(formatted([column("x", ["1"] * 50)], [{"role": "user", "content": "b {s}"}], [step]))
+    assert sorted(parsed) == ["a {x}", "b {s}"]
+
+
+def test_messages_about_a_step_are_few_and_short():
+    labels = [column(f"{n}{'l' * 200}", "v") for n in range(1000)]
+    arguments = [{"label": f"a{n}", "value": "nope"} for n in range(100)]
+    step = {"label": "s", "template": "{b}" * 10_000 + "{c}", "arguments": arguments}
+    found = list(check_template(formatted(labels, [{"role": "user", "content": "s"}], [step])))
+    assert [message.split(",")[0] for path, message in found if path[-1] == "template"] == ["has {b}", "has {c}"]
+    assert len(found) == 102
+    assert all(len(message) < 1000 and "more" in message for _, message in found)
+
+    many = {**step, "arguments": [*arguments, arguments[0]]}
+    (path, message), *others = check_template(formatted(labels, [{"role": "user", "content": "s"}], [many]))
+    assert path[-1] == "arguments"
+    assert "at most 100" in message
+    assert others == []
+
+
+def checked(findings, *, at_dispatch, **template):
+    data = {"type": "graph_template", "template": {"columns": [column("a", "b")], **template}}
+    spec = {"taskType": "inference", "model": {"source": {"identifier": "m"}}, "data": data}
+    check_spec(spec, findings, foreign=False, at_dispatch=at_dispatch)
+    return [mistake.path for mistake in findings.mistakes]
+
+
+def test_nothing_is_looked_for_once_enough_was_found(monkeypatch):
+    asked = []
+
+    def endless(template):
+        while True:
+            asked.append(template)
+            assert len(asked) <= MAX_FOUND
+            yield ("columns", len(asked)), "is wrong"
+
+    monkeypatch.setattr("gpuflow.spec.checking.check_template", endless)
+    assert len(checked(Findings(), at_dispatch=True)) == MAX_FOUND
+
+
+def test_a_wrong_template_of_a_stage_is_told_by_its_path_and_not_rendered():
+    findings = Findings(locate=lambda path: ("spec", "stages", 0, "spec", *path))
+    assert checked(findings, at_dispatch=True, name="format", options={"format": "x"}) == [
+        "spec.stages[0].spec.data.template.options.format"
+    ]
+
+
+def test_a_wrong_template_is_not_rendered_where_no_more_mistakes_are_noted():
+    findings = Findings()
+    for number in range(MAX_FOUND):
+        findings.warn(("data", number), "is not used")
+    assert checked(findings, at_dispatch=True, name="format", options={"format": "x"}) == []
