@@ -21,6 +21,7 @@ from gpuflow.audit.actors import actor_here
 from gpuflow.audit.entries import REPEAT_SECONDS, audit_preamble, record
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.scripts import Script, broker_script, load_script, script_text
+from gpuflow.errors import GPUFlowError
 from gpuflow.fleet.desired import AUTOMATIC, MANUAL, MOST_DECISIONS, Desired, DesiredState
 from gpuflow.fleet.serving import serving_classes
 from gpuflow.routing.capability import Capability
@@ -42,6 +43,11 @@ _ACTIONS: Final = {
     DesiredState.RETIRED: "worker.retire",
 }
 AUTOSCALER: Final = "autoscaler"
+#: What reading an entry raises that has a form which this gpuflow does not know: another machine has written it.
+UNREADABLE: Final = (
+    *(ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError),
+    GPUFlowError,
+)
 
 
 class WorkerState(StrEnum):
@@ -331,14 +337,35 @@ class Fleet:
 
     def workers(self) -> list[WorkerEntry]:
         """Return all known workers, by id."""
+        return [WorkerEntry.from_hash(raw, left_ms=left) for _, raw, left in self._entries()]
+
+    def readable(self) -> tuple[list[WorkerEntry], list[str]]:
+        """Return the workers whose entries can be read, by id, and the ids of the others."""
+        found: list[WorkerEntry] = []
+        unreadable: list[str] = []
+        for worker_id, raw, left in self._entries():
+            try:
+                entry = WorkerEntry.from_hash(raw, left_ms=left)
+            except UNREADABLE:
+                unreadable.append(worker_id)
+                continue
+            texts = all(isinstance(one, str) for one in (*entry.queues, *entry.tasks))
+            if texts and isinstance(entry.capability, Mapping):
+                found.append(entry)
+            else:
+                unreadable.append(worker_id)
+        return found, unreadable
+
+    def _entries(self) -> list[tuple[str, Mapping[str, str], int]]:
+        """Return id, hash, and milliseconds until the heartbeat expires, of all known workers."""
         ids = sorted(self.client.smembers(self.keys.workers))
         pipe = self.client.pipeline(transaction=False)
         for worker_id in ids:
             pipe.hgetall(self.keys.worker(worker_id))
             pipe.pttl(self.keys.heartbeat(worker_id))
         answers = pipe.execute()
-        pairs = zip(answers[::2], answers[1::2], strict=True)
-        return [WorkerEntry.from_hash(raw, left_ms=left) for raw, left in pairs if raw.get("state")]
+        found = zip(ids, answers[::2], answers[1::2], strict=True)
+        return [(worker_id, raw, left) for worker_id, raw, left in found if raw.get("state")]
 
     def capabilities(self) -> list[Capability]:
         """Return what each worker can do that may be counted on."""

@@ -29,7 +29,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from gpuflow.fleet.desired import AUTOMATIC, DesiredState
-from gpuflow.fleet.registry import Fleet, WorkerEntry
+from gpuflow.fleet.registry import UNREADABLE, Fleet, WorkerEntry
 from gpuflow.ledger.ledger import Ledger
 from gpuflow.ledger.records import TaskRecord
 from gpuflow.ledger.states import TaskState
@@ -45,9 +45,9 @@ _WAITS: Final = (TaskState.PENDING, TaskState.QUEUED)
 def worker_views(fleet: Fleet, ledger: Ledger | None, now: float) -> list[WorkerView]:
     """Return a view of every worker, those that have gone too; `now` is Unix seconds on the server's clock.
 
-    With a ledger, the tasks that they run have names and times.
+    A worker whose entry cannot be read is left out. With a ledger, the tasks that they run have names and times.
     """
-    entries = fleet.workers()
+    entries = [entry for entry in fleet.readable()[0] if _is_sound(entry)]
     reserved = [found["task"] for entry in entries if (found := _mapping(entry.load.get("reservation"))).get("task")]
     ids = sorted({*(task for entry in entries for task in entry.tasks), *map(str, reserved)})
     records: dict[str, TaskRecord] = {}
@@ -55,6 +55,20 @@ def worker_views(fleet: Fleet, ledger: Ledger | None, now: float) -> list[Worker
         records = {record.id: record for record in ledger.find_many(ids) if record is not None}
     newest = _newest_of_machines(entries)
     return [view_of(_as_seen_last(entry, newest), records, now) for entry in entries]
+
+
+def _is_sound(entry: WorkerEntry) -> bool:
+    """Whether an entry, which another machine has written, has the form that a view is made of."""
+    try:
+        found = view_of(entry, {}, 0.0).capability
+        _seen_at(entry.load)
+        numbers = [found.cpu_count, found.memory_mib, found.disk_floor_mib]
+        numbers += [number for gpu in found.gpus for number in (gpu.index, gpu.vram_gb, gpu.total_mib)]
+        texts = [text for gpu in found.gpus for text in (gpu.uuid, *gpu.names)]
+        texts += [text for label in found.labels for text in label]
+    except UNREADABLE:
+        return False
+    return all(isinstance(one, int | float) for one in numbers) and all(isinstance(one, str) for one in texts)
 
 
 def _newest_of_machines(entries: Iterable[WorkerEntry]) -> dict[tuple[str, str], Mapping[str, Any]]:
