@@ -73,7 +73,8 @@ class Feed:
         self._epoch = secrets.token_hex(4)
         self._containers: dict[str, _Container] = {}
         self._bodies: dict[int, Body] = {}
-        self._lock = threading.Lock()  # of what stands above
+        self._lock = threading.Lock()  # of what stands above, never held for long: the event loop takes it too
+        self._encoding = threading.Lock()  # each body is made once
         self.version = 0
         self.read_seconds = 0.0
 
@@ -118,12 +119,19 @@ class Feed:
         epoch, _, number = since.partition(".")
         known = epoch == self._epoch and number.isascii() and number.isdigit() and len(number) < 10
         base = int(number) if known else 0
-        with self._lock:
-            if not self.version - MOST_VERSIONS <= base <= self.version:
-                base = 0
-            if base not in self._bodies:
-                self._bodies[base] = Body.of(json.dumps(self._changes(base), ensure_ascii=False))
-            return self._bodies[base]
+        with self._encoding:
+            with self._lock:
+                version = self.version
+                if not version - MOST_VERSIONS <= base <= version:
+                    base = 0
+                body = self._bodies.get(base)
+                changed = self._changes(base) if body is None else {}
+            if body is None:
+                body = Body.of(json.dumps(changed, ensure_ascii=False))
+                with self._lock:
+                    if version == self.version:
+                        self._bodies[base] = body
+            return body
 
     def _changes(self, base: int) -> dict[str, Any]:
         changed: dict[str, Any] = {}

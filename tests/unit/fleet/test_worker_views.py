@@ -83,11 +83,11 @@ def test_a_reservation_counts_as_long_as_its_task_waits(state: str, kept: bool) 
 @pytest.mark.parametrize(
     "fields",
     [
+        {"load": {**worker("a", 3.0, ()).load, "roomMib": {"GPU-0": "much"}}},
         {"capability": {"gpus": ["x"]}},
         {"capability": {"gpus": [{"uuid": "u", "total_mib": "many"}]}},
         {"capability": worker("a", 1.0, BOTH).capability | {"memory_mib": "much"}},
         {"load": {"roomMib": {"GPU-0": "much"}}},
-        {"load": {"locks": {"machine": "boot-1", "directory": "locks"}, "gpusSeenAt": 10**400}},
         {"load": {"sessions": 3, "freeGpus": []}},
     ],
 )
@@ -95,3 +95,10 @@ def test_a_worker_whose_entry_cannot_be_read_is_left_out(fields: dict[str, Any])
     odd = replace(worker("odd", 3.0, BOTH), **fields)
 
     assert kinds(odd, worker("a", 1.0, BOTH), ask=WHOLE) == {"a": "free"}
+
+
+def test_what_cannot_be_read_says_nothing_of_other_workers_of_its_machine() -> None:
+    odd = worker("odd", 3.0, ())
+    odd = replace(odd, load={**odd.load, "gpusSeenAt": 10**400})
+
+    assert kinds(odd, worker("a", 1.0, BOTH), ask=WHOLE)["a"] == "free"
