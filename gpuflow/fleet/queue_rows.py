@@ -19,11 +19,12 @@ from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUES
 
 def queue_rows(client: redis.Redis, keys: Keys, plain_queue: str) -> list[dict[str, Any]]:
     """Return every queue with its requirement (None: a plain Celery queue), depth, running tasks and the workers that
-    may be counted on and take work. `plain_queue` is that of plain Celery tasks. Raises redis errors.
+    may be counted on and take work, without those whose entries cannot be read. `plain_queue` is that of plain Celery
+    tasks. Raises redis errors.
     """
     fleet = Fleet(client, keys)
     registered = fleet.queues()
-    workers = [worker for worker in fleet.workers() if worker.is_there and worker.takes_work]
+    workers = [worker for worker in fleet.readable()[0] if worker.is_there and worker.takes_work]
     serving = fleet.serving_classes(list(registered), workers)
     running: Counter[str] = Counter()
     lost: Counter[str] = Counter()  # they wait, but for a sweep

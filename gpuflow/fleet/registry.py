@@ -43,6 +43,11 @@ _ACTIONS: Final = {
     DesiredState.RETIRED: "worker.retire",
 }
 AUTOSCALER: Final = "autoscaler"
+#: What reading an entry raises that has a form which this gpuflow does not know: another machine has written it.
+UNREADABLE: Final = (
+    *(ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError),
+    GPUFlowError,
+)
 
 
 class WorkerState(StrEnum):
@@ -197,12 +202,12 @@ def _readable(raw: Mapping[str, str], left_ms: int) -> WorkerEntry | None:
     try:
         entry = WorkerEntry.from_hash(raw, left_ms=left_ms)
         able = Capability.from_dict({**entry.capability, "schema": CAPABILITY_SCHEMA})
-    except (GPUFlowError, ValueError, TypeError, KeyError, AttributeError):
+    except UNREADABLE:
         return None
     numbers = [able.cpu_count, able.memory_mib, able.disk_free_mib or 0, able.disk_floor_mib]
     numbers += [number for gpu in able.gpus for number in (gpu.vram_gb, gpu.total_mib)]
     families = entry.load.get("families") or []
-    texts = [*entry.queues, *(text for gpu in able.gpus for text in (gpu.uuid, *gpu.names))]
+    texts = [*entry.queues, *entry.tasks, *(text for gpu in able.gpus for text in (gpu.uuid, *gpu.names))]
     well_formed = isinstance(families, list) and all(isinstance(text, str) for text in texts)
     return entry if well_formed and all(isinstance(number, int | float) for number in numbers) else None
 
@@ -347,24 +352,24 @@ class Fleet:
 
     def workers(self) -> list[WorkerEntry]:
         """Return all known workers, by id. Raises where the entry of one cannot be read."""
-        return [WorkerEntry.from_hash(raw, left_ms=left) for raw, left in self._entries()]
+        return [WorkerEntry.from_hash(raw, left_ms=left) for _, raw, left in self._entries()]
 
-    def readable_workers(self) -> tuple[list[WorkerEntry], int]:
-        """Return the workers whose entries this version can read, by id, and how many it cannot: for who only looks."""
-        found = [_readable(raw, left) for raw, left in self._entries()]
-        there = [entry for entry in found if entry is not None]
-        return there, len(found) - len(there)
+    def readable(self) -> tuple[list[WorkerEntry], list[str]]:
+        """Return the workers whose entries this version can read, and the ids of the others: for who only looks."""
+        found = [(worker_id, _readable(raw, left)) for worker_id, raw, left in self._entries()]
+        there = [entry for _, entry in found if entry is not None]
+        return there, [worker_id for worker_id, entry in found if entry is None]
 
-    def _entries(self) -> list[tuple[dict[str, str], int]]:
-        """Return the hash of each worker, and when its heartbeat expires, in milliseconds."""
+    def _entries(self) -> list[tuple[str, Mapping[str, str], int]]:
+        """Return id, hash, and milliseconds until the heartbeat expires, of all known workers."""
         ids = sorted(self.client.smembers(self.keys.workers))
         pipe = self.client.pipeline(transaction=False)
         for worker_id in ids:
             pipe.hgetall(self.keys.worker(worker_id))
             pipe.pttl(self.keys.heartbeat(worker_id))
         answers = pipe.execute()
-        pairs = zip(answers[::2], answers[1::2], strict=True)
-        return [(raw, left) for raw, left in pairs if raw.get("state")]
+        found = zip(ids, answers[::2], answers[1::2], strict=True)
+        return [(worker_id, raw, left) for worker_id, raw, left in found if raw.get("state")]
 
     def capabilities(self) -> list[Capability]:
         """Return what each worker can do that may be counted on."""

@@ -29,7 +29,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from gpuflow.fleet.desired import AUTOMATIC, DesiredState
-from gpuflow.fleet.registry import Fleet, WorkerEntry
+from gpuflow.fleet.registry import UNREADABLE, Fleet, WorkerEntry
 from gpuflow.ledger.ledger import Ledger
 from gpuflow.ledger.records import TaskRecord
 from gpuflow.ledger.states import TaskState
@@ -45,24 +45,46 @@ _WAITS: Final = (TaskState.PENDING, TaskState.QUEUED)
 def worker_views(fleet: Fleet, ledger: Ledger | None, now: float) -> list[WorkerView]:
     """Return a view of every worker, those that have gone too; `now` is Unix seconds on the server's clock.
 
-    With a ledger, the tasks that they run have names and times.
+    A worker whose entry cannot be read is left out. With a ledger, the tasks that they run have names and times.
     """
-    entries = fleet.workers()
+    entries, _ = fleet.readable()
     reserved = [found["task"] for entry in entries if (found := _mapping(entry.load.get("reservation"))).get("task")]
     ids = sorted({*(task for entry in entries for task in entry.tasks), *map(str, reserved)})
     records: dict[str, TaskRecord] = {}
     if ledger is not None and ids:
         records = {record.id: record for record in ledger.find_many(ids) if record is not None}
     newest = _newest_of_machines(entries)
-    return [view_of(_as_seen_last(entry, newest), records, now) for entry in entries]
+    views = []
+    for entry in entries:
+        try:
+            view = view_of(_as_seen_last(entry, newest), records, now)
+            _check(view.capability)
+        except UNREADABLE:
+            continue
+        views.append(view)
+    return views
+
+
+def _check(found: Capability) -> None:
+    """Raise TypeError where a capability, which another machine has written, is not what it is compared as."""
+    numbers = [found.cpu_count, found.memory_mib, found.disk_floor_mib]
+    numbers += [number for gpu in found.gpus for number in (gpu.index, gpu.vram_gb, gpu.total_mib)]
+    texts = [text for gpu in found.gpus for text in (gpu.uuid, *gpu.names)]
+    texts += [text for label in found.labels for text in label]
+    if not all(isinstance(one, int | float) for one in numbers) or not all(isinstance(one, str) for one in texts):
+        raise TypeError("a capability with numbers or texts of another kind")
 
 
 def _newest_of_machines(entries: Iterable[WorkerEntry]) -> dict[tuple[str, str], Mapping[str, Any]]:
     """Return the load of each machine whose worker has looked last at its GPUs."""
     newest: dict[tuple[str, str], Mapping[str, Any]] = {}
     for entry in entries:
-        machine = _machine(entry.load)
-        if machine is not None and _seen_at(entry.load) > _seen_at(newest.get(machine, {})):
+        try:
+            machine, at = _machine(entry.load), _seen_at(entry.load)
+            _amounts(entry.load.get("roomMib"))
+        except UNREADABLE:
+            continue  # it is left out, and says nothing of the others of its machine
+        if machine is not None and at > _seen_at(newest.get(machine, {})):
             newest[machine] = entry.load
     return newest
 

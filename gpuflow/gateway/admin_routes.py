@@ -224,7 +224,6 @@ async def _steered(
             app.control.broadcast("gpuflow_drain", arguments={"worker_id": id, "deadline_seconds": deadline_seconds})
         else:
             app.control.broadcast("gpuflow_follow", arguments={"worker_ids": [id]})
-        TokenStore(app.redis, app.keys).note(f"worker.{state}", id, {})
         return str(state)
 
     return JSONResponse({"id": id, "desired": await calls.run(steered)})

@@ -75,12 +75,7 @@ class Gatekeeper:
         given = _given(request)
         if given is None:
             raise Problem(401, "no-token", "send the token of this gateway: Authorization: Bearer <token>", _CHALLENGE)
-        address = _address(request)
-        heard = not self.wrong_tokens.wait_seconds(address) or self.wrong_tokens.proven(address)
-        grant = FLEET if hmac.compare_digest(given.text, self._token) else await self._of_store(given, heard=heard)
-        self._limit(request, right=grant is not None)
-        if grant is None:
-            raise wrong_token()
+        grant = await self._grant_of(request, given)
         right = needed(request.method, getattr(request.scope.get("route"), "path", ""))
         if not grant.may(right):
             who = f"worker {grant.worker}" if grant.worker else f"a {grant.role}"
@@ -93,37 +88,53 @@ class Gatekeeper:
         keep_grant(request, grant)
         act_as(_actor(grant, _address(request)))
 
-    async def _of_store(self, given: _Given, *, heard: bool) -> Grant | None:
-        """Return what a token of the store stands for; an answer of the store holds for CACHE_SECONDS."""
-        token = read_token(given.text.decode("latin-1"))
-        if token is None or not heard or (token.kind is Kind.USER and not given.is_bearer):
-            return None
-        now = time.monotonic()
+    async def _grant_of(self, request: Request, given: _Given) -> Grant:
+        """Return what a token stands for. Raises Problem 401 for a wrong one, 429 where its address is not heard.
+
+        Of an address that has sent too many wrong tokens and no right one, the token of the settings is not heard, and
+        those of the store are looked up at a bounded rate. What was not looked up is not counted as wrong.
+        """
+        address = _address(request)
+        is_heard = not self.wrong_tokens.wait_seconds(address) or self.wrong_tokens.proven(address)
+        if hmac.compare_digest(given.text, self._token):
+            if not is_heard:
+                raise self._too_many(address)
+            grant: Grant | None = FLEET
+        else:
+            token = read_token(given.text.decode("latin-1"))
+            if token is None or (token.kind is Kind.USER and not given.is_bearer):
+                grant = None
+            elif (grant := self._cached(token)) is None:
+                if not is_heard and not self.wrong_tokens.may_look_up(address):
+                    raise self._too_many(address)
+                grant = await self._of_store(token)
+        if grant is not None:
+            self.wrong_tokens.note_right(address)
+            return grant
+        too_many = self.wrong_tokens.wait_seconds(address) > 0
+        self.wrong_tokens.note_wrong(address, request.url.path)
+        raise self._too_many(address) if too_many else wrong_token()
+
+    def _cached(self, token: TokenText) -> Grant | None:
+        """Return what a token stood for not longer than CACHE_SECONDS ago."""
         known = self._known.get(token.digest)
-        if known is not None and now < known[1]:
-            return known[0]
+        return known[0] if known is not None and time.monotonic() < known[1] else None
+
+    async def _of_store(self, token: TokenText) -> Grant | None:
+        """Return what a token of the store stands for, and remember that for CACHE_SECONDS."""
+        until = time.monotonic() + CACHE_SECONDS
         self._known.pop(token.digest, None)
         grant = await self._find(token)
         if grant is not None:
-            self._known[token.digest] = grant, now + CACHE_SECONDS
+            self._known[token.digest] = grant, until
             while len(self._known) > _MOST_KNOWN:
                 self._known.popitem(last=False)
         return grant
 
-    def _limit(self, request: Request, *, right: bool) -> None:
-        """Raise for a wrong token, and for any from an address that has sent too many wrong ones and no right one."""
-        address = _address(request)
-        wait = self.wrong_tokens.wait_seconds(address)
-        if right and (not wait or self.wrong_tokens.proven(address)):
-            self.wrong_tokens.note_right(address)
-            return
-        if not right:
-            self.wrong_tokens.note_wrong(address, request.url.path)
-        if wait:
-            seconds = math.ceil(wait)
-            detail = f"{address} has sent too many wrong tokens; correct the token and come again in {seconds} s"
-            raise Problem(429, "too-many-wrong-tokens", detail, {"Retry-After": str(seconds)})
-        raise wrong_token()
+    def _too_many(self, address: str) -> Problem:
+        seconds = max(1, math.ceil(self.wrong_tokens.wait_seconds(address)))
+        detail = f"{address} has sent too many wrong tokens; correct the token and come again in {seconds} s"
+        return Problem(429, "too-many-wrong-tokens", detail, {"Retry-After": str(seconds)})
 
 
 def _address(request: Request) -> str:

@@ -14,6 +14,7 @@ nobody can put other content in its place.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Final
 
@@ -78,12 +79,7 @@ class FileRights:
         """Say whether a token reads, or removes, a file of a task."""
         if task_id == UPLOADS:
             return action is Action.READ and _DIGEST.fullmatch(name.partition("/")[0]) is not None
-        record = app.ledger.find(task_id)
-        if record is None:
-            return False
-        if not caller.worker:
-            return caller.sees(record.owner) and (action is Action.READ or caller.scope is not None)
-        return record.worker == caller.worker or (action is Action.READ and _is_input(app, caller.worker, record))
+        return task_id in _seen(app, caller, action, [task_id])
 
     async def lists(self, caller: Grant, task_id: str) -> bool:
         """Say whether a token sees which files a task has."""
@@ -93,18 +89,19 @@ class FileRights:
 
     async def search(
         self, folder: ResultsFolder, caller: Grant, prefix: str, *, after: str, limit: int
-    ) -> tuple[list[Entry], bool]:
+    ) -> tuple[list[Entry], str | None]:
         """Return the files that `folder.search` finds in tasks whose files a token sees."""
         if caller.scope is None and not caller.worker:
             return await to_thread.run_sync(lambda: folder.search(prefix, after=after, limit=limit))
 
-        def found(app: GPUFlow) -> tuple[list[Entry], bool]:
-            def seen(task_id: str) -> bool:
-                return self.sees(app, caller, Action.READ, task_id, "")
+        def found(app: GPUFlow) -> tuple[list[Entry], str | None]:
+            def only(task_ids: Sequence[str]) -> set[str]:
+                return _seen(app, caller, Action.READ, task_ids)
 
-            return folder.search(prefix, after=after, limit=limit, only=seen)
+            return folder.search(prefix, after=after, limit=limit, only=only)
 
-        return await self._calls.run(found)
+        of_one_task = prefix.partition("/")[0]
+        return await (self._calls.run(found) if of_one_task else self._calls.scan(found))
 
 
 def _has_all(caller: Grant) -> bool:
@@ -120,15 +117,30 @@ def holds_attempt(app: GPUFlow, worker: str, task_id: str, name: str) -> bool:
     )
 
 
-def _is_input(app: GPUFlow, worker: str, record: TaskRecord) -> bool:
-    """Say whether a worker may need a result: of an owner whose work it runs, or of a pipeline that goes on."""
-    if record.pipeline:
-        pipeline = app.pipelines.find(record.pipeline)
-        if pipeline is not None and not pipeline.state.final:
-            return True
+def _seen(app: GPUFlow, caller: Grant, action: Action, task_ids: Sequence[str]) -> set[str]:
+    """Return those of some tasks whose files a token reads, or removes, in a few round trips for all of them."""
+    found = app.ledger.heads([task_id for task_id in task_ids if task_id != UPLOADS])
+    records = [record for record in found if record is not None]
+    if not caller.worker:
+        if action is not Action.READ and caller.scope is None:
+            return set()
+        return {record.id for record in records if caller.sees(record.owner)}
+    own = {record.id for record in records if record.worker == caller.worker}
+    if action is not Action.READ:
+        return own
+    return own | _inputs(app, caller.worker, [record for record in records if record.id not in own])
+
+
+def _inputs(app: GPUFlow, worker: str, records: Sequence[TaskRecord]) -> set[str]:
+    """Return the tasks whose results a worker may need: of owners whose work it runs, of pipelines that go on."""
+    if not records:
+        return set()
+    pipelines = app.pipelines.find_many(sorted({record.pipeline for record in records if record.pipeline}))
+    go_on = {one.id for one in pipelines if one is not None and not one.state.final}
     entry = Fleet(app.redis, app.keys).find(worker)
-    running = app.ledger.as_seen(app.ledger.find_many(entry.tasks)) if entry is not None else []
-    return any(one.worker == worker and one.state in _LIVE and one.owner == record.owner for one in running)
+    running = app.ledger.as_seen(app.ledger.heads(entry.tasks)) if entry is not None else []
+    owners = {one.owner for one in running if one.worker == worker and one.state in _LIVE}
+    return {record.id for record in records if record.pipeline in go_on or record.owner in owners}
 
 
 def _check_upload(caller: Grant, name: str, sha256: str | None) -> None:

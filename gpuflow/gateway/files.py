@@ -16,7 +16,7 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -27,6 +27,9 @@ from gpuflow.gateway.problems import Problem
 
 _OWN_FOLDER: Final = f"{RESERVED_PREFIX}gateway"
 _BLOCK_BYTES: Final = 1 << 20
+#: Tasks that one search decides upon, and how many of them at once.
+MOST_DECIDED: Final = 5000
+_CHUNK: Final = 200
 _NO_FOLLOW: Final = getattr(os, "O_NOFOLLOW", 0)
 _FOLDER: Final = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | _NO_FOLLOW
 #: Without O_NONBLOCK a named pipe would hold us for ever.
@@ -122,25 +125,29 @@ class ResultsFolder:
         return sorted(self._walk(folder, task_id), key=lambda entry: entry.name)
 
     def search(
-        self, prefix: str, *, after: str, limit: int, only: Callable[[str], bool] | None = None
-    ) -> tuple[list[Entry], bool]:
+        self, prefix: str, *, after: str, limit: int, only: Callable[[Sequence[str]], Collection[str]] | None = None
+    ) -> tuple[list[Entry], str | None]:
         """Return the first `limit` files of all tasks that are, or lie below, `prefix`, and come after `after`.
 
-        Both are spelled `task/name`. `only` says of a task whether it is looked at. The second value tells whether
-        there are more. Order: by task, then by name.
+        Both are spelled `task/name`. `only` returns those of some tasks that are looked at; with it, a search ends
+        after MOST_DECIDED tasks. The second value is the `after` of what follows, None: there is no more. It names no
+        task that `only` leaves out, but the beginning of an id. Order: by task, then by name.
         """
         task_id, _, below = prefix.removesuffix("/").partition("/")
         start = tuple(after.split("/", 1)) if after else ()
+        tasks = [task for task in ([task_id] if task_id else self._tasks()) if (task,) >= start[:1]]
+        decided = tasks if only is None else tasks[:MOST_DECIDED]
         found: list[Entry] = []
-        for task in [task_id] if task_id else self._tasks():
-            if (task,) < start[:1] or (only is not None and not only(task)):
-                continue
-            for entry in self.entries(task):
-                if (task, entry.name) > start and (not below or f"{entry.name}/".startswith(f"{below}/")):
-                    if len(found) == limit:
-                        return found, True
-                    found.append(entry)
-        return found, False
+        for first in range(0, len(decided), _CHUNK):
+            chunk = decided[first : first + _CHUNK]
+            seen = chunk if only is None else only(chunk)
+            for task in chunk:
+                for entry in self.entries(task) if task in seen else ():
+                    if (task, entry.name) > start and (not below or f"{entry.name}/".startswith(f"{below}/")):
+                        if len(found) == limit:
+                            return found, f"{found[-1].task_id}/{found[-1].name}"
+                        found.append(entry)
+        return found, _between(tasks[len(decided) - 1], tasks[len(decided)]) if len(decided) < len(tasks) else None
 
     def _tasks(self) -> list[str]:
         return sorted(
@@ -243,6 +250,11 @@ class ResultsFolder:
                     mtime=found.st_mtime,
                     sha256=self.known_digest(task_id, name, found),
                 )
+
+
+def _between(last: str, following: str) -> str:
+    """Return the shortest beginning of `following` that comes after `last`, the text before it in a sorted list."""
+    return next(start for end in range(1, len(following) + 1) if (start := following[:end]) > last)
 
 
 def _missing(name: str) -> Problem:

@@ -36,6 +36,10 @@ T = TypeVar("T")
 
 #: So many calls go to the broker at the same time; the others wait for a thread.
 THREADS: Final = 32
+#: Threads that look tokens up: no request of anybody who has a token keeps another's token from being checked.
+TOKEN_THREADS: Final = 4
+#: Threads of calls that go through all tasks of the fleet.
+SCAN_THREADS: Final = 3
 #: How long a submit is tried while the broker is away, in seconds: the client is told, and comes again.
 SUBMIT_SECONDS: Final = 3.0
 #: Most mistakes of a template that one answer lists.
@@ -60,17 +64,32 @@ class Calls:
     def _limiter(self) -> CapacityLimiter:
         return CapacityLimiter(THREADS)
 
+    @cached_property
+    def _token_limiter(self) -> CapacityLimiter:
+        return CapacityLimiter(TOKEN_THREADS)
+
+    @cached_property
+    def _scan_limiter(self) -> CapacityLimiter:
+        return CapacityLimiter(SCAN_THREADS)
+
     async def find_token(self, token: TokenText) -> Grant | None:
         """Return what a token stands for, None for one that is unknown, void or has expired. Raises Problem 503."""
-        return await self.run(lambda app: TokenStore(app.redis, app.keys).check(token))
+        return await self._run_in(self._token_limiter, lambda app: TokenStore(app.redis, app.keys).check(token))
 
     async def still_valid(self, grants: Sequence[Grant]) -> list[bool]:
         """Say of each grant whether its token is valid still. Raises Problem 503."""
-        return await self.run(lambda app: TokenStore(app.redis, app.keys).still_valid(grants))
+        return await self._run_in(self._token_limiter, lambda app: TokenStore(app.redis, app.keys).still_valid(grants))
 
     async def run(self, call: Callable[[GPUFlow], T]) -> T:
         """Return what `call` returns for the app of the fleet. Raises Problem."""
-        return await to_thread.run_sync(self._run, call, limiter=self._limiter)
+        return await self._run_in(self._limiter, call)
+
+    async def scan(self, call: Callable[[GPUFlow], T]) -> T:
+        """Do as `run` does for what goes through all tasks of the fleet, a few of them at a time."""
+        return await self._run_in(self._scan_limiter, call)
+
+    async def _run_in(self, limiter: CapacityLimiter, call: Callable[[GPUFlow], T]) -> T:
+        return await to_thread.run_sync(self._run, call, limiter=limiter)
 
     def _run(self, call: Callable[[GPUFlow], T]) -> T:
         try:

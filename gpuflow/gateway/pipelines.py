@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Depends, Query, Request
@@ -92,11 +92,10 @@ def pipelines_router(calls: Calls, gatekeeper: Gatekeeper) -> APIRouter:
             )
 
         def listed(app: GPUFlow) -> dict[str, Any]:
-            def read(ids: Sequence[str]) -> list[PipelineRecord | None]:
-                return [app.pipelines.find(id) for id in ids]
-
             scoped = caller.scope is not None
-            found, after = page(app.redis, app.keys.pipelines, cursor, limit, read, wanted, scoped=scoped)
+            found, after = page(
+                app.redis, app.keys.pipelines, cursor, limit, app.pipelines.find_many, wanted, scoped=scoped
+            )
             return {"pipelines": [record.public() for record in found], "next": after}
 
         return JSONResponse(await calls.run(listed))

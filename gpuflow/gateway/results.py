@@ -41,10 +41,13 @@ def results_router(folder: ResultsFolder, uploads: Uploads, gatekeeper: Gatekeep
         after: str = "",
         limit: Annotated[int, Query(ge=1, le=_MOST_LISTED)] = 1000,
     ) -> dict[str, Any]:
-        """List files by `task/name`: all, or what is or lies below `prefix`; `next` is the `after` of the next page."""
-        found, more = await rights.search(folder, caller, prefix, after=after, limit=limit)
+        """List files by `task/name`: all, or what is or lies below `prefix`; `next` is the `after` of the next page.
+
+        With a token that sees some tasks alone, a page may hold fewer than `limit`, or none; the last has `next` null.
+        """
+        found, following = await rights.search(folder, caller, prefix, after=after, limit=limit)
         files = [{**_described(entry), "name": f"{entry.task_id}/{entry.name}"} for entry in found]
-        return {"files": files, "next": files[-1]["name"] if more else None}
+        return {"files": files, "next": following}
 
     @router.get("/{task_id}/files")
     async def list_files(task_id: str, caller: Caller) -> dict[str, Any]:

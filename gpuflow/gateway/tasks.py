@@ -131,7 +131,7 @@ def tasks_router(calls: Calls, gatekeeper: Gatekeeper) -> APIRouter:
     )
     async def cancel_task(id: RecordId, caller: Caller) -> JSONResponse:
         """Cancel a task. One that has ended is left as it is."""
-        outcome = await calls.run(lambda app: handle(app, id, caller).cancel())
+        outcome = await calls.run(lambda app: handle(app, id, caller, to_steer=True).cancel())
         return JSONResponse({"id": id, "outcome": outcome}, status_code=202 if outcome == "requested" else 200)
 
     @router.post(
@@ -140,7 +140,7 @@ def tasks_router(calls: Calls, gatekeeper: Gatekeeper) -> APIRouter:
     )  # fmt: skip
     async def retry_task(id: RecordId, caller: Caller) -> JSONResponse:
         """Queue a task again that has ended and has not succeeded."""
-        if not await calls.run(lambda app: handle(app, id, caller).retry()):
+        if not await calls.run(lambda app: handle(app, id, caller, to_steer=True).retry()):
             raise Problem(
                 409, "nothing-to-retry", f"task {id} has not ended, or has succeeded; there is nothing to retry"
             )
@@ -200,10 +200,14 @@ def submitted(prefix: str, id: str, kind: Literal["task", "pipeline"], warnings:
     return {"id": id, "kind": kind, "url": url, "events": f"{url}/events", "warnings": warnings}
 
 
-def handle(app: GPUFlow, id: str, caller: Grant) -> Task:
-    """Return the handle of a task. Raises Problem 404 where there is none, or none that the caller sees."""
+def handle(app: GPUFlow, id: str, caller: Grant, *, to_steer: bool = False) -> Task:
+    """Return the handle of a task. Raises Problem 404 where there is none, or none that the caller sees.
+
+    `to_steer`: it is to be cancelled or retried. A run of merged calls may answer those of other owners, so for whoever
+    sees one owner alone there is none to steer.
+    """
     record = app.ledger.find(id) if _ID.fullmatch(id) else None
-    if record is None or not caller.sees(record.owner):
+    if record is None or not caller.sees(record.owner) or (to_steer and record.is_run and caller.scope is not None):
         raise no_record("task", id)
     return Task(id, app)
 

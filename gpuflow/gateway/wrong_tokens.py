@@ -1,7 +1,8 @@
 """Counts wrong tokens for each address, logs them, and says when an address has had its share. Pure but for the clock.
 
 An address from which the right token has come is never locked out: a stranger behind the same address (another user of
-this machine, a worker with an old token) cannot keep the others from working.
+this machine, a worker with an old token) cannot keep the others from working. Of an address that has had its share,
+tokens of the store, which nobody can guess, are looked up at a bounded rate, so that a right one gets in.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from gpuflow.logs import get_logger
 #: Wrong tokens that one address may send at once, and how many a second after that.
 BURST: Final = 20.0
 PER_SECOND: Final = 0.5
+#: Tokens that are looked up for an address that has had its share, at once and a second: a right one gets in by that.
+LOOKUP_BURST: Final = 5.0
+LOOKUPS_PER_SECOND: Final = 1.0
 #: One line of the log for each address in so many seconds.
 _LOG_SECONDS: Final = 10.0
 #: Addresses that are remembered; the one that was quiet for the longest time is forgotten first.
@@ -34,6 +38,7 @@ _log = get_logger("gpuflow.gateway")
 class _Address:
     left: float
     at: float
+    lookups: float = LOOKUP_BURST
     proven: bool = False
     unlogged: int = 0
     logged_at: float | None = None
@@ -51,6 +56,14 @@ class WrongTokens:
         """Return how long an address has to wait before it is heard again; 0: it is heard now."""
         found = self._entry(address)
         return 0.0 if found.left >= 1 else (1 - found.left) / PER_SECOND
+
+    def may_look_up(self, address: str) -> bool:
+        """Say whether a token is looked up for an address that is not heard now, and count that."""
+        found = self._entry(address)
+        if found.lookups < 1:
+            return False
+        found.lookups -= 1
+        return True
 
     def proven(self, address: str) -> bool:
         """Say whether the right token has come from there."""
@@ -89,5 +102,6 @@ class WrongTokens:
             found = self._addresses[key] = _Address(left=BURST, at=now)
         self._addresses.move_to_end(key)
         found.left = min(BURST, found.left + (now - found.at) * PER_SECOND)
+        found.lookups = min(LOOKUP_BURST, found.lookups + (now - found.at) * LOOKUPS_PER_SECOND)
         found.at = now
         return found

@@ -86,7 +86,7 @@ def read(client: Any, keys: Keys, plain_queue: str) -> Readings:
             raise info
         info = {}  # this login may not ask
     now = seconds + micros / 1e6
-    readable, unreadable_workers = Fleet(client, keys).readable_workers()
+    readable, others = Fleet(client, keys).readable()
     workers = tuple(readable)
     live = {tag for tag, end in ends if end > now - UNSWEPT_SECONDS}
     running, lost = _held(owners, live, keys.prefix)
@@ -108,7 +108,7 @@ def read(client: Any, keys: Keys, plain_queue: str) -> Readings:
         workers=workers,
         queues=_queues(client, keys, plain_queue, workers, running, lost),
         info=info,
-        unreadable_workers=unreadable_workers,
+        unreadable_workers=len(others),
     )
 
 

@@ -10,6 +10,7 @@ import asyncio
 import gzip
 import json
 import secrets
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,8 @@ READ_SHARE: Final = 10.0
 THREADS: Final = 4
 #: So many feeds are kept; those that were asked for last.
 MOST_FEEDS: Final = 64
+#: A browser whose version is older than by so many is sent everything.
+MOST_VERSIONS: Final = 30
 #: Shorter answers are not compressed, in bytes.
 _LEAST_COMPRESSED: Final = 1024
 _COMPRESSION: Final = 5
@@ -62,7 +65,7 @@ class Body:
 
 
 class Feed:
-    """One page's rows, and which version changed each. Not for several threads at once: `Feeds` sees to that."""
+    """One page's rows, and which version changed each. `update` by one thread at once, the rest by any."""
 
     def __init__(self, read: Callable[[], Rows]) -> None:
         self._read = read
@@ -70,6 +73,8 @@ class Feed:
         self._epoch = secrets.token_hex(4)
         self._containers: dict[str, _Container] = {}
         self._bodies: dict[int, Body] = {}
+        self._lock = threading.Lock()  # of what stands above, never held for long: the event loop takes it too
+        self._encoding = threading.Lock()  # each body is made once
         self.version = 0
         self.read_seconds = 0.0
 
@@ -77,6 +82,11 @@ class Feed:
         """Read the rows again and note what has changed. Raises what reading raises; the feed stays as it was then."""
         began = time.perf_counter()
         found = self._read()
+        with self._lock:
+            self._take(found)
+        self.read_seconds = time.perf_counter() - began
+
+    def _take(self, found: Rows) -> None:
         self.version += 1
         self._bodies.clear()
         for name, rows in found.items():
@@ -89,12 +99,12 @@ class Feed:
             for key, html in rows:
                 old = before.get(key)
                 container.rows[key] = old if old is not None and old.html == html else _Row(html, self.version)
-        self.read_seconds = time.perf_counter() - began
 
     def html(self, container: str) -> str:
         """Return all rows of a container."""
-        found = self._containers.get(container, _Container())
-        return "\n".join(found.rows[key].html for key in found.order)
+        with self._lock:
+            found = self._containers.get(container, _Container())
+            return "\n".join(found.rows[key].html for key in found.order)
 
     @property
     def label(self) -> str:
@@ -102,15 +112,26 @@ class Feed:
         return f"{self._epoch}.{self.version}"
 
     def changes(self, since: str) -> Body:
-        """Return what has changed since a version, as JSON; everything, where the version is not one of this feed."""
+        """Return what has changed since a version, as JSON; everything, where it is none of this feed, or an old one.
+
+        It encodes and compresses: for a thread, not for the event loop.
+        """
         epoch, _, number = since.partition(".")
         known = epoch == self._epoch and number.isascii() and number.isdigit() and len(number) < 10
         base = int(number) if known else 0
-        if base > self.version:
-            base = 0
-        if base not in self._bodies:
-            self._bodies[base] = Body.of(json.dumps(self._changes(base), ensure_ascii=False))
-        return self._bodies[base]
+        with self._encoding:
+            with self._lock:
+                version = self.version
+                if not version - MOST_VERSIONS <= base <= version:
+                    base = 0
+                body = self._bodies.get(base)
+                changed = self._changes(base) if body is None else {}
+            if body is None:
+                body = Body.of(json.dumps(changed, ensure_ascii=False))
+                with self._lock:
+                    if version == self.version:
+                        self._bodies[base] = body
+            return body
 
     def _changes(self, base: int) -> dict[str, Any]:
         changed: dict[str, Any] = {}
@@ -131,6 +152,8 @@ class _Kept:
     good_until: float = float("-inf")
     error: Exception | None = None
     pending: asyncio.Future[None] | None = None
+    #: What `pending` reads may be older than an action.
+    stale: bool = False
 
 
 class Feeds:
@@ -147,6 +170,8 @@ class Feeds:
         if kept is None:
             kept = self._kept[key] = _Kept(Feed(read))
         self._kept.move_to_end(key)
+        if kept.pending is not None and kept.stale:
+            await asyncio.shield(kept.pending)
         if self._clock() >= kept.good_until:
             if kept.pending is None:
                 kept.pending = asyncio.ensure_future(self._update(key, kept))
@@ -158,6 +183,7 @@ class Feeds:
         return kept.feed
 
     async def _update(self, key: str, kept: _Kept) -> None:
+        kept.stale = False
         try:
             await asyncio.get_running_loop().run_in_executor(self.threads, kept.feed.update)
             kept.error = None
@@ -166,13 +192,15 @@ class Feeds:
             if not kept.feed.version and self._kept.get(key) is kept:
                 del self._kept[key]
         finally:
-            kept.good_until = self._clock() + max(FRESH_SECONDS, READ_SHARE * kept.feed.read_seconds)
+            if not kept.stale:
+                kept.good_until = self._clock() + max(FRESH_SECONDS, READ_SHARE * kept.feed.read_seconds)
             kept.pending = None
 
     def expire(self) -> None:
         """Let every feed be read again at its next request: an action has just changed the fleet."""
         for kept in self._kept.values():
             kept.good_until = float("-inf")
+            kept.stale = True
 
 
 __all__ = ["Body", "Feed", "Feeds", "Rows"]

@@ -211,11 +211,14 @@ class Updates(MonitorHandler):
     @authenticated  # type: ignore[untyped-decorator]
     async def get(self) -> None:
         """Send the changes."""
-        self.send_changes(await self.feed_of(self.page))
+        await self.send_changes(await self.feed_of(self.page))
 
-    def send_changes(self, feed: Feed) -> None:
+    async def send_changes(self, feed: Feed) -> None:
         """Send what has changed of a feed."""
-        self.send(feed.changes(RequestHandler.get_argument(self, "since", "")), "application/json")
+        since = RequestHandler.get_argument(self, "since", "")
+        loop = asyncio.get_running_loop()
+        body = await loop.run_in_executor(self.monitor.feeds.threads, feed.changes, since)
+        self.send(body, "application/json")
 
 
 class PipelineUpdates(Updates):
@@ -224,19 +227,23 @@ class PipelineUpdates(Updates):
     @authenticated  # type: ignore[untyped-decorator]
     async def get(self, pipeline_id: str) -> None:
         """Send the changes."""
-        self.send_changes(await self.feed_of_pipeline(pipeline_id))
+        await self.send_changes(await self.feed_of_pipeline(pipeline_id))
 
 
 class ActionHandler(MonitorHandler):
     """An action: `{"action": ..., "target": ...}` in the body, the page's token in `X-XSRFToken`."""
 
     def check_xsrf_cookie(self) -> None:
-        """Refuse what does not come from a page of ours. Stricter than Flower, which trusts a basic login alone."""
+        """Refuse what does not come from a page of ours. Stricter than Flower, which trusts a basic login alone.
+
+        A browser that says of which site the page is knows the address that it shows; the host that comes here may be
+        another, by a proxy. Of an older browser, the origin is compared with that.
+        """
         site = self.request.headers.get("Sec-Fetch-Site")
         origin = self.request.headers.get("Origin")
+        if site is None and origin is not None:
+            site = "same-origin" if urlsplit(origin).netloc == self.request.host else "cross-site"
         if site is not None and site != "same-origin":
-            raise HTTPError(403, "the request comes from a page of another site")
-        if origin is not None and urlsplit(origin).netloc != self.request.host:
             raise HTTPError(403, "the request comes from a page of another site")
         RequestHandler.check_xsrf_cookie(self)
 

@@ -21,7 +21,7 @@ from gpuflow.errors import GPUFlowError
 from gpuflow.explaining import explain_queues
 from gpuflow.monitor import drawing
 from gpuflow.monitor.feeds import Rows
-from gpuflow.monitor.reading import MOST_PIPELINE_TASKS, read_fleet, read_pipeline, read_pipelines
+from gpuflow.monitor.reading import MOST_PIPELINE_TASKS, number_of, read_fleet, read_pipeline, read_pipelines
 from gpuflow.routing.describe import describe
 from gpuflow.routing.requirement import Requirement
 from gpuflow.scaling.store import ScalingStore, scaling_status
@@ -95,7 +95,8 @@ def mib(amount: int | None) -> str:
 
 def fleet_rows(renderer: Renderer, app: GPUFlow) -> Rows:
     """Return the workers, and how many there are of each state."""
-    workers = read_fleet(app)
+    found = read_fleet(app)
+    workers = found.workers
     states = Counter(str(one.entry.state) for one in workers)
     gpus = [gpu for one in workers if one.entry.is_there for gpu in one.gpus]
     summary = renderer.render(
@@ -107,6 +108,7 @@ def fleet_rows(renderer: Renderer, app: GPUFlow) -> Rows:
         disabled=sum(not one.entry.takes_work for one in workers if one.entry.is_there),
     )
     rows = [(one.entry.id, renderer.render("fleet_row.html", row=one, bar=drawing.memory_bar)) for one in workers]
+    rows += [(id, renderer.render("unreadable_row.html", id=id)) for id in found.unreadable]
     empty = "No workers are registered. Start one with <code>celery -A gpuflow worker</code>."
     return {"summary": [("summary", summary)], "workers": rows or [_empty(6, empty)]}
 
@@ -193,14 +195,14 @@ def _progress(task: Mapping[str, Any]) -> tuple[float | None, str]:
     progress = task.get("progress")
     if not isinstance(progress, Mapping):
         return None, ""
-    current, total = progress.get("current"), progress.get("total")
+    current, total = number_of(progress.get("current")), number_of(progress.get("total"))
     metrics = progress.get("metrics")
-    parts = [f"{name} {value:.4g}" for name, value in (metrics.items() if isinstance(metrics, Mapping) else ())
-             if isinstance(value, int | float)]  # fmt: skip
+    parts = [f"{name} {value:.4g}" for name, given in (metrics.items() if isinstance(metrics, Mapping) else ())
+             if (value := number_of(given)) is not None]  # fmt: skip
     share = None
-    if isinstance(current, int | float):
+    if current is not None:
         counted = f"{current:g}"
-        if isinstance(total, int | float) and total > 0:
+        if total is not None and total > 0:
             share = min(1.0, max(0.0, current / total))
             counted += f"/{total:g}"
         parts.insert(0, f"{counted} {progress.get('unit') or 'step'}")
@@ -215,7 +217,9 @@ def scaling_rows(renderer: Renderer, app: GPUFlow) -> Rows:
     """Return what scales the fleet, its machines, what is wanted of each worker, and the newest decisions."""
     status = scaling_status(app.redis, app.keys)
     decisions = ScalingStore(app.redis, app.keys).decisions(MOST_DECISIONS)
-    wanted = [one for one in read_fleet(app) if one.entry.state != "OFFLINE" and one.entry.desired.at is not None]
+    wanted = [
+        one for one in read_fleet(app).workers if one.entry.state != "OFFLINE" and one.entry.desired.at is not None
+    ]
     return {
         "summary": [("summary", renderer.render("scaling_summary.html", status=status))],
         "machines": [(one["id"], renderer.render("machine_row.html", machine=one)) for one in status["machines"]]

@@ -13,7 +13,7 @@ from typing import Any, Final
 from gpuflow.celery_app import GPUFlow
 from gpuflow.event_text import message
 from gpuflow.explaining import server_time
-from gpuflow.fleet.registry import Fleet, WorkerEntry, WorkerState
+from gpuflow.fleet.registry import UNREADABLE, Fleet, WorkerEntry, WorkerState
 from gpuflow.fleet.worker_views import capability_of
 from gpuflow.handles import PipelineRun
 from gpuflow.ledger.eventlog import LoggedEvent
@@ -67,15 +67,29 @@ class WorkerRow:
         return len(self.entry.tasks) - len(self.tasks)
 
 
-def read_fleet(app: GPUFlow) -> list[WorkerRow]:
+@dataclass(frozen=True, kw_only=True)
+class FleetRows:
+    """The workers, and the ids of those whose entries cannot be read."""
+
+    workers: list[WorkerRow]
+    unreadable: list[str]
+
+
+def read_fleet(app: GPUFlow) -> FleetRows:
     """Return the workers: those that need a look first, then by id, those that have gone last."""
     now = server_time(app)
-    entries = Fleet(app.redis, app.keys).workers()
+    entries, unreadable = Fleet(app.redis, app.keys).readable()
     gone = sorted((one for one in entries if _is_gone(one)), key=lambda one: -one.heartbeat_at)[:MOST_GONE]
     shown = [one for one in entries if not _is_gone(one)] + gone
     names = app.ledger.names([task for one in shown for task in one.tasks[:MOST_TASKS]])
     shown.sort(key=lambda one: (_is_gone(one), one.state is not WorkerState.SILENT, one.id))
-    return [worker_row(one, names, now) for one in shown]
+    rows = []
+    for one in shown:
+        try:
+            rows.append(worker_row(one, names, now))
+        except UNREADABLE:
+            unreadable.append(one.id)
+    return FleetRows(workers=rows, unreadable=sorted(unreadable))
 
 
 def _is_gone(entry: WorkerEntry) -> bool:
@@ -101,7 +115,7 @@ def _gpu_rows(entry: WorkerEntry) -> Iterable[GpuRow]:
     loads, foreign, room = (_mapping(load.get(name)) for name in ("gpus", "foreignMib", "roomMib"))
     free = load.get("freeGpus")
     for gpu in entry.capability.get("gpus") or ():
-        uuid, total = gpu.get("uuid"), int(gpu.get("total_mib") or 0)
+        uuid, total = str(gpu.get("uuid")), _amount(gpu.get("total_mib")) or 0
         found = _mapping(loads.get(uuid))
         left = _amount(found.get("freeMib"))
         leased = 0
@@ -109,7 +123,7 @@ def _gpu_rows(entry: WorkerEntry) -> Iterable[GpuRow]:
             leased = total - min(total, _amount(room.get(uuid)) or 0)
         yield GpuRow(
             name=str((gpu.get("names") or ["GPU"])[0]),
-            index=int(gpu.get("index") or 0),
+            index=_amount(gpu.get("index")) or 0,
             total_mib=total,
             leased_mib=leased,
             used_mib=None if left is None else max(0, total - left),
@@ -212,7 +226,7 @@ def losses(events: Iterable[LoggedEvent], labels: Mapping[str, str]) -> dict[str
         metrics = event.data.get("metrics")
         if event.name != "progress" or not isinstance(metrics, Mapping) or event.source not in labels:
             continue
-        step, loss = _number(event.data.get("current")), _number(metrics.get("loss"))
+        step, loss = number_of(event.data.get("current")), number_of(metrics.get("loss"))
         if step is not None and loss is not None:
             points = found.setdefault(labels[event.source], [])
             if points and step <= points[-1][0]:  # another attempt goes back: its curve takes over from there
@@ -241,11 +255,11 @@ def _mapping(value: object) -> Mapping[str, Any]:
 
 
 def _amount(value: object) -> int | None:
-    number = _number(value)
+    number = number_of(value)
     return None if number is None else int(number)
 
 
-def _number(value: object) -> float | None:
+def number_of(value: object) -> float | None:
     """Return a finite number of a report that may hold anything."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -253,12 +267,14 @@ def _number(value: object) -> float | None:
 
 
 __all__ = [
+    "FleetRows",
     "GpuRow",
     "PipelinePage",
     "PipelineRow",
     "WorkerRow",
     "log_lines",
     "losses",
+    "number_of",
     "read_fleet",
     "read_pipeline",
     "read_pipelines",

@@ -11,7 +11,7 @@ import pytest
 
 from gpuflow.client import submit, submit_pipeline
 from gpuflow.errors import TaskDead, TaskFailed
-from gpuflow.fleet.registry import Fleet
+from gpuflow.fleet.registry import Fleet, WorkerEntry, WorkerState
 from tests.support.fleet import TestFleet
 from tests.support.monitored_fleet import HOSTILE, FlowerProcess
 from tests.support.waiting import eventually, patient
@@ -226,3 +226,26 @@ def test_a_flower_without_login_is_read_only(fleet: TestFleet) -> None:
         assert "access-control-allow-origin" not in page.headers
         assert act(anyone, "disable", "w1").status_code == 403
         assert "data-action=" not in "".join(rows(anyone, "fleet", "workers").values())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"load": "[]"}, {"capability": "[]"}, {"capability": '{"gpus": ["x"]}'}, {"tasks": "[1]"}, {"state": "ASLEEP"}],
+)
+def test_a_worker_whose_entry_is_odd_breaks_no_page(
+    fleet: TestFleet, user: httpx.Client, fields: dict[str, str]
+) -> None:
+    registry = Fleet(fleet.app.redis, fleet.app.keys)
+    entry = WorkerEntry(id="odd", state=WorkerState.IDLE, interval_seconds=30, timeout_seconds=600)
+    task = submit({**fleet.echo(message="x"), "resources": {"labels": {"no": "such"}}}, app=fleet.app)
+    queue = fleet.app.ledger.get(task.id).queue
+    registry.announce(entry)
+    fleet.app.redis.hset(fleet.app.keys.worker("odd"), mapping=fields)
+    try:
+        row = eventually(lambda: rows(user, "fleet", "workers").get("odd"), what="its row")
+        assert "cannot be read" in row
+        assert "team=nlp" in rows(user, "fleet", "workers")["w1"]
+        assert "cannot start" in eventually(lambda: rows(user, "queues", "queues").get(queue), what="the queue")
+    finally:
+        registry.forget("odd")
+        task.cancel()

@@ -338,13 +338,15 @@ def test_streams_end_and_requests_are_refused_soon_after_a_token_is_revoked(
         with httpx.stream(
             "GET", f"{front.url}{TASKS}/{running.id}/events", headers=mine, timeout=patient(60)
         ) as stream:
-            text.extend(stream.iter_text())
+            for part in stream.iter_text():
+                text.append(part)
         ended.append(time.monotonic())
 
     reader = threading.Thread(target=read)
     reader.start()
     eventually(lambda: running.state == "RUNNING")
     eventually(lambda: store.find(record.id) is not None and http.get(TASKS, headers=mine).status_code == 200)
+    eventually(lambda: text, what="the first events of the stream")
     revoked = http.delete(f"/api/admin/tokens/{record.id}", headers=headers[Role.ADMIN])
     began = time.monotonic()
     reader.join(patient(30))
@@ -410,6 +412,10 @@ def test_an_operator_steers_workers(http: httpx.Client, headers: dict[str, dict[
         {"id": "w1", "desired": "disabled"}, {"id": "w1", "desired": "enabled"}
     )  # fmt: skip
     assert http.post("/api/admin/workers/nobody/drain", headers=operator).status_code == 404
+    entries = http.get("/api/admin/audit", params={"target": "*w1"}, headers=headers["fleet"]).json()["entries"]
+    steered = [one["action"] for one in entries if one["action"] != "worker.register"]
+    assert steered[:2] == ["worker.enable", "worker.disable"], "one entry each"
+    assert not {"worker.enabled", "worker.disabled"} & set(steered)
 
 
 @pytest.mark.parametrize(

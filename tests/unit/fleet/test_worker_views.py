@@ -38,8 +38,8 @@ def worker(
 
 def kinds(*entries: WorkerEntry, ask: Requirement) -> dict[str, str]:
     class Registry:
-        def workers(self) -> list[WorkerEntry]:
-            return list(entries)
+        def readable(self) -> tuple[list[WorkerEntry], list[str]]:
+            return list(entries), []
 
     views = worker_views(cast("Fleet", Registry()), None, 0.0)
     return {view.id: judge(ask, "gpu", TaskView(name="t"), view).kind for view in views}
@@ -78,3 +78,27 @@ def test_a_reservation_counts_as_long_as_its_task_waits(state: str, kept: bool) 
 
     assert (view_of(entry, {"t1": record}, 0.0).reservation is not None) is kept
     assert view_of(entry, {}, 0.0).reservation is not None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"load": {**worker("a", 3.0, ()).load, "roomMib": {"GPU-0": "much"}}},
+        {"capability": {"gpus": ["x"]}},
+        {"capability": {"gpus": [{"uuid": "u", "total_mib": "many"}]}},
+        {"capability": worker("a", 1.0, BOTH).capability | {"memory_mib": "much"}},
+        {"load": {"roomMib": {"GPU-0": "much"}}},
+        {"load": {"sessions": 3, "freeGpus": []}},
+    ],
+)
+def test_a_worker_whose_entry_cannot_be_read_is_left_out(fields: dict[str, Any]) -> None:
+    odd = replace(worker("odd", 3.0, BOTH), **fields)
+
+    assert kinds(odd, worker("a", 1.0, BOTH), ask=WHOLE) == {"a": "free"}
+
+
+def test_what_cannot_be_read_says_nothing_of_other_workers_of_its_machine() -> None:
+    odd = worker("odd", 3.0, ())
+    odd = replace(odd, load={**odd.load, "gpusSeenAt": 10**400})
+
+    assert kinds(odd, worker("a", 1.0, BOTH), ask=WHOLE)["a"] == "free"

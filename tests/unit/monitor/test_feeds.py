@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gpuflow.errors import UnknownTask
-from gpuflow.monitor.feeds import MOST_FEEDS, Body, Feed, Feeds, Rows
+from gpuflow.monitor.feeds import MOST_FEEDS, MOST_VERSIONS, Body, Feed, Feeds, Rows
 
 
 class Source:
@@ -66,6 +66,21 @@ def test_an_unknown_version_is_sent_everything(since: str) -> None:
     assert changes(feed, since.format(epoch=epoch))["containers"]["table"] == {"rows": {"a": "1"}, "order": ["a"]}
 
 
+def test_a_browser_of_an_old_version_is_sent_everything_and_few_bodies_are_kept() -> None:
+    source = Source(a="1", b="1")
+    feed = Feed(source)
+    feed.update()
+    epoch = feed.label.split(".")[0]
+    for number in range(3 * MOST_VERSIONS):
+        source.rows = {"a": "1", "b": str(number)}
+        feed.update()
+    assert changes(feed, f"{epoch}.1")["containers"]["table"]["order"] == ["a", "b"]
+    assert changes(feed, f"{epoch}.{feed.version - 1}")["containers"] == {"table": {"rows": {"b": source.rows["b"]}}}
+    for base in range(feed.version + 1):
+        feed.changes(f"{epoch}.{base}")
+    assert len(feed._bodies) <= MOST_VERSIONS + 2
+
+
 def test_a_row_that_leaves_and_comes_back_is_sent_again() -> None:
     source = Source(a="1", b="1")
     feed = Feed(source)
@@ -115,6 +130,34 @@ async def test_reading_does_not_hold_the_loop() -> None:
     assert not asked.done()
     go.set()
     await asked
+
+
+async def test_what_an_action_changes_during_a_reading_is_read_again() -> None:
+    begun, go = threading.Event(), threading.Event()
+    rows = {"a": "before"}
+    reads: list[dict[str, str]] = []
+
+    def slow() -> Rows:
+        found = dict(rows)
+        reads.append(found)
+        begun.set()
+        go.wait(30)
+        return {"table": list(found.items())}
+
+    feeds = Feeds(clock=Clock())
+    asked = asyncio.ensure_future(feeds.fresh("fleet", slow))
+    while not begun.is_set():
+        await asyncio.sleep(0)
+    rows["a"] = "after"
+    feeds.expire()
+    meanwhile = asyncio.ensure_future(feeds.fresh("fleet", slow))
+    await asyncio.sleep(0)
+    go.set()
+    await asked
+
+    assert (await meanwhile).html("table") == "after"
+    assert (await feeds.fresh("fleet", slow)).html("table") == "after"
+    assert len(reads) == 2
 
 
 async def test_an_error_reaches_everybody_and_is_not_for_ever() -> None:

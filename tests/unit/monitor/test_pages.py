@@ -12,7 +12,7 @@ from gpuflow.ledger.eventlog import LoggedEvent
 from gpuflow.ledger.records import TaskRecord
 from gpuflow.ledger.states import TaskState
 from gpuflow.monitor import drawing
-from gpuflow.monitor.pages import PAGES, TEMPLATES, Renderer, _numbered, when
+from gpuflow.monitor.pages import PAGES, TEMPLATES, Renderer, _numbered, _progress, when
 from gpuflow.monitor.reading import log_lines, losses, worker_row
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'\x1b[31m\u202e"
@@ -137,6 +137,22 @@ def test_losses_are_those_of_the_attempt_that_runs() -> None:
     assert losses(events, {"t": "tune"}) == {"tune": [(1.0, 3.0), (2.0, 1.5), (3.0, 1.2)]}
     odd = [event("1", 1.0), event(1, True), event(1, None), event(1, 1e301), event(1, 2.0, source="other")]
     assert losses(odd, {"t": "tune"}) == {}
+
+
+@pytest.mark.parametrize(
+    ("progress", "share", "text"),
+    [
+        ({"current": 3, "total": 4, "metrics": {"loss": 0.5}}, 0.75, "3/4 step, loss 0.5"),
+        ({"current": 3, "total": 0}, None, "3 step"),
+        ({"current": 10**400, "total": 3}, None, ""),
+        ({"current": 3, "total": 10**400}, None, "3 step"),
+        ({"current": 1, "metrics": {"loss": 10**400, "rate": float("inf"), "done": True}}, None, "1 step"),
+        ({"current": float("nan"), "metrics": [1]}, None, ""),
+        ("half", None, ""),
+    ],
+)
+def test_progress_of_any_form_is_shown_or_left_out(progress: object, share: float | None, text: str) -> None:
+    assert _progress({"progress": progress}) == (share, text)
 
 
 def test_the_log_names_the_stage_and_has_no_control_characters() -> None:
