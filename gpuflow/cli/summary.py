@@ -189,8 +189,9 @@ def stage_lines(stage: StageSummary) -> list[str]:
     missing = result.get("missing_artifacts")
     if isinstance(missing, list) and missing:
         lines.append("  missing: " + one_line(", ".join(map(str, missing)), 300) + " (asked for in output.artifacts)")
-    for warning in result.get("warnings") or ():
-        lines.append("  warning: " + one_line(str(warning), 300))
+    warnings = result.get("warnings")
+    if isinstance(warnings, list):
+        lines += [f"  warning: {one_line(str(warning), 500)}" for warning in warnings[:_MOST_WARNINGS]]
     if stage.folders:
         lines.append(
             f"  files: {stage.folders[0]}" + (f" and {len(stage.folders) - 1} more" if stage.folders[1:] else "")
@@ -199,7 +200,7 @@ def stage_lines(stage: StageSummary) -> list[str]:
 
 
 def _training_lines(result: Mapping[str, Any]) -> list[str]:
-    """Return what a training says of its rows and of what looks wrong; nothing for other results."""
+    """Return what a training says of its rows; nothing for other results."""
     lines = []
     if _is_number(result.get("rows_trained")) and _is_number(result.get("rows")):
         dropped = result.get("rows_dropped")
@@ -208,9 +209,6 @@ def _training_lines(result: Mapping[str, Any]) -> list[str]:
         said = [f"{number:g} {one_line(what, 80)}" for what, number in others.items() if _is_number(number) and number]
         rest = f" ({', '.join(said)})" if said else ""
         lines.append(f"  trained on {result['rows_trained']:g} of {result['rows']:g} rows{rest}")
-    warnings = result.get("warnings")
-    if isinstance(warnings, list):
-        lines += [f"  warning: {one_line(str(warning), 500)}" for warning in warnings[:_MOST_WARNINGS]]
     return lines
 
 
