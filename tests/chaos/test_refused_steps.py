@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 from celery import chain, chord
 
 from gpuflow.client import submit
+from gpuflow.ledger.ledger import ledger_script
 from gpuflow.ledger.states import TaskState
 from tests.chaos.accounting import check, check_ran_once
 from tests.chaos.refusals import RefusingProxy
@@ -34,6 +35,7 @@ USUAL = ("MISCONF", "NOPERM", "OOM", "TRYAGAIN", "NOSCRIPT")
 #: Rounds of work after which each kind of command that a worker sends has been refused as often as it is to be.
 MOST_ROUNDS = 8
 TIMES = 2
+RECLAIM = f"EVALSHA {ledger_script('reclaim').sha[:8]}"
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +82,11 @@ def one_round(fleet: TestFleet, marks: Path) -> None:
     assert cancelled.attempt == 1
 
 
+def often(refused: Mapping[str, int]) -> dict[str, int]:
+    """Return the counts without the step that is sent only after an error made a lease look missing."""
+    return {command: count for command, count in refused.items() if command != RECLAIM}
+
+
 @pytest.mark.parametrize("answer", list(ANSWERS) if "ALL_REFUSALS" in os.environ else USUAL)
 def test_an_error_at_any_command_ends_nothing_and_loses_nothing(
     long_fleet: TestFleet, proxy: RefusingProxy, worker: WorkerProcess, answer: str, tmp_path: Path
@@ -90,10 +97,10 @@ def test_an_error_at_any_command_ends_nothing_and_loses_nothing(
 
     for _ in range(MOST_ROUNDS):
         one_round(long_fleet, tmp_path)
-        if min(proxy.refused.values()) == times:
+        if min(often(proxy.refused).values()) == times:
             break
 
-    refused = dict(proxy.refused)
+    refused = often(proxy.refused)
     proxy.end()
     one_round(long_fleet, tmp_path)
     assert worker.process.poll() is None
