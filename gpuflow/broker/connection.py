@@ -11,7 +11,8 @@ from typing import Any, Final
 from urllib.parse import parse_qs, quote, urlsplit
 
 from celery.app.amqp import AMQP
-from kombu import Connection
+from kombu import Connection, Producer
+from kombu.pools import PoolGroup, ProducerPool, connections, register_group, use_global_limit
 
 _TRANSPORT: Final = "gpuflow.broker.transport:Transport"
 _REDIS_SCHEMES: Final = frozenset({"redis", "rediss"})
@@ -66,7 +67,45 @@ class LeasedConnection(Connection):  # type: ignore[misc]
         )
 
 
+class LeasedProducer(Producer):  # type: ignore[misc]
+    """A producer that looks first whether an exchange or a queue is declared: kombu copies it before it looks."""
+
+    def maybe_declare(self, entity: Any, retry: bool = False, **retry_policy: Any) -> Any:
+        """Declare an exchange or a queue that is not declared on this connection."""
+        known = entity is None or entity.can_cache_declaration
+        if known and (entity is None or hash(entity) in self.channel.connection.client.declared_entities):
+            return False
+        return super().maybe_declare(entity, retry, **retry_policy)
+
+
+class LeasedProducerPool(ProducerPool):  # type: ignore[misc]
+    """Producers on leased connections."""
+
+    Producer = LeasedProducer
+
+
+class _ProducerPools(PoolGroup):  # type: ignore[misc]
+    def create(self, connection: Any, limit: int | None) -> LeasedProducerPool:
+        return LeasedProducerPool(connections[connection], limit=limit)
+
+
+_pools: Final = register_group(_ProducerPools(limit=use_global_limit))
+
+
 class LeasedAMQP(AMQP):  # type: ignore[misc]
     """Celery's message layer, on leased connections."""
 
     Connection = LeasedConnection
+    Producer = LeasedProducer
+    #: Celery empties it after a fork.
+    _producer_pool: LeasedProducerPool | None
+
+    @property
+    def producer_pool(self) -> LeasedProducerPool:
+        """The producers of the app."""
+        if self._producer_pool is None:
+            self._producer_pool = _pools[self.app.connection_for_write()]
+            self._producer_pool.limit = self.app.pool.limit
+        return self._producer_pool
+
+    publisher_pool = producer_pool

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import lru_cache
 from queue import Empty
@@ -84,6 +85,7 @@ class Channel(stock.Channel):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self.keys = Keys(self.global_keyprefix)
         self._plain: redis.Redis | None = None
+        self._shared: Any = None
         self._own_leases: LeaseTable | None = None
         self._keeper_pool: redis.ConnectionPool | None = None
         self._unacknowledged: set[str] = set()
@@ -113,6 +115,13 @@ class Channel(stock.Channel):  # type: ignore[misc]
         if self._plain is None or self._plain.connection_pool is not self.pool:
             self._plain = redis.Redis(connection_pool=self.pool)
         return self._plain
+
+    @contextmanager
+    def conn_or_acquire(self, client: Any = None) -> Iterator[Any]:
+        """Give a client on the channel's ordinary pool: the same one each time, as making one takes a while."""
+        if client is None and (self._shared is None or self._shared.connection_pool is not self.pool):
+            self._shared = self._create_client()
+        yield client or self._shared
 
     def basic_consume(self, queue: str, no_ack: bool, *args: Any, **kwargs: Any) -> Any:
         """Start to consume; the first time, the lease table gets a client that outlives this channel."""

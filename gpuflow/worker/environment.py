@@ -173,6 +173,7 @@ def given_variables(
     return variables
 
 
+@cache
 def python_path() -> str | None:
     """Return the folder of our packages when they are not installed, so that the child finds them too."""
     home = Path(__file__).resolve().parents[2]
