@@ -227,14 +227,21 @@ class LeaseTable:
 
     def wake(self, *, machine: bool = False) -> None:
         """Make the consumer look again now (a queue has opened); with `machine`, also those that share its GPUs."""
-        bells: set[Any] = {self.bell}
-        if machine and self.gate.machine:
-            bells.update(self.client.spop(self.keys.waiters(self.gate.machine), MOST_WOKEN) or ())
         pipe = self.client.pipeline()
-        for bell in bells:
-            pipe.lpush(bell, "")
-            pipe.expire(bell, BELL_SECONDS)
-        pipe.execute()
+        self._ring(pipe, self.bell)
+        if machine and self.gate.machine:
+            pipe.spop(self.keys.waiters(self.gate.machine), MOST_WOKEN)
+        _, _, *popped = pipe.execute()
+        others = {bytes_to_str(bell) for bell in popped[0] or ()} - {self.bell} if popped else set()
+        for bell in others:
+            self._ring(pipe, bell)
+        if others:
+            pipe.execute()
+
+    @staticmethod
+    def _ring(pipe: Any, bell: str) -> None:
+        pipe.lpush(bell, "")
+        pipe.expire(bell, BELL_SECONDS)
 
     def sweep_soon(self) -> None:
         """Make the keeper sweep now, as a message may be due before it would."""

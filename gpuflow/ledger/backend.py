@@ -337,6 +337,17 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
         text: str = self.encode(entry)
         return text
 
+    def _store_result(
+        self, task_id: str, result: Any, state: str, traceback: Any = None, request: Any = None, **kwargs: Any
+    ) -> Any:
+        """Store a result. Celery looks for an earlier success first; a supervised task has its record for that."""
+        if getattr(request, "task", None) not in SUPERVISED_TASKS:
+            return super()._store_result(task_id, result, state, traceback=traceback, request=request, **kwargs)
+        entry = self._get_result_meta(result=result, state=state, traceback=traceback, request=request)
+        entry["task_id"] = task_id
+        self._set_with_state(self.get_key_for_task(task_id), self.encode(entry), state)
+        return result
+
     def mark_as_done(self, task_id: str, result: Any, request: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Store a success, which the supervisor has committed."""
         tail = super().mark_as_done
