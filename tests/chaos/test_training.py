@@ -53,6 +53,7 @@ def begin(fleet: TestFleet, model: Path) -> tuple[Task, WorkerProcess, WorkerPro
     return task, busy, idle
 
 
+@pytest.mark.long
 def test_a_training_survives_kill_9_of_its_worker(fleet: TestFleet, tmp_path: Path) -> None:
     task, busy, idle = begin(fleet, make_tiny_model(tmp_path / "model"))
 
@@ -64,6 +65,7 @@ def test_a_training_survives_kill_9_of_its_worker(fleet: TestFleet, tmp_path: Pa
     assert 20 <= record.result["resumed_from_step"] < STEPS
 
 
+@pytest.mark.long
 def test_a_training_that_is_handed_back_repeats_no_step(fleet: TestFleet, tmp_path: Path) -> None:
     task, busy, idle = begin(fleet, make_tiny_model(tmp_path / "model"))
 

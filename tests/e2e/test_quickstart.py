@@ -58,6 +58,7 @@ def test_the_quick_start_learns_answers_and_leaves_nothing_behind(environment: d
     assert left_over(str(tmp_path)) == []
 
 
+@pytest.mark.long
 def test_ctrl_c_in_the_middle_leaves_no_process_and_resume_finishes(
     environment: dict[str, str], tmp_path: Path
 ) -> None:

@@ -32,6 +32,7 @@ def run(template: str, cwd: Path, environment: dict[str, str]) -> dict[str, Any]
     return {stage["name"]: stage["result"] for stage in json.loads(done.stdout)["stages"]}
 
 
+@pytest.mark.long
 def test_the_passages_cited_from_these_docs_hold_the_answers(environment: dict[str, str], tmp_path: Path) -> None:
     index = {"index": {}, "data": {"upload": str(DOCS)}, "embedding": {"model": "all-minilm-l6-v2"}}
     ask = {"search": {"index": "${index.result.final_index_archive_url}"}, "query": list(QUESTIONS)}

@@ -126,7 +126,7 @@ def exported(machine: Callable[..., Machine], tmp_path: Path) -> Path:
 
 
 @pytest.mark.ml
-@pytest.mark.parametrize("suffix", ["tar.gz", "tar.zst"])
+@pytest.mark.parametrize("suffix", [pytest.param("tar.gz", marks=pytest.mark.long), "tar.zst"])
 def test_pulled_exported_imported_and_used_without_a_network(
     machine: Callable[..., Machine], offline: Machine, tmp_path: Path, suffix: str
 ) -> None:
