@@ -19,6 +19,7 @@ _HOME = {
     "get": "gpuflow.client",
     "explain": "gpuflow.explaining",
     "load_reference": "gpuflow.client",
+    "local_fleet": "gpuflow.local",
     "Task": "gpuflow.client",
     "PipelineRun": "gpuflow.client",
     "Template": "gpuflow.spec",
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
         UnknownTask,
     )
     from gpuflow.explaining import explain
+    from gpuflow.local import local_fleet
     from gpuflow.spec import Template
 
 
