@@ -55,6 +55,8 @@ def run(name: str, home: Path, folder: Path) -> tuple[float, int, str]:
             stack.callback(receiver.terminate)
             assert receiver.stdout is not None
             receiver.stdout.readline()  # it listens
+        if name == "train-ppo":  # needs an older TRL than the others, and so an environment of its own
+            subprocess.run([*COMMAND, "env", "create", "ppo"], cwd=folder, env=env, capture_output=True, check=False)
         began = time.monotonic()
         done = subprocess.run(
             [*COMMAND, "run", name],

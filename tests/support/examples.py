@@ -40,7 +40,7 @@ RUN_BY: Final[dict[str, str]] = {
     "configs/pipelines/train-ppo.yaml": "tests/integration/test_shipped_pipelines.py",
     "configs/pipelines/train-sft.yaml": "tests/integration/test_shipped_pipelines.py",
     "examples/executor/request.json": "tests/integration/test_examples.py",
-    "examples/loading-worker/worker.py": "tests/conformance/test_conformance_containers.py",
+    "examples/loading-worker/worker.py": "tests/integration/test_containers.py",
     "examples/python/notebook.py": "tests/integration/test_examples.py",
     "examples/python/service.py": "tests/integration/test_examples.py",
     "examples/python/test_pipelines.py": "tests/integration/test_examples.py",
