@@ -35,14 +35,14 @@ def verified(headers: Mapping[str, str], body: bytes, key: str) -> bool:
 class Receiver(BaseHTTPRequestHandler):
     """Answers 204 to what is signed, 401 to what is not."""
 
-    def do_POST(self) -> None:  # noqa: N802  (http.server's name)
+    def do_POST(self) -> None:
         """Take one callback."""
         length = int(self.headers.get("Content-Length") or 0)
         if length > LARGEST_BYTES:
             self.send_error(413)
             return
         body = self.rfile.read(length)
-        right = verified(self.headers, body, os.environ["CALLBACK_KEY"])
+        right = verified(dict(self.headers.items()), body, os.environ["CALLBACK_KEY"])
         self.send_response(204 if right else 401)
         self.end_headers()
         what = json.dumps(json.loads(body), sort_keys=True) if right else "refused: the signature is wrong or missing"

@@ -41,7 +41,32 @@ _HOME = {
     ),
 }
 
-__all__ = ["__version__", *_HOME]  # noqa: PLE0604
+# Written out, for type checkers: those of users that are strict take only what stands here as public.
+__all__ = [
+    "ArtifactError",
+    "AuthError",
+    "BrokerUnavailable",
+    "GPUFlow",
+    "GPUFlowError",
+    "InvalidSettings",
+    "InvalidTemplate",
+    "NoCapableWorker",
+    "PipelineRun",
+    "Task",
+    "TaskCancelled",
+    "TaskDead",
+    "TaskFailed",
+    "Template",
+    "UnknownTask",
+    "__version__",
+    "app",
+    "explain",
+    "get",
+    "load_reference",
+    "local_fleet",
+    "submit",
+    "submit_pipeline",
+]
 
 if TYPE_CHECKING:
     from gpuflow.celery_app import GPUFlow, app

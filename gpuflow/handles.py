@@ -57,7 +57,7 @@ class _Events:
         return (event for event in self._follow(True) if event is not None)
 
     async def __aiter__(self) -> AsyncIterator[LoggedEvent]:
-        # No thread is held between two looks: threads of a loop are few, and one that waits keeps its loop from closing.
+        # No thread is held between two looks: a loop has few, and cannot close while one of them waits.
         found, end = self._follow(False), object()
         pause = _FIRST_PAUSE_SECONDS
         while (event := await asyncio.to_thread(next, found, end)) is not end:

@@ -4,8 +4,6 @@ Copy the fixture into the conftest.py of your project. It needs no Redis, no Doc
 that is not under test, and `--set` or a dict changes a template where a test needs it smaller.
 """
 
-# ruff: noqa: S101
-
 from __future__ import annotations
 
 from collections.abc import Iterator

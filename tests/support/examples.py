@@ -1,4 +1,4 @@
-"""What each example is run by. A file that is in neither table, or in no line of docs/reference/examples.md, fails a test."""
+"""Names the test that runs each example. A file in neither table, or not in docs/reference/examples.md, fails a test."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ PRINTED: Final[dict[str, tuple[str, ...]]] = {
     "echo": ('{"output": "hello"',),
     "graph": ("left: succeeded", "right: succeeded", '{"output": [2, 3]'),
     "labels": ('{"output": "ran on a worker with the label"',),
-    "matrix": ("and 3 more", '{"output": [{"rate": 0.1, "rank": 16}, {"rate": 0.01, "rank": 16}]'),
+    "matrix": (
+        "and 3 more",
+        '{"outputs": [{"rate": 0.1, "rank": 8}, ',
+        '{"output": [{"rate": 0.1, "rank": 16}, {"rate": 0.01, "rank": 16}]',
+    ),
     "merge": ("first: succeeded", "second: succeeded", "third: succeeded", '{"output": "computed once"'),
     "replicas": ("and 2 more", "output  six"),
     "retries": ('{"output": "the third attempt did it"', '"attempt": 3'),
