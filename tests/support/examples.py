@@ -1,4 +1,4 @@
-"""Names the test that runs each example. A file in neither table, or not in docs/reference/examples.md, fails a test."""
+"""Names what runs each example. A file in neither table, or not in docs/reference/examples.md, fails a test."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -30,7 +31,12 @@ def test_an_example_has_a_run(path: str) -> None:
         return
     assert path in RUN_BY, f"{path} has no run: add it to tests/support/examples.py, and its test"
     test = (ROOT / RUN_BY[path]).read_text("utf-8")
-    words = {f'"{name}"'} if name != path else {path.rpartition("/")[2], path.split("/")[1]}
+    file = Path(path)  # of a folder such as loading-worker the name of the folder will do
+    words = {
+        f'"{file.stem}"',
+        f'"{file.name}"',
+        f'"{file.parent.name}"',
+    }
 
     assert any(word in test for word in words), f"{RUN_BY[path]} does not name {path}"
 
