@@ -19,6 +19,7 @@ _HOME = {
     "get": "gpuflow.client",
     "explain": "gpuflow.explaining",
     "load_reference": "gpuflow.client",
+    "local_fleet": "gpuflow.local",
     "Task": "gpuflow.client",
     "PipelineRun": "gpuflow.client",
     "Template": "gpuflow.spec",
@@ -40,7 +41,32 @@ _HOME = {
     ),
 }
 
-__all__ = ["__version__", *_HOME]  # noqa: PLE0604
+# Written out, for type checkers: those of users that are strict take only what stands here as public.
+__all__ = [
+    "ArtifactError",
+    "AuthError",
+    "BrokerUnavailable",
+    "GPUFlow",
+    "GPUFlowError",
+    "InvalidSettings",
+    "InvalidTemplate",
+    "NoCapableWorker",
+    "PipelineRun",
+    "Task",
+    "TaskCancelled",
+    "TaskDead",
+    "TaskFailed",
+    "Template",
+    "UnknownTask",
+    "__version__",
+    "app",
+    "explain",
+    "get",
+    "load_reference",
+    "local_fleet",
+    "submit",
+    "submit_pipeline",
+]
 
 if TYPE_CHECKING:
     from gpuflow.celery_app import GPUFlow, app
@@ -59,6 +85,7 @@ if TYPE_CHECKING:
         UnknownTask,
     )
     from gpuflow.explaining import explain
+    from gpuflow.local import local_fleet
     from gpuflow.spec import Template
 
 

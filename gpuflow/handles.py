@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from typing import Any, Final, Protocol
 
 from kombu.exceptions import OperationalError
 from redis.exceptions import OutOfMemoryError, RedisError
@@ -29,6 +29,10 @@ from gpuflow.pipelines.records import PipelineRecord, PipelineState, StageRecord
 from gpuflow.routing.families import CONTROL_QUEUE
 from gpuflow.spec import Template
 
+#: Between two looks of the async forms, which grow while nothing comes.
+_FIRST_PAUSE_SECONDS: Final = 0.05
+_LONGEST_PAUSE_SECONDS: Final = 0.5
+
 
 class ProgressView(Protocol):
     """Shows a pipeline or task while somebody waits for it."""
@@ -41,21 +45,28 @@ class ProgressView(Protocol):
 
 
 class _Events:
-    """Events as an iterator and as an async iterator; ends when the work has ended."""
+    """Events as an iterator and as an async iterator; ends when the work has ended.
 
-    def __init__(self, iterator: Iterator[LoggedEvent]) -> None:
-        self._iterator = iterator
+    `follow(block)` yields events, and None where nothing has come: after a second with `block`, else at once.
+    """
+
+    def __init__(self, follow: Callable[[bool], Iterator[LoggedEvent | None]]) -> None:
+        self._follow = follow
 
     def __iter__(self) -> Iterator[LoggedEvent]:
-        return self._iterator
+        return (event for event in self._follow(True) if event is not None)
 
     async def __aiter__(self) -> AsyncIterator[LoggedEvent]:
-        end = object()
-        while True:
-            event = await asyncio.to_thread(next, self._iterator, end)
-            if event is end:
-                return
-            yield event  # type: ignore[misc]
+        # No thread is held between two looks: a loop has few, and cannot close while one of them waits.
+        found, end = self._follow(False), object()
+        pause = _FIRST_PAUSE_SECONDS
+        while (event := await asyncio.to_thread(next, found, end)) is not end:
+            if event is None:
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            else:
+                pause = _FIRST_PAUSE_SECONDS
+                yield event  # type: ignore[misc]
 
 
 class Task:
@@ -96,9 +107,12 @@ class Task:
         """
         for _ in self._follow(timeout):
             pass
+        return self._outcome(timeout)
+
+    def _outcome(self, timeout: float | None = None) -> Any:
         record = self.record()
         if not record.state.final:
-            raise TimeoutError(f"task {self.id} is {record.state} after {timeout:g} s")
+            raise TimeoutError(f"task {self.id} is {record.state} after {timeout or 0:g} s")
         raise_unless_succeeded(record)
         return References(self._app.settings, hosts=client_hosts(self._app.settings)).fields(record.result)
 
@@ -110,7 +124,7 @@ class Task:
 
     def events(self) -> _Events:
         """Return the events from the first on, for `for` and `async for`; they end with the task."""
-        return _Events(self._follow(None))
+        return _Events(lambda block: self._follow(None, block=block))
 
     def attempts(self) -> list[AttemptEntry]:
         """Return how each ended attempt went, the first one first. Raises BrokerUnavailable.
@@ -133,17 +147,22 @@ class Task:
         with reachable():
             return self._app.ledger.requeue(self.id)
 
-    def __await__(self) -> Any:
-        return asyncio.to_thread(self.get).__await__()
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._awaited().__await__()
 
-    def _follow(self, timeout: float | None) -> Iterator[LoggedEvent]:
+    async def _awaited(self) -> Any:
+        async for _ in self.events():
+            pass
+        return await asyncio.to_thread(self._outcome)
+
+    def _follow(self, timeout: float | None, *, block: bool = True) -> Iterator[LoggedEvent | None]:
         deadline = None if timeout is None else time.monotonic() + timeout
         cursor = EventCursor(self._app.event_log, [self.id])
         while True:
             with reachable():
                 ended = self._app.ledger.get(self.id).state.final
-                events = cursor.wait(0.001 if ended else _slice(deadline))
-            yield from events
+                events = cursor.wait(_slice(deadline) if block and not ended else 0.001)
+            yield from events or (None,)
             if (ended and not events) or (deadline is not None and time.monotonic() >= deadline):
                 return
 
@@ -257,14 +276,17 @@ class PipelineRun:
             view = progress
         try:
             for event in self._follow(timeout):
-                if view is not None:
+                if view is not None and event is not None:
                     view.show(event)
         finally:
             if view is not None:
                 view.close()
+        return self._outcome(timeout, check=check)
+
+    def _outcome(self, timeout: float | None, *, check: bool) -> PipelineRun:
         record = self.record()
         if not record.state.final:
-            raise TimeoutError(f"pipeline {self.id} is {record.state} after {timeout:g} s")
+            raise TimeoutError(f"pipeline {self.id} is {record.state} after {timeout or 0:g} s")
         if check and record.state is PipelineState.CANCELLED:
             raise TaskCancelled(f"pipeline {self.id} was cancelled; `gpuflow resume {self.id}` goes on with the rest")
         if check and record.state is PipelineState.FAILED:
@@ -274,7 +296,7 @@ class PipelineRun:
 
     def events(self) -> _Events:
         """Return the events of the pipeline and its tasks as they come; they end with the pipeline."""
-        return _Events(self._follow(None))
+        return _Events(lambda block: self._follow(None, block=block))
 
     def cancel(self) -> bool:
         """Cancel all that has not ended; False if the pipeline had ended before."""
@@ -294,10 +316,15 @@ class PipelineRun:
                 self.app.send_task(SETTLE_TASK, args=(self.id,), queue=CONTROL_QUEUE, ignore_result=True)
         return verdict
 
-    def __await__(self) -> Any:
-        return asyncio.to_thread(self.wait).__await__()
+    def __await__(self) -> Generator[Any, None, PipelineRun]:
+        return self._awaited().__await__()
 
-    def _follow(self, timeout: float | None) -> Iterator[LoggedEvent]:
+    async def _awaited(self) -> PipelineRun:
+        async for _ in self.events():
+            pass
+        return await asyncio.to_thread(self._outcome, None, check=True)
+
+    def _follow(self, timeout: float | None, *, block: bool = True) -> Iterator[LoggedEvent | None]:
         deadline = None if timeout is None else time.monotonic() + timeout
         cursor = EventCursor(self.app.event_log, [self.id])
         while True:
@@ -307,8 +334,8 @@ class PipelineRun:
                     for task_id in stage.tasks:
                         cursor.add(task_id)
                 ended = record.state.final
-                events = cursor.wait(0.001 if ended else _slice(deadline))
-            yield from events
+                events = cursor.wait(_slice(deadline) if block and not ended else 0.001)
+            yield from events or (None,)
             if (ended and not events) or (deadline is not None and time.monotonic() >= deadline):
                 return
 

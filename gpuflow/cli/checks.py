@@ -349,12 +349,20 @@ def folder(name: str, path: Path, variable: str) -> Check:
 
 
 def shadowing(here: Path) -> Check:
-    """Check that nothing in the current folder hides our packages from a worker that is started here."""
+    """Check that nothing in the current folder hides our packages from a worker that is started here.
+
+    A checkout of gpuflow, such as the folder in which a new user has just installed it, hides them by themselves.
+    """
+    own = all((here / name / "__init__.py").is_file() for name in ("tasks", "executors", "gpuflow"))
     for name in ("tasks", "executors", "gpuflow"):
         ours = util.find_spec(name)
         home = Path(ours.origin).resolve().parent if ours is not None and ours.origin else None
         for path in (here / f"{name}.py", here / name / "__init__.py"):
             if path.exists() and path.resolve().parent != home:
+                if own:
+                    detail = f"{here} is a checkout of gpuflow: workers that are started here run its code"
+                    mend = "if it is not the installed version: pip install . again, or start workers in another folder"
+                    return Check(name="packages", status="warn", detail=detail, mend=mend)
                 mend = "rename it, or start workers in another folder"
                 return Check(name="packages", status="fail", detail=f"{path} hides gpuflow's package {name}", mend=mend)
     return Check(name="packages", status="ok", detail="nothing in this folder hides gpuflow's packages")

@@ -179,10 +179,8 @@ def stage_lines(stage: StageSummary) -> list[str]:
     usage = result.get("usage")
     if isinstance(usage, Mapping) and _is_number(usage.get("total_tokens")):
         lines.append(f"  {usage['total_tokens']:g} tokens")
-    shown = {name: value for name, value in result.items() if not isinstance(value, Mapping | list)}
     if result and len(lines) == 1 and not stage.items:
-        kept = {name: value for name, value in shown.items() if not name.startswith("result_dir")}
-        lines.append("  " + one_line(json.dumps(kept, ensure_ascii=False, default=str), 300))
+        lines.append("  " + one_line(json.dumps(_kept(result), ensure_ascii=False, default=str), 300))
     for name in ("final_model_path", "final_lora_path", "final_index_path"):
         if isinstance(result.get(name), str):
             lines.append(f"  {name.removesuffix('_path')}: {result[name]}")
@@ -197,6 +195,22 @@ def stage_lines(stage: StageSummary) -> list[str]:
             f"  files: {stage.folders[0]}" + (f" and {len(stage.folders) - 1} more" if stage.folders[1:] else "")
         )
     return lines
+
+
+def _kept(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is shown of a result without rows: its output, of any shape, then its numbers and texts.
+
+    Of a stage with several tasks, the output of each.
+    """
+    several = result.get("results")
+    if isinstance(several, list) and all(isinstance(one, Mapping) and "output" in one for one in several):
+        return {"outputs": [one["output"] for one in several]}
+    output = {"output": result["output"]} if result.get("output") is not None else {}
+    return output | {
+        name: value
+        for name, value in result.items()
+        if name != "output" and not isinstance(value, Mapping | list) and not name.startswith("result_dir")
+    }
 
 
 def _training_lines(result: Mapping[str, Any]) -> list[str]:

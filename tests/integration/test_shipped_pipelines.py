@@ -1,7 +1,7 @@
 """The shipped pipelines that train and retrieve run from their YAML as it is, to real weights and answers.
 
 Their model presets are in the cache already, as if they had been pulled: a tiny model stands for each of them.
-`container` and `shards` run in test_containers and test_shards, and `rag` with its real models in tests/e2e.
+Those that need no torch run in test_examples; `rag` with its real models, and the quick start, in tests/e2e.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.ml, pytest.mark.timeout(400)]
 
 CHAT, EMBEDDING = "smollm2-135m-instruct", "all-minilm-l6-v2"
 #: Those that run on one fleet, all at once, so that the trainers' libraries load beside each other.
-ON_A_FLEET = ("train-dpo", "train-grpo", "train-ppo", "rag")
+ON_A_FLEET = ("train-lora", "train-dpo", "train-grpo", "train-ppo", "rag", "inference", "embedding")
 #: Stage -> the machine that runs it: a reward that is trained on one scores on the other.
 PLACES = {"train-grpo": {"score": "one", "tune": "two"}}
 STEPS = 2
@@ -81,7 +81,7 @@ def run_of(tmp_path_factory: pytest.TempPathFactory, environments: Path) -> Iter
 def _placed(name: str) -> dict[str, Any]:
     """Return a shipped pipeline as it is, but for the machine of some stages."""
     template = load_preset("pipelines", name)
-    for node in template["spec"]["graph"]["nodes"]:
+    for node in template["spec"].get("graph", {}).get("nodes", ()):
         if place := PLACES.get(name, {}).get(node["name"]):
             node["spec"]["resources"] = {"labels": {"box": place}}
     return template
@@ -148,6 +148,21 @@ def test_train_sft_by_the_command_line(tmp_path: Path) -> None:
     assert (answer["input"], ask["usage"]["completion_tokens"] > 0) == ("Where is the red lamp?", True)
 
 
+def test_train_lora_continues_its_adapter_and_answers_with_it(run_of: Callable[[str], PipelineRun]) -> None:
+    run = run_of("train-lora")
+    first, second, ask = (run[name].result for name in ("colours", "houses", "ask"))
+
+    for result in (first, second):
+        trained(result)
+        adapter(result)
+    before, after = (weights(Path(result["final_lora_path"])) for result in (first, second))
+    moved = [name for name in before if "lora_B" in name and not before[name].equal(after[name])]
+    assert set(before) == set(after) and moved, "the second training has changed nothing"
+    (answer,) = ask["items"]
+    assert answer["input"] == "Where is the red lamp?"
+    assert ask["usage"]["completion_tokens"] > 0
+
+
 def test_train_dpo(run_of: Callable[[str], PipelineRun]) -> None:
     result = run_of("train-dpo")["tune"].result
 
@@ -192,3 +207,17 @@ def test_rag(run_of: Callable[[str], PipelineRun]) -> None:
     assert [len(item["citations"]) for item in ask["items"]] == [2] * 3
     assert {one["source"] for item in ask["items"] for one in item["citations"]} <= sources
     assert ask["usage"]["completion_tokens"] > 0
+
+
+def test_inference(run_of: Callable[[str], PipelineRun]) -> None:
+    result = run_of("inference")["inference"].result
+
+    assert [item["index"] for item in result["items"]] == [0, 1]
+    assert 0 < result["usage"]["completion_tokens"] <= 2 * 24
+
+
+def test_embedding(run_of: Callable[[str], PipelineRun]) -> None:
+    result = run_of("embedding")["embedding"].result
+
+    assert [item["input"] for item in result["items"]] == ["a red car", "a blue automobile", "the price of bread"]
+    assert all(item["output"] for item in result["items"])

@@ -74,6 +74,13 @@ def test_a_child_starts_without_celery_redis_and_pydantic() -> None:
     assert loaded & {*HEAVY, "celery", "kombu", "redis", "pydantic"} == set()
 
 
+def test_every_public_name_is_there_and_known_to_type_checkers() -> None:
+    import gpuflow
+
+    assert sorted(gpuflow.__all__) == sorted(["__version__", *gpuflow._HOME])
+    assert [name for name in gpuflow.__all__ if getattr(gpuflow, name, None) is None] == []
+
+
 # -- neighbours in one process -----------------------------------------------------------------------------------
 
 

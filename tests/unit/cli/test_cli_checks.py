@@ -171,6 +171,16 @@ def test_a_missing_library_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> N
     assert "gpuflow[train]" in training.mend
 
 
+def test_a_checkout_of_gpuflow_is_no_failure(tmp_path: Path) -> None:
+    for name in ("tasks", "executors", "gpuflow"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    found = checks.shadowing(tmp_path)
+    assert (found.status, "is a checkout of gpuflow" in found.detail) == ("warn", True)
+    (tmp_path / "gpuflow" / "__init__.py").unlink()
+    assert checks.shadowing(tmp_path).status == "fail"
+
+
 def test_a_module_that_hides_ours_is_found(tmp_path: Path) -> None:
     assert checks.shadowing(tmp_path).status == "ok"
     (tmp_path / "tasks.py").write_text("")

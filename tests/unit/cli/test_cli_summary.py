@@ -85,6 +85,13 @@ def test_a_failed_stage_tells_its_cause() -> None:
     assert stage_lines(StageSummary(name="a", state="FAILED", error="no disk\nleft")) == ["a: failed: no disk left"]
 
 
+def test_an_output_of_any_shape_is_shown_first_and_that_of_each_task() -> None:
+    single = StageSummary(name="a", state="SUCCEEDED", result={"pid": 7, "output": [2, {"x": 3}], "result_dir": "/r"})
+    several = StageSummary(name="b", state="SUCCEEDED", result={"results": [{"output": {"x": 1}}, {"output": 2}]})
+    assert stage_lines(single)[1] == '  {"output": [2, {"x": 3}], "pid": 7}'
+    assert stage_lines(several)[1] == '  {"outputs": [{"x": 1}, 2]}'
+
+
 def test_odd_results_are_shown_all_the_same() -> None:
     for result in ({}, {"items": "no list"}, {"items": [1, None]}, {"steps": "many", "usage": 3}, {"value": [1]},
                    {"rows": 1, "rows_trained": 1, "rows_dropped": {"x": "y"}, "warnings": [None]}):  # fmt: skip

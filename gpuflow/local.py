@@ -1,0 +1,81 @@
+"""A fleet inside a Python program: an embedded broker and workers, as long as a `with` block lasts.
+
+For notebooks, services on one machine and tests of pipelines. `gpuflow run` and `gpuflow up` do the same for a shell.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import Final
+
+from gpuflow.celery_app import GPUFlow
+from gpuflow.cluster import LocalCluster
+from gpuflow.errors import GPUFlowError
+from gpuflow.logs import get_logger
+from gpuflow.settings import Settings
+
+log = get_logger("gpuflow.local")
+
+#: How often the processes are checked, and how often one may end in short order before they are left alone.
+_TEND_SECONDS: Final = 1.0
+_MOST_ENDS: Final = 3
+
+
+@contextmanager
+def local_fleet(
+    folder: str | PathLike[str] | None = None, *, workers: int = 1, max_jobs: int | None = None
+) -> Iterator[GPUFlow]:
+    """Start an embedded broker and workers; give the app to submit with: `submit(..., app=app)`.
+
+    `folder`: where broker, logs and results are kept, for a fleet that shares nothing with others of this user; by
+    default those of `gpuflow run`. REDIS_URL is not used. `max_jobs`: the most child processes of a worker at once.
+    A worker that ends is started again. At the end of the block all processes are ended; records and results stay in
+    the folder, and what has not ended continues with the next fleet in it. Raises GPUFlowError where a part does not
+    start.
+    """
+    own: dict[str, object] = {"redis_url": None}
+    if folder is not None:
+        root = Path(folder).absolute()
+        own |= {"state_dir": root / "state", "results_dir": root / "results"}
+    with ExitStack() as stack:
+        cluster = stack.enter_context(
+            LocalCluster(
+                Settings.load().model_copy(update=own),
+                workers=workers,
+                max_jobs=max_jobs,
+                most_ends=_MOST_ENDS,
+                note=lambda line: log.warning("local_fleet", message=line),
+            )
+        )
+        app = GPUFlow("gpuflow", settings=cluster.settings, set_as_current=False)
+        stack.callback(app.redis.close)
+        stack.callback(app.close)
+        cluster.wait_ready()
+        stack.enter_context(_tended(cluster))
+        yield app
+
+
+@contextmanager
+def _tended(cluster: LocalCluster) -> Iterator[None]:
+    """Bring back what ends, in a thread that is over before the cluster is stopped."""
+    over = threading.Event()
+
+    def tend() -> None:
+        while not over.wait(_TEND_SECONDS):
+            try:
+                cluster.tend()
+            except GPUFlowError as error:
+                log.error("local_fleet_failed", error=str(error))
+                return
+
+    thread = threading.Thread(target=tend, name="gpuflow-local-fleet", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
