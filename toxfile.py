@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tox.config.sets import ConfigSet
     from tox.session.state import State
 
-IN_CI: Final = ("browser", "vllm")
+IN_CI: Final = ("browser", "tls", "vllm")
 
 
 @impl

@@ -33,6 +33,11 @@ SECTIONS: Final[dict[str, dict[str, tuple[str, str, str]]]] = {
         "queues": ("fleet", "queues", "List the queues: what waits, what runs, who serves."),
         "workers": ("fleet", "workers", "List the workers; show, enable, disable, drain, create or delete one."),
         "tokens": ("tokens", "tokens", "Make, list and revoke the tokens of people for the gateway."),
+        "broker-users": (
+            "broker_users",
+            "broker_users",
+            "Make, list and remove users of the broker with least rights.",
+        ),
         "usage": ("usage", "usage", "Show what was used, by owner, pipeline, model, worker or type."),
         "scaling": ("scaling", "scaling", "Show what scales the fleet, and its decisions."),
         "schedules": ("schedules", "schedules", "Submit templates at set times: list, add, remove."),

@@ -14,6 +14,7 @@ from flower import urls
 from tornado.template import Loader
 from tornado.web import StaticFileHandler, url
 
+from gpuflow.broker.connection import tls_options
 from gpuflow.celery_app import GPUFlow
 from gpuflow.monitor.feeds import Feeds
 from gpuflow.monitor.handlers import (
@@ -26,6 +27,7 @@ from gpuflow.monitor.handlers import (
     Updates,
 )
 from gpuflow.monitor.pages import PAGES
+from gpuflow.tokens.service_users import ServiceRole, role_of_login
 
 ASSETS: Final = Path(__file__).parent / "static"
 #: Where the links go in Flower's bar: at the end of its first list.
@@ -34,7 +36,12 @@ _LIST_END: Final = "</ul>"
 
 
 def install(app: GPUFlow) -> None:
-    """Add the pages, once. With GPUFLOW_FLOWER_READ_ONLY Flower's own pages and API are read-only, too."""
+    """Add the pages, once. With GPUFLOW_FLOWER_READ_ONLY Flower's own pages and API are read-only, too.
+
+    So they are with the broker's user for a Flower that only reads. Such a Flower asks workers nothing, as its user may
+    not: who may ask a worker for its state may also tell it to stop.
+    """
+    only_reads = role_of_login(app.settings.redis_url) is ServiceRole.FLOWER
     monitor = Monitor(app, Feeds())
     shared = {"monitor": monitor}
     ours: list[Any] = []
@@ -49,8 +56,18 @@ def install(app: GPUFlow) -> None:
     ]
     urls.handlers[-1:-1] = ours
     urls.settings["template_loader"] = FlowerTemplates(urls.settings["template_path"])
-    if app.settings.flower_read_only:
+    if options := tls_options(app.settings.redis_url or ""):
+        app.conf.broker_use_ssl = options  # Flower's page of the broker connects by these, and not by the address
+    if only_reads:
+        # Its wish for their events, too, goes by this; workers of a fleet send them unasked.
+        app.control.broadcast = _no_broadcast
+    if app.settings.flower_read_only or only_reads:
         os.environ["FLOWER_READ_ONLY"] = "true"  # Flower reads its options from the environment after this
+
+
+def _no_broadcast(*_: Any, **__: Any) -> list[Any]:
+    """Tell workers nothing, and hear nothing from them."""
+    return []
 
 
 class FlowerTemplates(Loader):  # type: ignore[misc]

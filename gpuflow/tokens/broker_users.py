@@ -23,7 +23,7 @@ from gpuflow.tokens.store import TokenRecord
 _USER_PREFIX: Final = "gpuflow-worker-"
 #: What of a text is a pattern to Redis.
 _MAGIC: Final = re.compile(r"([\\*?\[\]])")
-_UUID: Final = "-".join("?" * count for count in (8, 4, 4, 4, 12))
+UUID_PATTERN: Final = "-".join("?" * count for count in (8, 4, 4, 4, 12))
 #: Families of keys of a fleet. `<p>` is its prefix, `<name>` that of the worker, `<o>` the id of a Celery process that
 #: waits for answers.
 _KEYS: Final = (
@@ -98,15 +98,16 @@ def rules(record: TokenRecord, *, prefix: str, database: int, queues: Sequence[s
 
     `queues` are the plain Celery queues that the worker may serve beside demand queues.
     """
-    own = _literal(prefix)
+    own = literal(prefix)
     filled = [
-        pattern.replace("<p>", own).replace("<o>", _UUID).replace("<db>", str(database)).replace("<name>", record.name)
+        pattern.replace("<p>", own)
+        .replace("<o>", UUID_PATTERN)
+        .replace("<db>", str(database))
+        .replace("<name>", record.name)
         for pattern in (*(f"~{key}" for key in _KEYS), *(f"&{channel}" for channel in _CHANNELS))
     ]
     # A priority of a queue is a list of its own (`broker.priorities`).
-    named = [
-        pattern for queue in queues for pattern in (f"~{own}{_literal(queue)}", f"~{own}{_literal(queue)}\x06\x16*")
-    ]
+    named = [pattern for queue in queues for pattern in (f"~{own}{literal(queue)}", f"~{own}{literal(queue)}\x06\x16*")]
     # SELECT is no right over keys: a worker of another database than 0 may select that one alone.
     select = [f"+select|{database}"] if database else []
     return ["reset", "on", f"#{record.digest}", *filled, *named, "-@all", *(f"+{name}" for name in _COMMANDS), *select]
@@ -192,10 +193,15 @@ def save(client: redis.Redis) -> bool:
 
 def login_url(url: str, record: TokenRecord, token: str) -> str:
     """Return the address of a broker with the login of a worker in the place of any other."""
+    return login_url_of(url, user_of(record), token)
+
+
+def login_url_of(url: str, user: str, password: str) -> str:
+    """Return the address of a broker with this login in the place of any other."""
     parts = urlsplit(url)
     host = parts.netloc.rpartition("@")[2]
     query = [(name, value) for name, value in parse_qsl(parts.query) if name not in ("username", "password")]
-    netloc = f"{quote(user_of(record), safe='')}:{quote(token, safe='')}@{host}"
+    netloc = f"{quote(user, safe='')}:{quote(password, safe='')}@{host}"
     return urlunsplit(parts._replace(netloc=netloc, query=urlencode(query)))
 
 
@@ -215,7 +221,8 @@ def _users(client: Any, names: Sequence[str]) -> list[Described | None]:
     return found
 
 
-def _literal(text: str) -> str:
+def literal(text: str) -> str:
+    """Return a pattern of Redis that this text alone matches."""
     return _MAGIC.sub(r"\\\1", text)
 
 

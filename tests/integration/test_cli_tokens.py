@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -127,3 +128,66 @@ def test_beat_makes_users_again_that_a_restart_has_lost(invoke: Invoke, broker: 
 
     assert redis.Redis.from_url(made["redisUrl"]).ping()
     app.redis.close()
+
+
+def test_users_of_the_broker_are_made_listed_replaced_and_removed(invoke: Invoke, broker: Broker) -> None:
+    made = json.loads(invoke("broker-users", "create", "--role", "gateway", "--only-fleet", "--json").stdout)
+    again = invoke("broker-users", "create", "--role", "gateway", "--only-fleet")
+    shown = invoke("broker-users", "create", "--role", "gateway", "--only-fleet", "--replace")
+
+    assert made["user"] == "gpuflow-gateway-main" and made["user"] in made["redisUrl"]
+    assert (again.exit_code, "--replace" in again.stderr) == (2, True)
+    assert "aclfile" in shown.stderr, "this server has no such file"
+    assert json.loads(invoke("broker-users", "list", "--json").stdout) == [{"user": made["user"], "role": "gateway"}]
+    with pytest.raises(redis.exceptions.AuthenticationError):
+        redis.Redis.from_url(made["redisUrl"]).ping()
+    assert invoke("broker-users", "delete", made["user"]).exit_code == 0
+    assert "broker-users create" in invoke("broker-users", "list").output
+    told = invoke("audit", "--target", f"user:{made['user']}", "--json").stdout
+    actions = [entry["action"] for entry in json.loads(told)]
+    assert actions == ["broker-user.delete", "broker-user.create", "broker-user.create"]
+    assert made["redisUrl"].partition("@")[0].rpartition(":")[2] not in told
+
+
+def test_a_line_of_a_file_of_users_needs_no_server(
+    invoke: Invoke, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REDIS_URL", "redis://nowhere.invalid:6379/0")
+    monkeypatch.setenv("GPUFLOW_KEY_PREFIX", "t1:")
+    made = json.loads(invoke("broker-users", "line", "--role", "client", "--json").stdout)
+    old = invoke("broker-users", "line", "--role", "client", "--before-redis-7.2")
+
+    password = made["redisUrl"].partition("@")[0].rpartition(":")[2]
+    assert made["aclLine"].startswith("user gpuflow-client-main reset on #") and password not in made["aclLine"]
+    assert "client|setinfo" in made["aclLine"] and "client|setinfo" not in old.stdout
+    assert broker.client.execute_command(
+        "ACL", "SETUSER", *made["aclLine"].split(" ", 2)[1:2], *_rules(made["aclLine"])
+    )
+    broker.client.acl_deluser("gpuflow-client-main")
+
+
+def _rules(line: str) -> list[str]:
+    """Return the rules of a line as ACL SETUSER takes them: a selector in brackets is one."""
+    return re.findall(r"\([^)]*\)|\S+", line.split(" ", 2)[2])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("create", "--role", "king"),
+        ("create", "--role", "client", "--name", "a b", "--only-fleet"),
+        ("create", "--role", "client"),
+        ("create", "--role", "client", "--manage-users", "--only-fleet"),
+        ("create", "--role", "client", "--queue", "b:access:tokens", "--only-fleet"),
+        ("line", "--role", "client", "--name", "a\nuser evil on nopass ~* +@all"),
+        ("delete", "default"),
+        ("delete", "gpuflow-worker-x"),
+    ],
+)
+def test_a_bad_user_of_the_broker_is_exit_2_and_makes_nothing(
+    invoke: Invoke, broker: Broker, arguments: tuple[str, ...]
+) -> None:
+    before = broker.client.acl_list()
+    result = invoke("broker-users", *arguments)
+    assert result.exit_code == 2, result.output
+    assert broker.client.acl_list() == before

@@ -20,11 +20,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import httpx
 import pytest
 
 from gpuflow.client import Task, submit, submit_pipeline
 from gpuflow.errors import InvalidTemplate
 from tests.support.fleet import TestFleet
+from tests.support.gateway import Gateway
 from tests.support.waiting import BrokenPromise, eventually, patient
 
 #: Never in Redis, nowhere: the values of `secrets`, the worker's own, and the user part of a URL that it holds.
@@ -329,6 +331,7 @@ def test_no_canary_is_found_anywhere(fleet: TestFleet, tmp_path: Path, hook: Hoo
         "flower": eventually(lambda: pages_of_all(flower, tasks), within=60, what="all tasks in Flower"),
         "flower's log": flower.log.read_text(),
     }
+    shown |= over_http(fleet, tmp_path, tasks)
     shown |= {
         f"{key} {field}": value for key, field, value in dump(fleet.broker.client) if without_spec(key, field, "")
     }
@@ -343,6 +346,34 @@ def test_no_canary_is_found_anywhere(fleet: TestFleet, tmp_path: Path, hook: Hoo
     files = [path for path in fleet.broker.data.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) > 10_000
     must_hide({str(path): leaks(path.read_bytes().decode("latin-1"), HIDDEN) for path in files})
+
+
+def over_http(fleet: TestFleet, folder: Path, tasks: Sequence[Task]) -> dict[str, str]:
+    """Return what the gateway answers about the tasks: API, event streams, audit log, metrics, and its own log."""
+    found: dict[str, str] = {}
+    env = {"REDIS_URL": fleet.broker.url}
+    with Gateway(folder, env=env, root=fleet.results) as front, httpx.Client(
+        base_url=front.url, headers=front.headers, timeout=patient(60)
+    ) as client:  # fmt: skip
+        paths = ["/api/v1/tasks", "/api/v1/pipelines", "/api/workers", "/api/workers/w1", "/api/queues", "/metrics",
+                 "/api/admin/audit?limit=200", "/api/admin/workers", "/api/v1/results"]  # fmt: skip
+        for task in tasks:
+            paths += [f"/api/v1/tasks/{task.id}{part}" for part in ("", "/events", "/logs", "/explain")]
+            paths.append(f"/api/v1/results/{task.id}/files")
+        for path in paths:
+            answer = client.get(path)
+            assert answer.status_code == 200, (path, answer.text)
+            found[f"GET {path}"] = answer.text
+        for place in ("GET /api/v1/tasks", "GET /api/admin/audit?limit=200"):
+            assert all(task.id in found[place] for task in tasks), place
+        headers = {"Authorization": f"Bearer {HIDDEN['hub']}"}
+        elsewhere = {"type": "http", "url": "https://host.invalid/api/v1/results", "headers": headers}
+        secret = {**fleet.echo(output=1), "env": {"DB_PASSWORD": WRITTEN["env"]}, "output": {"destination": elsewhere}}
+        refused = client.post("/api/v1/tasks", json={"apiVersion": "gpuflow/v1", "spec": secret})
+        found["a refusal of the gateway"] = refused.text
+        assert refused.status_code == 422 and "write secrets" in refused.text
+        found["the gateway's log"] = front.log
+    return found
 
 
 def pages_of_all(flower: Flower, tasks: Sequence[Task]) -> str:

@@ -219,16 +219,18 @@ class WorkerProcess:
 class TestFleet:
     """A broker, an app that talks to it, and the workers that a test starts; everything ends with the test.
 
-    `options` are given to every worker.
+    `options` are given to every worker. `broker`: another server than the embedded one.
     """
 
     __test__ = False
 
-    def __init__(self, folder: Path, env: Mapping[str, str] | None = None, options: Sequence[str] = ()) -> None:
+    def __init__(
+        self, folder: Path, env: Mapping[str, str] | None = None, options: Sequence[str] = (), broker: Any = None
+    ) -> None:
         self.folder = folder
         self.env = dict(env or {})
         self.options = tuple(options)
-        self.broker = Broker(folder / "broker")
+        self.broker = broker or Broker(folder / "broker")
         self.settings = Settings.load(
             env={
                 "REDIS_URL": self.broker.url,
