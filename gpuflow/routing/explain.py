@@ -91,6 +91,7 @@ class Explanation:
             f"  queue:    {self._queue()}",
         ]
         capable, others = self.capable, self.others
+        lines.extend(f"  limits:   {text}" for text in _limits(capable))
         if capable:
             lines.append("  workers that have what it asks for:")
             lines.extend(_listed(capable, ""))
@@ -196,6 +197,18 @@ def _nobody(workers: Sequence[Situation]) -> str:
         else (f"none of {len(workers)} workers can run it; the nearest is {nearest.worker}")
     )
     return f"{who}: the task {nearest.text}"
+
+
+def _limits(workers: Sequence[Situation]) -> Iterator[str]:
+    """Yield which workers hold the task to the memory and CPUs that it asks for, by what, and which do not."""
+    by: dict[tuple[str, str], list[str]] = {}
+    for one in workers:
+        if one.limits is not None:
+            by.setdefault(one.limits, []).append(one.worker)
+    for (how, why), ids in sorted(by.items()):
+        where = ", ".join(ids[:3]) + (f" and {len(ids) - 3} more" if len(ids) > 3 else "")
+        held = "memory and CPUs are declared, not enforced," if how == "none" else f"enforced by {how}"
+        yield f"{held} on {where}" + (f" ({why})" if why else "")
 
 
 def _listed(workers: Sequence[Situation], subject: str) -> Iterator[str]:

@@ -43,7 +43,7 @@ class WorkerView:
     tasks may bring there (None: not told), `free_gpus` the UUIDs that
     a task could have now, `free_jobs` how many more tasks it could start, `foreign_mib` what processes outside
     gpuflow hold, by the UUID of each GPU that is held back for it, `room_mib` what is left of each GPU for tasks
-    that share it.
+    that share it, `limits` what holds tasks to the memory and CPUs that they ask for, and what is in the way of more.
     """
 
     id: str
@@ -65,6 +65,7 @@ class WorkerView:
     reservation: Reservation | None = None
     foreign_mib: Mapping[str, int] = field(default_factory=dict)
     room_mib: Mapping[str, int] | None = None
+    limits: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,6 +50,7 @@ from gpuflow.worker.sessions.setup import make_sessions, yield_to
 from gpuflow.worker.slots import Limits
 from gpuflow.worker.spot_notices import SpotNotices
 from gpuflow.worker.stopping import Stopper
+from gpuflow.worker.task_limits import limits_of
 from gpuflow.worker.user_environments import environments_of
 
 log = get_logger("gpuflow.worker")
@@ -183,6 +184,7 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
             user_types=own_types,
             offering=offering,
             machine_gpus=machine_gpus,
+            limits=limits_of(app.settings),
         )
         runtime.stopper = Stopper(runtime, float(app.conf.worker_soft_shutdown_timeout or 0))
         install(runtime)

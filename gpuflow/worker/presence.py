@@ -279,6 +279,7 @@ class PresenceThread(threading.Thread):
             "executors": None if self.runtime.executors is None else list(self.runtime.executors),
             "userTypes": list(self.runtime.user_types),
             "offers": self.runtime.offering.to_dict(),
+            "limits": self.runtime.limits.to_dict(),
             "allowsCode": sorted(allowed_kinds(self.runtime.app.settings.allow_code)),
         }
         if hardware.gpus:

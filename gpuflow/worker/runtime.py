@@ -22,6 +22,7 @@ from gpuflow.worker.judging import StopReason
 from gpuflow.worker.machine_gpus import MachineGpus
 from gpuflow.worker.offering import Offering
 from gpuflow.worker.policy import Policy, policy_of
+from gpuflow.worker.task_limits import TaskLimits
 
 if TYPE_CHECKING:
     from gpuflow.worker.presence import PresenceThread
@@ -50,6 +51,7 @@ class Runtime:
     executors: tuple[str, ...] | None = None
     user_types: tuple[str, ...] = ()
     offering: Offering
+    limits: TaskLimits = field(default_factory=TaskLimits)
     asked_queues: tuple[str, ...] | None = None
     running: dict[str, Stoppable] = field(default_factory=dict)
     connected: bool = False
