@@ -6,6 +6,7 @@ Machine (worker): options, hardware, admission, lease table. Presence (consumer)
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ from gpuflow.worker.preflight import require_durable, require_own_id
 from gpuflow.worker.presence import PresenceThread
 from gpuflow.worker.reserving import Reserving
 from gpuflow.worker.runtime import Runtime, current, find, install
+from gpuflow.worker.service import Notifier, ServiceWatch
 from gpuflow.worker.sessions.neighbours import Neighbours
 from gpuflow.worker.sessions.setup import make_sessions, yield_to
 from gpuflow.worker.slots import Limits
@@ -197,6 +199,10 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
         runtime = current()
         names = ", ".join(gpu.name for gpu in runtime.hardware.gpus) or runtime.hardware.nvml or "no GPU"
         settings = runtime.app.settings
+        notifier = Notifier.take(os.environ)
+        if notifier is not None:
+            runtime.service = ServiceWatch(runtime, notifier)
+            runtime.service.start()
         if runtime.stopper is not None:
             runtime.stopper.start()
             if settings.spot_notices == "aws":

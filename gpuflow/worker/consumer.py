@@ -40,8 +40,14 @@ class Consumer(CeleryConsumer):  # type: ignore[misc]
 
     def ensure_connected(self, conn: Any) -> Any:
         """Connect, when the broker takes the login. Raises WorkerShutdown for a token that it goes on to refuse."""
-        self._await_login()
-        return super().ensure_connected(conn)
+        runtime = current()
+        runtime.connecting = True
+        try:
+            self._await_login()
+            return super().ensure_connected(conn)
+        finally:
+            runtime.leases.tick()
+            runtime.connecting = False
 
     def _await_login(self) -> None:
         """Wait, having said so once, while the broker refuses the login.

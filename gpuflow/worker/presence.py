@@ -63,6 +63,8 @@ class PresenceThread(threading.Thread):
         #: Something changed while the entry was made: it may tell of what came and went since, and is written again.
         self._outdated = False
         self._worked_at = time.monotonic()
+        #: When its loop last began a turn (monotonic seconds).
+        self.turned_at = time.monotonic()
         self._is_notified = threading.Event()
 
     def run(self) -> None:
@@ -72,6 +74,7 @@ class PresenceThread(threading.Thread):
         next_look = time.monotonic() + settings.heartbeat_interval_seconds
         watch = GpuWatch(self.runtime)
         while not self._stop_event.wait(0.25):
+            self.turned_at = time.monotonic()
             if time.monotonic() >= next_watch:
                 watch.look_quietly()
                 next_watch = time.monotonic() + WATCH_SECONDS

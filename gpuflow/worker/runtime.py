@@ -26,6 +26,7 @@ from gpuflow.worker.task_limits import TaskLimits
 
 if TYPE_CHECKING:
     from gpuflow.worker.presence import PresenceThread
+    from gpuflow.worker.service import ServiceWatch
     from gpuflow.worker.stopping import Stopper
 
 
@@ -55,8 +56,11 @@ class Runtime:
     asked_queues: tuple[str, ...] | None = None
     running: dict[str, Stoppable] = field(default_factory=dict)
     connected: bool = False
+    #: The consumer waits for the broker, or for its login.
+    connecting: bool = False
     presence: PresenceThread | None = None
     stopper: Stopper | None = None
+    service: ServiceWatch | None = None
     stopping: StopReason | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
