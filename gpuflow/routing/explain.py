@@ -33,6 +33,7 @@ _IN_WORDS: Final = {
     "connecting": "connecting",
     "foreign": "held by a process outside gpuflow",
     "restricted": "kept away by -Q",
+    "outdated": "too old",
     "no_executor": "without the executor",
     "not_allowed": "closed to its code",
     "draining": "draining",
@@ -170,6 +171,7 @@ def _kept(queue: QueueView, task: TaskView, capable: Sequence[Situation]) -> str
     task_type = task_type_of(task.executor)
     lacking = [one for one in capable if one.mend]
     mends = {
+        "outdated": "upgrade gpuflow there",
         "restricted": f"start one without -Q, or with -Q {queue.name}",
         "no_executor": (
             f"run {lacking[0].mend} on the machine of {lacking[0].worker}"

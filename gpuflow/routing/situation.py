@@ -23,7 +23,7 @@ from gpuflow.routing.views import RunningTask, TaskView, WorkerView
 #: In the order in which they are told. Those after `foreign` do not pass by waiting.
 Kind = Literal[
     "free", "busy", "reserved", "avoided", "connecting", "foreign",
-    "restricted", "no_executor", "not_allowed", "draining", "disabled", "silent", "offline", "unfit",
+    "restricted", "outdated", "no_executor", "not_allowed", "draining", "disabled", "silent", "offline", "unfit",
 ]  # fmt: skip
 ORDER: Final[tuple[Kind, ...]] = Kind.__args__  # type: ignore[attr-defined]
 #: What ends by itself.
@@ -119,6 +119,8 @@ def _kept_away(queue: str, task: TaskView, worker: WorkerView) -> tuple[Kind, st
     if not worker.enabled:
         who = f" {worker.disabled_by};" if worker.disabled_by else ":"
         return "disabled", f"is disabled{who} it takes nothing until it is enabled again"
+    if worker.record_schema is not None and worker.record_schema < task.record_schema:
+        return "outdated", "has an older gpuflow than the sender of the task, and leaves it to newer workers; upgrade it"
     task_type = task_type_of(task.executor)
     if worker.executors is not None and task_type and task_type not in worker.executors:
         return (

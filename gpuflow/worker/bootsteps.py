@@ -25,6 +25,7 @@ from gpuflow.audit.entries import record
 from gpuflow.broker import installed, leases
 from gpuflow.broker.lease import new_token
 from gpuflow.errors import GPUFlowError, InvalidSettings
+from gpuflow.fleet import versions
 from gpuflow.fleet.disk import free_mib
 from gpuflow.fleet.hardware import probe
 from gpuflow.logs import get_logger
@@ -314,6 +315,7 @@ class Presence(bootsteps.StartStopStep):  # type: ignore[misc]
             require_own_id(
                 runtime.fleet, runtime.worker_id, runtime.hardware.hostname, settings.heartbeat_timeout_seconds
             )
+            versions.join(runtime.fleet, runtime.worker_id)
         except GPUFlowError as error:
             log.error("cannot_start", worker=runtime.worker_id, cause=str(error))
             _note_refusal(runtime, str(error))
