@@ -151,7 +151,7 @@ def _own_parent(proc: Path, is_root: bool, pid: int) -> Path:
             leaf.rmdir()
         if not is_root:
             raise NoCgroups(
-                f"{base} has other processes than this worker ({error.strerror}); start the worker in a group of its own"
+                f"{base} has other processes than this worker ({error.strerror}); start it in a group of its own"
             ) from None
     else:
         return base
@@ -218,7 +218,7 @@ def _remove(path: Path) -> None:
         for folder, _, _ in os.walk(path, topdown=False):  # a task of the worker's user may make groups of its own
             if folder != str(path):
                 with contextlib.suppress(OSError):
-                    os.rmdir(folder)
+                    Path(folder).rmdir()
         time.sleep(0.01)
 
 

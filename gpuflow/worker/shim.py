@@ -7,7 +7,8 @@ and any to be held open; the answer is the shim's process id. A fork costs about
 twenty. No other process of its user may read its memory or trace it.
 
 `confined` says what the child may not (`worker.confinement`): `limits`, its resource limits by name; `user`, `[uid,
-gid, groups]` as whom it runs; `group`, the folder of the control group that it joins; `sandboxed`, that argv begins with bubblewrap, whose two processes are not the child.
+gid, groups]` as whom it runs; `group`, the folder of the control group that it joins; `sandboxed`, that argv begins
+with bubblewrap, whose two processes are not the child.
 
 * It is a subreaper: grandchildren whose parent dies become its children, so it can end all of them.
 * Its control descriptor is the read end of a pipe to the worker: `n` = SIGUSR1 to the child (it is to end soon and go

@@ -311,16 +311,14 @@ class Delivery:
         return outcome
 
     def _by_engine(self, outcome: Outcome, start: Start) -> Outcome:
-        """Name the engine and the limits in the result, and the environment in the error of a child that it did not even begin.
+        """Name engine and limits in the result, and the environment in the error of a child that it did not even begin.
 
         Where a limit of this worker may be the cause, the error names its setting.
         """
         if outcome.error is not None and outcome.stop is None:
             held = self.limits.enforced.get("memoryMib") if self.limits.by == "address-space" else None
             settings = self.runtime.app.settings
-            outcome = replace(
-                outcome, error=explained(outcome.error, settings, outcome.log_tail, held_to_mib=held)
-            )
+            outcome = replace(outcome, error=explained(outcome.error, settings, outcome.log_tail, held_to_mib=held))
         if outcome.completed:
             result = named_by_engine(outcome.result, start.engine, merged=MERGED in self.spec)
             return replace(outcome, result=result if self.is_run else {**result, **self.limits.report()})

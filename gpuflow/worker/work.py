@@ -41,7 +41,7 @@ def begin_of(
     start: Start,
     prepared: Prepared,
     *,
-    plan: LimitPlan,
+    plan: LimitPlan | None = None,
     alone: bool = False,
 ) -> Callable[[], Work]:
     """Return what begins the work of one attempt. It raises OSError when that cannot be, and HandedBack.
@@ -50,7 +50,7 @@ def begin_of(
     """
     sessions = runtime.admission.sessions
     if sessions is None or allocation is None or not allocation.session:
-        return lambda: _own_child(allocation, start, prepared, plan)
+        return lambda: _own_child(allocation, start, prepared, plan or LimitPlan())
     if start.engine not in WARM_ENGINES and prepared.request.task_type not in WARM_TASK_TYPES:
         raise HandedBack("its environment has changed since it was taken")
     opening = opening_of(start, prepared)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -17,7 +16,7 @@ from tests.chaos.accounting import check
 from tests.chaos.conftest import LEASE
 from tests.chaos.test_versions import CURRENT, HERE, MODULES, NEWER
 from tests.support.fleet import TestFleet, WorkerProcess
-from tests.support.waiting import eventually, patient
+from tests.support.waiting import patient
 
 #: Ten workers, and an account of every attempt.
 pytestmark = pytest.mark.alone

@@ -1,4 +1,4 @@
-"""Memory and CPUs that a task asks for, and one that takes more: on groups of files, by address space, by the kernel."""
+"""A task is held to the memory and CPUs that it asks for: on groups of files, by address space, by the kernel."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ def test_a_task_joins_its_group_and_an_end_by_the_group_is_out_of_memory(fleet: 
     assert result["output"].split() == [str(512 << 20), "100000", "100000", "0"]
     assert not list(parent.glob("gpuflow-task-*"))
 
-    events = f"{find}; open(os.path.join(g, 'memory.events'), 'w').write('oom 1\\noom_kill 1\\n'); os.kill(os.getpid(), 9)"
+    events = (
+        f"{find}; open(os.path.join(g, 'memory.events'), 'w').write('oom 1\\noom_kill 1\\n'); os.kill(os.getpid(), 9)"
+    )
     error = ended(fleet, events)
     assert (error["type"], error["retryable"]) == ("OutOfMemory", False)
     assert "more than the 512 MiB of memory that it asks for" in error["message"]

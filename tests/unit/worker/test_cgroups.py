@@ -152,12 +152,16 @@ def test_an_end_by_the_kernel_is_told_as_out_of_memory(events: GroupEnd, retryab
 ASKED = Requirement(memory_mib=512, cpu=2)
 
 
+def grouped(*, cpu: bool) -> TaskLimits:
+    return TaskLimits(by="cgroup", cgroups=Cgroups(Path("/x"), holds_cpu=cpu))
+
+
 @pytest.mark.parametrize(
     ("limits", "runner", "by", "enforced", "why"),
     [
-        (TaskLimits(by="cgroup", cgroups=Cgroups(Path("/x"), holds_cpu=True)), "child", "cgroup", {"memoryMib", "cpus"}, ""),
-        (TaskLimits(by="cgroup", cgroups=Cgroups(Path("/x"), holds_cpu=False)), "child", "cgroup", {"memoryMib"}, "no cpu"),
-        (TaskLimits(by="cgroup", cgroups=Cgroups(Path("/x"), holds_cpu=True)), "session", "none", set(), "warm session"),
+        (grouped(cpu=True), "child", "cgroup", {"memoryMib", "cpus"}, ""),
+        (grouped(cpu=False), "child", "cgroup", {"memoryMib"}, "no cpu"),
+        (grouped(cpu=True), "session", "none", set(), "warm session"),
         (TaskLimits(by="none", why="no cgroup: x"), "child", "none", set(), "no cgroup: x"),
         (TaskLimits(by="none", why="no cgroup: x"), "container", "container", {"memoryMib", "cpus"}, ""),
         (TaskLimits(by="address-space"), "child", "address-space", {"memoryMib"}, "memory only"),
