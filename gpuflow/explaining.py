@@ -190,6 +190,7 @@ def _task_view(app: GPUFlow, record: TaskRecord, now: float) -> TaskView:
         avoids=avoids or None,
         avoid_seconds=float(until) - now if until else None,
         worker=record.worker,
+        record_schema=record.schema,
         running_seconds=None if record.started_at is None else max(0.0, now - record.started_at),
     )
 

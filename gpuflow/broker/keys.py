@@ -56,6 +56,7 @@
 | `gpuflow.audit.sent:<call>` | string | a call has appended to the audit log; expires after two minutes |
 | `gpuflow.machines.unknown` | string | JSON list of machines that may be of another fleet; it expires |
 | `gpuflow.fleet` | string | the random id of this fleet |
+| `gpuflow.protocol` | zset | `oldest` -> the oldest fleet protocol of workers that may start (see `fleet.versions`) |
 | `gpuflow.schedules` | hash | name -> JSON of a schedule: its cron expression, zone, owner, when it was made |
 | `gpuflow.schedules.templates` | hash | name -> JSON of what a schedule submits |
 | `gpuflow.schedules.runs` | hash | name -> JSON of the last run of a schedule |
@@ -101,6 +102,11 @@ class Keys:
     def owners(self) -> str:
         """Hash of lease owners."""
         return f"{self.prefix}gpuflow.owners"
+
+    @property
+    def protocol(self) -> str:
+        """Sorted set of the versions that may work in this fleet."""
+        return f"{self.prefix}gpuflow.protocol"
 
     @property
     def ready(self) -> str:

@@ -129,6 +129,11 @@ class LeaseTable:
         """Say that the consumer loop is alive."""
         self._ticked_at = time.monotonic()
 
+    @property
+    def ticked_at(self) -> float:
+        """When the consumer loop last said that it is alive (monotonic seconds); infinite when it has ended."""
+        return self._ticked_at
+
     def consumer_has_ended(self) -> None:
         """Say that nothing more is taken, and that what runs here goes on without the consumer loop."""
         self._ticked_at = math.inf

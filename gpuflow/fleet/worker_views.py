@@ -17,6 +17,8 @@ What a worker does not tell is None there. Read from the entry's `load`, beside 
 | `foreignMib` | UUID -> MiB | GPUs that are held back because of processes outside gpuflow, and what these use |
 | `roomMib` | UUID -> MiB | what is left of each GPU for tasks that share it |
 | `reservation` | {task, gpus: [UUID], since} or null | the waiting task that GPUs are kept for; `since` may lack |
+| `protocol` | {fleet, oldest, record} | what its version reads and works beside (`fleet.versions`) |
+| `limits` | {by, why} | what holds tasks to the memory and CPUs that they ask for (`worker.task_limits`) |
 | `diskFreeMib` | number | free where results are written |
 | `idleSeconds` | number, or null | how long it had held nothing but control tasks; null: it works (for scaling) |
 | `maxJobs`, `costPerHour` | number, or null | its --max-jobs and --cost (for scaling) |
@@ -131,6 +133,8 @@ def view_of(entry: WorkerEntry, records: Mapping[str, TaskRecord], now: float) -
         gpu_offers=_offers(load, "gpu"),
         allows_code=_texts(load.get("allowsCode")),
         free_gpus=_free_gpus(load),
+        limits=_limits(load),
+        record_schema=_record_schema(load),
         free_jobs=load["freeJobs"] if isinstance(load.get("freeJobs"), int) else None,
         tasks=tuple(_running(task, records.get(task), now) for task in entry.tasks),
         reservation=_reservation(_mapping(load.get("reservation")), records, now),
@@ -199,6 +203,16 @@ def _reservation(found: Mapping[str, Any], records: Mapping[str, TaskRecord], no
         gpus=_texts(found.get("gpus")) or (),
         seconds=max(0.0, now - since) if isinstance(since, int | float) else None,
     )
+
+
+def _record_schema(load: Mapping[str, Any]) -> int | None:
+    number = _mapping(load.get("protocol")).get("record")
+    return number if isinstance(number, int) else None
+
+
+def _limits(load: Mapping[str, Any]) -> tuple[str, str] | None:
+    told = _mapping(load.get("limits"))
+    return (str(told["by"]), str(told.get("why") or "")) if told.get("by") else None
 
 
 def _texts(value: object) -> tuple[str, ...] | None:

@@ -33,6 +33,7 @@ _IN_WORDS: Final = {
     "connecting": "connecting",
     "foreign": "held by a process outside gpuflow",
     "restricted": "kept away by -Q",
+    "outdated": "too old",
     "no_executor": "without the executor",
     "not_allowed": "closed to its code",
     "draining": "draining",
@@ -91,6 +92,7 @@ class Explanation:
             f"  queue:    {self._queue()}",
         ]
         capable, others = self.capable, self.others
+        lines.extend(f"  limits:   {text}" for text in _limits(capable))
         if capable:
             lines.append("  workers that have what it asks for:")
             lines.extend(_listed(capable, ""))
@@ -169,6 +171,7 @@ def _kept(queue: QueueView, task: TaskView, capable: Sequence[Situation]) -> str
     task_type = task_type_of(task.executor)
     lacking = [one for one in capable if one.mend]
     mends = {
+        "outdated": "upgrade gpuflow there",
         "restricted": f"start one without -Q, or with -Q {queue.name}",
         "no_executor": (
             f"run {lacking[0].mend} on the machine of {lacking[0].worker}"
@@ -196,6 +199,18 @@ def _nobody(workers: Sequence[Situation]) -> str:
         else (f"none of {len(workers)} workers can run it; the nearest is {nearest.worker}")
     )
     return f"{who}: the task {nearest.text}"
+
+
+def _limits(workers: Sequence[Situation]) -> Iterator[str]:
+    """Yield which workers hold the task to the memory and CPUs that it asks for, by what, and which do not."""
+    by: dict[tuple[str, str], list[str]] = {}
+    for one in workers:
+        if one.limits is not None:
+            by.setdefault(one.limits, []).append(one.worker)
+    for (how, why), ids in sorted(by.items()):
+        where = ", ".join(ids[:3]) + (f" and {len(ids) - 3} more" if len(ids) > 3 else "")
+        held = "memory and CPUs are declared, not enforced," if how == "none" else f"enforced by {how}"
+        yield f"{held} on {where}" + (f" ({why})" if why else "")
 
 
 def _listed(workers: Sequence[Situation], subject: str) -> Iterator[str]:

@@ -23,7 +23,7 @@ from gpuflow.routing.views import RunningTask, TaskView, WorkerView
 #: In the order in which they are told. Those after `foreign` do not pass by waiting.
 Kind = Literal[
     "free", "busy", "reserved", "avoided", "connecting", "foreign",
-    "restricted", "no_executor", "not_allowed", "draining", "disabled", "silent", "offline", "unfit",
+    "restricted", "outdated", "no_executor", "not_allowed", "draining", "disabled", "silent", "offline", "unfit",
 ]  # fmt: skip
 ORDER: Final[tuple[Kind, ...]] = Kind.__args__  # type: ignore[attr-defined]
 #: What ends by itself.
@@ -36,7 +36,8 @@ _MAX_NAMED: Final = 3
 class Situation:
     """`text` goes on after the worker's name: "is busy with train (7aa1)"; `reasons` are there only if it is unfit.
 
-    `mend` is the command that mends it on that worker's machine, where there is one.
+    `mend` is the command that mends it on that worker's machine, where there is one. `limits` is what holds the task to
+    the memory and CPUs that it asks for there, and what is in the way of more; None where it asks for neither.
     """
 
     worker: str
@@ -46,6 +47,7 @@ class Situation:
     nearness: float = 0.0
     tasks: tuple[RunningTask, ...] = ()
     mend: str = ""
+    limits: tuple[str, str] | None = None
 
     @property
     def fits(self) -> bool:
@@ -66,6 +68,7 @@ class Situation:
             "text": self.text,
             "reasons": [reason.message for reason in self.reasons] or ([] if self.kind == "free" else [self.text]),
             "failing": [reason.to_dict() for reason in self.reasons],
+            "limits": None if self.limits is None else {"by": self.limits[0], "why": self.limits[1]},
             "tasks": [{"id": task.id, "name": task.name, "runningSeconds": task.seconds} for task in self.tasks],
         }
 
@@ -89,7 +92,8 @@ def judge(ask: Requirement, queue: str, task: TaskView, worker: WorkerView) -> S
         kept = "no_executor", f"has no executor {in_words(task.executor)}: {lack.why}"
     kind, text = kept or _occupied(ask, task, worker) or ("free", "is free")
     mend = lack.mend if lack is not None and kind == "no_executor" else ""
-    return Situation(worker=worker.id, kind=kind, text=text, tasks=worker.tasks, mend=mend)
+    limits = worker.limits if ask.cpu or ask.memory_mib else None
+    return Situation(worker=worker.id, kind=kind, text=text, tasks=worker.tasks, mend=mend, limits=limits)
 
 
 def _lack(ask: Requirement, task: TaskView, worker: WorkerView) -> Lack | None:
@@ -115,6 +119,11 @@ def _kept_away(queue: str, task: TaskView, worker: WorkerView) -> tuple[Kind, st
     if not worker.enabled:
         who = f" {worker.disabled_by};" if worker.disabled_by else ":"
         return "disabled", f"is disabled{who} it takes nothing until it is enabled again"
+    if worker.record_schema is not None and worker.record_schema < task.record_schema:
+        return (
+            "outdated",
+            "has an older gpuflow than the sender of the task, and leaves it to newer workers; upgrade it",
+        )
     task_type = task_type_of(task.executor)
     if worker.executors is not None and task_type and task_type not in worker.executors:
         return (

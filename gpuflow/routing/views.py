@@ -43,7 +43,8 @@ class WorkerView:
     tasks may bring there (None: not told), `free_gpus` the UUIDs that
     a task could have now, `free_jobs` how many more tasks it could start, `foreign_mib` what processes outside
     gpuflow hold, by the UUID of each GPU that is held back for it, `room_mib` what is left of each GPU for tasks
-    that share it.
+    that share it, `limits` what holds tasks to the memory and CPUs that they ask for, and what is in the way of more,
+    `record_schema` the newest records that it reads (None: not told).
     """
 
     id: str
@@ -65,6 +66,8 @@ class WorkerView:
     reservation: Reservation | None = None
     foreign_mib: Mapping[str, int] = field(default_factory=dict)
     room_mib: Mapping[str, int] | None = None
+    limits: tuple[str, str] | None = None
+    record_schema: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +86,7 @@ class TaskView:
 
     `executor` is its task type, or what it asks to be run by (`routing.offers`), `wait_seconds` how long it must wait
     before its next attempt, `avoids` the worker on which it failed and which it is kept from for `avoid_seconds`,
-    `worker` where it runs, since `running_seconds`.
+    `worker` where it runs, since `running_seconds`; `record_schema` is what a worker has to read.
     """
 
     name: str
@@ -97,3 +100,4 @@ class TaskView:
     avoid_seconds: float | None = None
     worker: str | None = None
     running_seconds: float | None = None
+    record_schema: int = 1

@@ -74,7 +74,7 @@ def _setting(env_name: str, default: Any, hint: str, *, secret: bool = False) ->
 #: The settings whose value is a path.
 _FOLDERS: Final = (
     "results_dir", "cache_dir", "state_dir", "env_dir", "secrets_dir", "valkey_server", "lock_dir", "container_presets",
-    "audit_key_file",
+    "audit_key_file", "cgroup",
 )  # fmt: skip
 
 
@@ -237,6 +237,10 @@ class Settings(BaseModel):
     child_max_memory: Annotated[ByteSize, Field(gt=0)] | None = _setting(
         "GPUFLOW_CHILD_MAX_MEMORY", None, "a size such as 64GiB, or bytes"
     )
+    task_limits: Literal["auto", "cgroup", "address-space", "none"] = _setting(
+        "GPUFLOW_TASK_LIMITS", "auto", "auto, cgroup, address-space or none"
+    )
+    cgroup: Path | None = _setting("GPUFLOW_CGROUP", None, "a folder below /sys/fs/cgroup that the worker may write to")
     isolate: Literal["none", "bubblewrap"] = _setting("GPUFLOW_ISOLATE", "none", "none or bubblewrap")
     isolate_network: bool = _setting("GPUFLOW_ISOLATE_NETWORK", True, "true or false")
     isolate_cache: Literal["rw", "ro"] = _setting("GPUFLOW_ISOLATE_CACHE", "rw", "rw or ro")

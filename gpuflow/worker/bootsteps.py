@@ -6,6 +6,7 @@ Machine (worker): options, hardware, admission, lease table. Presence (consumer)
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from gpuflow.audit.entries import record
 from gpuflow.broker import installed, leases
 from gpuflow.broker.lease import new_token
 from gpuflow.errors import GPUFlowError, InvalidSettings
+from gpuflow.fleet import versions
 from gpuflow.fleet.disk import free_mib
 from gpuflow.fleet.hardware import probe
 from gpuflow.logs import get_logger
@@ -45,11 +47,13 @@ from gpuflow.worker.preflight import require_durable, require_own_id
 from gpuflow.worker.presence import PresenceThread
 from gpuflow.worker.reserving import Reserving
 from gpuflow.worker.runtime import Runtime, current, find, install
+from gpuflow.worker.service import Notifier, ServiceWatch
 from gpuflow.worker.sessions.neighbours import Neighbours
 from gpuflow.worker.sessions.setup import make_sessions, yield_to
 from gpuflow.worker.slots import Limits
 from gpuflow.worker.spot_notices import SpotNotices
 from gpuflow.worker.stopping import Stopper
+from gpuflow.worker.task_limits import limits_of
 from gpuflow.worker.user_environments import environments_of
 
 log = get_logger("gpuflow.worker")
@@ -183,6 +187,7 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
             user_types=own_types,
             offering=offering,
             machine_gpus=machine_gpus,
+            limits=limits_of(app.settings),
         )
         runtime.stopper = Stopper(runtime, float(app.conf.worker_soft_shutdown_timeout or 0))
         install(runtime)
@@ -195,6 +200,10 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
         runtime = current()
         names = ", ".join(gpu.name for gpu in runtime.hardware.gpus) or runtime.hardware.nvml or "no GPU"
         settings = runtime.app.settings
+        notifier = Notifier.take(os.environ)
+        if notifier is not None:
+            runtime.service = ServiceWatch(runtime, notifier)
+            runtime.service.start()
         if runtime.stopper is not None:
             runtime.stopper.start()
             if settings.spot_notices == "aws":
@@ -306,6 +315,7 @@ class Presence(bootsteps.StartStopStep):  # type: ignore[misc]
             require_own_id(
                 runtime.fleet, runtime.worker_id, runtime.hardware.hostname, settings.heartbeat_timeout_seconds
             )
+            versions.join(runtime.fleet, runtime.worker_id)
         except GPUFlowError as error:
             log.error("cannot_start", worker=runtime.worker_id, cause=str(error))
             _note_refusal(runtime, str(error))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final, Literal, Protocol
 
 from gpuflow.protocol import MAX_LINE_BYTES
+from gpuflow.worker.cgroups import GroupEnd
 from gpuflow.worker.confinement import UNCONFINED, Confinement
 from gpuflow.worker.spawner import spawner
 
@@ -30,13 +31,15 @@ LineKind = Literal["event", "cut", "log", "tick"]
 class ChildEnd:
     """How a child ended: its exit code or the signal that ended it, and processes it had left behind.
 
-    `beside` are the requests that were open on its session when that died: any of them may be the cause.
+    `beside` are the requests that were open on its session when that died: any of them may be the cause. `group` is
+    what the kernel says of its control group, where it had one.
     """
 
     exit_code: int | None
     signal: int | None
     stragglers: int = 0
     beside: int = 0
+    group: GroupEnd | None = None
 
 
 class Work(Protocol):
@@ -126,6 +129,7 @@ class Child:
             pipes[5][1],
         )
         self._lock = threading.Lock()
+        self._group = confinement.group
         self._stdin = stdin if talks else -1
         self._sending = threading.Lock()
         try:
@@ -232,7 +236,8 @@ class Child:
         os.close(self._stderr)
         self._feeder.join()
         self.end_input()
+        group = self._group.close() if self._group is not None else None
         if not text:
-            return ChildEnd(exit_code=None, signal=None)
+            return ChildEnd(exit_code=None, signal=None, group=group)
         ended = json.loads(text)
-        return ChildEnd(exit_code=ended["exit"], signal=ended["signal"], stragglers=ended["stragglers"])
+        return ChildEnd(exit_code=ended["exit"], signal=ended["signal"], stragglers=ended["stragglers"], group=group)

@@ -18,6 +18,7 @@ from gpuflow.policy.paths import texts_of
 from gpuflow.protocol import Request
 from gpuflow.settings import Settings, env_names
 from gpuflow.worker import bubblewrap
+from gpuflow.worker.cgroups import TaskGroup
 from gpuflow.worker.child_user import ChildUser, child_user, prepare_folders
 from gpuflow.worker.environment import python_path
 
@@ -37,16 +38,21 @@ _LONGEST_PATH: Final = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Confinement:
-    """How a child is confined; `sandbox` is what stands before its command line, () for nothing."""
+    """How a child is confined; `sandbox` is what stands before its command line, () for nothing.
+
+    `group` is the control group that it is put into; whoever waits for the child closes it.
+    """
 
     limits: Mapping[str, int] = field(default_factory=dict)
     user: ChildUser | None = None
     sandbox: tuple[str, ...] = ()
+    group: TaskGroup | None = None
 
     def message(self) -> dict[str, Any]:
         """Return it for the shim."""
         user = None if self.user is None else [self.user.uid, self.user.gid, list(self.user.groups)]
-        return {"limits": dict(self.limits), "user": user, "sandboxed": bool(self.sandbox)}
+        group = None if self.group is None else str(self.group.path)
+        return {"limits": dict(self.limits), "user": user, "sandboxed": bool(self.sandbox), "group": group}
 
     def environment(self, given: Mapping[str, str]) -> dict[str, str]:
         """Return the environment of the child, whose home is that of its user."""
@@ -201,14 +207,21 @@ _SIGNS: Final[Mapping[str, re.Pattern[str]]] = {
 }
 
 
-def explained(error: dict[str, Any], settings: Settings, log_tail: str) -> dict[str, Any]:
+def explained(
+    error: dict[str, Any], settings: Settings, log_tail: str, *, held_to_mib: float | None = None
+) -> dict[str, Any]:
     """Return the error of a failed attempt with the setting by whose limit it may have failed.
+
+    `held_to_mib` is what an address-space limit leaves each process of this task.
 
     The kernel says no more than "no", and the program says that in its error or its log; a limit of others may have
     been the cause as well.
     """
     said = f"{error.get('message', '')}\n{log_tail}"
     variables = env_names()
+    if held_to_mib is not None and _SIGNS["child_max_memory"].search(said):
+        held = f"each of its processes is held to the {held_to_mib:g} MiB that it asks for (GPUFLOW_TASK_LIMITS)"
+        return {**error, "message": f"{error.get('message', '')}; {held}"}
     for name, sign in _SIGNS.items():
         most = getattr(settings, name)
         if most is not None and sign.search(said):

@@ -40,14 +40,21 @@ class Consumer(CeleryConsumer):  # type: ignore[misc]
 
     def ensure_connected(self, conn: Any) -> Any:
         """Connect, when the broker takes the login. Raises WorkerShutdown for a token that it goes on to refuse."""
-        self._await_login()
-        return super().ensure_connected(conn)
+        runtime = current()
+        runtime.connecting = True
+        try:
+            self._await_login()
+            return super().ensure_connected(conn)
+        finally:
+            runtime.leases.tick()
+            runtime.connecting = False
 
     def _await_login(self) -> None:
         """Wait, having said so once, while the broker refuses the login.
 
         A server that was restarted may lack its users for some seconds, until a beat has made them again. The token of
         a worker that is refused for a whole lease has been replaced or removed: what ran here runs elsewhere by then.
+        A login that was never taken is wrong. One that was is waited for: a password may be about to come back.
         """
         began: float | None = None
         while True:
@@ -61,10 +68,11 @@ class Consumer(CeleryConsumer):  # type: ignore[misc]
                     log.error(
                         "token_refused",
                         worker=current().worker_id,
-                        cause="the broker does not take the login of REDIS_URL; start this worker with the REDIS_URL "
-                        "that `gpuflow workers rotate-token` has shown",
+                        cause="the broker does not take user or password of REDIS_URL; correct them, or use the "
+                        "REDIS_URL that `gpuflow workers rotate-token` has shown",
                     )
-                if is_worker_login(self.app.settings.redis_url or "") and (
+                never_in = current().presence is None
+                if (never_in or is_worker_login(self.app.settings.redis_url or "")) and (
                     time.monotonic() - began > self.app.settings.lease_seconds
                 ):
                     raise WorkerShutdown(TOKEN_REFUSED) from None

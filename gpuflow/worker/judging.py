@@ -10,6 +10,7 @@ import signal
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from gpuflow.worker.cgroups import GroupEnd
 from gpuflow.worker.child import ChildEnd
 
 #: `preempted`: the child gets a notice first, to save what it has; `shutdown`: it is stopped as it is.
@@ -46,6 +47,8 @@ def stopped(reason: StopReason, seconds: float, limit: float | None) -> dict[str
 
 def failed(finish: Mapping[str, Any], end: ChildEnd) -> dict[str, Any]:
     """Return the error of a child that ended by itself and has not succeeded."""
+    if end.group is not None and end.group.killed:
+        return _out_of_memory(end.group)
     status = finish.get("status")
     given = finish.get("error")
     if status == "completed" and end.exit_code is not None:
@@ -68,6 +71,23 @@ def failed(finish: Mapping[str, Any], end: ChildEnd) -> dict[str, Any]:
     if end.exit_code != 0:
         return _error("ChildDied", f"the child ended with {ending(end)}; see its log", False)
     return _error("NoFinish", "the child ended without a finish event; see its log", False)
+
+
+def _out_of_memory(group: GroupEnd) -> dict[str, Any]:
+    """Return the error of a child that the kernel ended for memory. Its own limit would be hit again."""
+    if group.hit_limit and group.memory_mib is not None:
+        return _error(
+            "OutOfMemory",
+            f"the kernel ended the task: it used more than the {group.memory_mib} MiB of memory that it asks for; "
+            "raise resources.hardware.memory",
+            False,
+        )
+    return _error(
+        "OutOfMemory",
+        "the kernel ended the task: the machine, or the worker's service, was out of memory; declare what tasks "
+        "need (resources.hardware.memory), so that fewer run at once",
+        True,
+    )
 
 
 def _hint(number: int) -> str:

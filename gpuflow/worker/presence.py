@@ -17,6 +17,7 @@ import psutil
 from redis.exceptions import RedisError
 
 from gpuflow import __version__
+from gpuflow.fleet import versions
 from gpuflow.fleet.desired import DesiredState
 from gpuflow.fleet.disk import free_mib
 from gpuflow.fleet.gpu_usage import FOREIGN_TOLERATED_MIB
@@ -63,6 +64,8 @@ class PresenceThread(threading.Thread):
         #: Something changed while the entry was made: it may tell of what came and went since, and is written again.
         self._outdated = False
         self._worked_at = time.monotonic()
+        #: When its loop last began a turn (monotonic seconds).
+        self.turned_at = time.monotonic()
         self._is_notified = threading.Event()
 
     def run(self) -> None:
@@ -72,6 +75,7 @@ class PresenceThread(threading.Thread):
         next_look = time.monotonic() + settings.heartbeat_interval_seconds
         watch = GpuWatch(self.runtime)
         while not self._stop_event.wait(0.25):
+            self.turned_at = time.monotonic()
             if time.monotonic() >= next_watch:
                 watch.look_quietly()
                 next_watch = time.monotonic() + WATCH_SECONDS
@@ -96,6 +100,7 @@ class PresenceThread(threading.Thread):
                 self._renew_class()
                 self.write()
                 self.follow_orders()
+                self._leave_a_newer_fleet()
                 self._tell_models()
                 next_beat = time.monotonic() + settings.heartbeat_interval_seconds
             except RedisError as error:
@@ -191,6 +196,13 @@ class PresenceThread(threading.Thread):
         demands.has_free_disk(free_mib(self.runtime.app.settings.results_dir))
         demands.enlist()
 
+    def _leave_a_newer_fleet(self) -> None:
+        """Drain when the fleet has moved on to a version that this one cannot work beside. Raises redis errors."""
+        why = versions.too_old(self.fleet)
+        if why and self.runtime.stopper is not None and not self.runtime.admission.draining:
+            log.error("too_old_for_the_fleet", worker=self.runtime.worker_id, cause=why)
+            self.runtime.stopper.drain(why)
+
     def _tell_models(self) -> None:
         """Say which models this worker has, until the next beat; one that takes nothing has none for others."""
         if self.runtime.admission.draining or not self.runtime.admission.enabled:
@@ -279,6 +291,8 @@ class PresenceThread(threading.Thread):
             "executors": None if self.runtime.executors is None else list(self.runtime.executors),
             "userTypes": list(self.runtime.user_types),
             "offers": self.runtime.offering.to_dict(),
+            "protocol": versions.told(),
+            "limits": self.runtime.limits.to_dict(),
             "allowsCode": sorted(allowed_kinds(self.runtime.app.settings.allow_code)),
         }
         if hardware.gpus:

@@ -22,9 +22,11 @@ from gpuflow.worker.judging import StopReason
 from gpuflow.worker.machine_gpus import MachineGpus
 from gpuflow.worker.offering import Offering
 from gpuflow.worker.policy import Policy, policy_of
+from gpuflow.worker.task_limits import TaskLimits
 
 if TYPE_CHECKING:
     from gpuflow.worker.presence import PresenceThread
+    from gpuflow.worker.service import ServiceWatch
     from gpuflow.worker.stopping import Stopper
 
 
@@ -50,11 +52,15 @@ class Runtime:
     executors: tuple[str, ...] | None = None
     user_types: tuple[str, ...] = ()
     offering: Offering
+    limits: TaskLimits = field(default_factory=TaskLimits)
     asked_queues: tuple[str, ...] | None = None
     running: dict[str, Stoppable] = field(default_factory=dict)
     connected: bool = False
+    #: The consumer waits for the broker, or for its login.
+    connecting: bool = False
     presence: PresenceThread | None = None
     stopper: Stopper | None = None
+    service: ServiceWatch | None = None
     stopping: StopReason | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 

@@ -7,7 +7,8 @@ and any to be held open; the answer is the shim's process id. A fork costs about
 twenty. No other process of its user may read its memory or trace it.
 
 `confined` says what the child may not (`worker.confinement`): `limits`, its resource limits by name; `user`, `[uid,
-gid, groups]` as whom it runs; `sandboxed`, that argv begins with bubblewrap, whose two processes are not the child.
+gid, groups]` as whom it runs; `group`, the folder of the control group that it joins; `sandboxed`, that argv begins
+with bubblewrap, whose two processes are not the child.
 
 * It is a subreaper: grandchildren whose parent dies become its children, so it can end all of them.
 * Its control descriptor is the read end of a pipe to the worker: `n` = SIGUSR1 to the child (it is to end soon and go
@@ -113,7 +114,9 @@ def start_child(argv: list[str], environment: dict[str, str], close: list[int], 
 
 
 def confine(confined: Mapping[str, Any]) -> None:
-    """Set the limits of this process, and give its rights up. Raises OSError, ValueError."""
+    """Put this process into its group, set its limits, and give its rights up. Raises OSError, ValueError."""
+    if confined.get("group"):
+        join(confined["group"])
     for name, most in (confined.get("limits") or {}).items():
         limit = getattr(resource, name)
         hard = resource.getrlimit(limit)[1]
@@ -125,6 +128,16 @@ def confine(confined: Mapping[str, Any]) -> None:
         os.setgroups(groups)
         os.setresgid(gid, gid, gid)
         os.setresuid(uid, uid, uid)
+
+
+def join(group: str) -> None:
+    """Put this process into a control group. Where that cannot be, the attempt is to be tried again."""
+    try:
+        with open(f"{group}/cgroup.procs", "w") as procs:
+            procs.write("0")
+    except OSError as error:
+        os.write(2, f"cannot join the control group {group}: {error.strerror}\n".encode())
+        os._exit(os.EX_TEMPFAIL)
 
 
 def in_sandbox(outer: int) -> tuple[int | None, list[int]]:

@@ -46,8 +46,9 @@ from gpuflow.worker.runtime import Runtime, current
 from gpuflow.worker.secret_sources import scrubbed
 from gpuflow.worker.starting import EnvironmentNotReady, Start
 from gpuflow.worker.steps import until_answered
+from gpuflow.worker.task_limits import LimitPlan
 from gpuflow.worker.usage_meter import UsageMeter, meter_of
-from gpuflow.worker.work import begin_of, hold_of
+from gpuflow.worker.work import begin_of, hold_of, runner_of
 
 log = get_logger("gpuflow.supervisor")
 
@@ -95,6 +96,7 @@ class Delivery:
         self.store: Store | None = None
         self.uploads: CheckpointUploads | None = None
         self.meter: UsageMeter | None = None
+        self.limits = LimitPlan()
 
     def run(self) -> dict[str, Any]:
         """START, the attempt, COMMIT."""
@@ -213,7 +215,9 @@ class Delivery:
                 ),
                 f"what task {self.id} reads",
             )
-            begin = begin_of(runtime, self.tag, allocation, start, prepared, alone=self.alone)
+            asked = allocation.requirement if allocation is not None else None
+            self.limits = runtime.limits.plan(asked, runner_of(runtime, allocation, prepared))
+            begin = begin_of(runtime, self.tag, allocation, start, prepared, plan=self.limits, alone=self.alone)
         except HandedBack as error:
             return self._not_begun(handed_back(error))
         except Stopped as order:
@@ -307,14 +311,17 @@ class Delivery:
         return outcome
 
     def _by_engine(self, outcome: Outcome, start: Start) -> Outcome:
-        """Name the engine in the result, and the environment in the error of a child that it did not even begin.
+        """Name engine and limits in the result, and the environment in the error of a child that it did not even begin.
 
         Where a limit of this worker may be the cause, the error names its setting.
         """
         if outcome.error is not None and outcome.stop is None:
-            outcome = replace(outcome, error=explained(outcome.error, self.runtime.app.settings, outcome.log_tail))
+            held = self.limits.enforced.get("memoryMib") if self.limits.by == "address-space" else None
+            settings = self.runtime.app.settings
+            outcome = replace(outcome, error=explained(outcome.error, settings, outcome.log_tail, held_to_mib=held))
         if outcome.completed:
-            return replace(outcome, result=named_by_engine(outcome.result, start.engine, merged=MERGED in self.spec))
+            result = named_by_engine(outcome.result, start.engine, merged=MERGED in self.spec)
+            return replace(outcome, result=result if self.is_run else {**result, **self.limits.report()})
         if outcome.began or outcome.stop is not None or not start.use.variant:
             return outcome
         broken = EnvironmentNotReady(

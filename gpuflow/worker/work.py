@@ -5,13 +5,14 @@ Called by the supervisor.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from gpuflow.fleet.gpu_locks import Hold
 from gpuflow.routing.offers import WARM_ENGINES, WARM_TASK_TYPES
 from gpuflow.worker.child import Child, Work
 from gpuflow.worker.child_user import hand_over
-from gpuflow.worker.confinement import of_attempt
+from gpuflow.worker.confinement import Confinement, of_attempt
 from gpuflow.worker.containers.local import removal_of
 from gpuflow.worker.engine_sockets import own_sockets
 from gpuflow.worker.handed_back import HandedBack
@@ -20,6 +21,7 @@ from gpuflow.worker.runtime import Runtime
 from gpuflow.worker.sessions.opening import opening_of
 from gpuflow.worker.slots import Allocation
 from gpuflow.worker.starting import Start
+from gpuflow.worker.task_limits import LimitPlan, Runner
 
 _NONE = Hold(())
 
@@ -33,15 +35,22 @@ def hold_of(runtime: Runtime, tag: str, allocation: Allocation | None) -> Hold:
 
 
 def begin_of(
-    runtime: Runtime, tag: str, allocation: Allocation | None, start: Start, prepared: Prepared, *, alone: bool = False
+    runtime: Runtime,
+    tag: str,
+    allocation: Allocation | None,
+    start: Start,
+    prepared: Prepared,
+    *,
+    plan: LimitPlan | None = None,
+    alone: bool = False,
 ) -> Callable[[], Work]:
     """Return what begins the work of one attempt. It raises OSError when that cannot be, and HandedBack.
 
-    With `alone`, a warm session answers it by itself.
+    With `alone`, a warm session answers it by itself. `plan` is what a child of its own is held to.
     """
     sessions = runtime.admission.sessions
     if sessions is None or allocation is None or not allocation.session:
-        return lambda: _own_child(allocation, start, prepared)
+        return lambda: _own_child(allocation, start, prepared, plan or LimitPlan())
     if start.engine not in WARM_ENGINES and prepared.request.task_type not in WARM_TASK_TYPES:
         raise HandedBack("its environment has changed since it was taken")
     opening = opening_of(start, prepared)
@@ -54,9 +63,32 @@ def begin_of(
     return ask
 
 
-def _own_child(allocation: Allocation | None, start: Start, prepared: Prepared) -> Child:
+def runner_of(runtime: Runtime, allocation: Allocation | None, prepared: Prepared) -> Runner:
+    """Return what runs the attempt."""
+    if prepared.request.task_type == "container":
+        return "container"
+    return "session" if runtime.admission.sessions is not None and allocation and allocation.session else "child"
+
+
+def _own_child(allocation: Allocation | None, start: Start, prepared: Prepared, plan: LimitPlan) -> Child:
+    request = prepared.request
+    confinement = of_attempt(prepared.settings, request, prepared.environment, start.use.python)
+    plan.begin(f"{request.task_id}.{request.attempt}")
+    confinement = replace(confinement, limits=_lowest(confinement.limits, plan.resource_limits), group=plan.group)
+    try:
+        return _begun(allocation, start, prepared, confinement)
+    except BaseException:
+        if plan.group is not None:
+            plan.group.close()
+        raise
+
+
+def _lowest(limits: Mapping[str, int], others: Mapping[str, int]) -> dict[str, int]:
+    return {name: min(each[name] for each in (limits, others) if name in each) for name in {**limits, **others}}
+
+
+def _begun(allocation: Allocation | None, start: Start, prepared: Prepared, confinement: Confinement) -> Child:
     hold = allocation.hold if allocation is not None else None
-    confinement = of_attempt(prepared.settings, prepared.request, prepared.environment, start.use.python)
     if confinement.user is not None:
         hand_over(prepared.settings, prepared.output_dir)
     with own_sockets(prepared.environment, removal_of(prepared.request), confinement) as started:

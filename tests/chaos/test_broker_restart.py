@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuflow.client import Task, submit
+from gpuflow.client import Task, submit, submit_pipeline
 from gpuflow.errors import BrokerUnavailable
 from gpuflow.ledger.states import TaskState
 from tests.chaos.accounting import check, check_ran_once
@@ -174,3 +174,71 @@ def test_a_worker_refuses_a_broker_without_an_append_only_file(fleet: TestFleet)
 
     fleet.start_worker("w2", env={**LEASE, "GPUFLOW_ALLOW_VOLATILE": "1"})
     check(fleet, [submit(fleet.echo(output=1), app=fleet.app).id])
+
+
+# -- a backup ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_restored_backup_loses_what_came_after_it_and_ends_what_was_before(fleet: TestFleet, tmp_path: Path) -> None:
+    """As docs/howto/back-up-the-broker.md says: what is lost, what runs again, and how both are found."""
+    workers = [fleet.start_worker(name, "--max-jobs", "2", env=LEASE) for name in ("w1", "w2")]
+    gate = _gate(fleet)
+    nodes = [
+        {"name": "first", "spec": fleet.echo(output=1)},
+        {"name": "second", "dependsOn": ["first"], "spec": fleet.echo(until_exists=str(gate), output=2)},
+        {"name": "third", "dependsOn": ["second"], "spec": fleet.echo(output=3)},
+    ]
+    run = submit_pipeline(
+        {
+            "apiVersion": "gpuflow/v1",
+            "kind": "Pipeline",
+            "metadata": {"name": "kept"},
+            "spec": {"taskType": "echo", "graph": {"nodes": nodes}},
+        },
+        app=fleet.app,
+    )
+    eventually(
+        lambda: run["second"].tasks and run["second"].tasks[0].state == "RUNNING", what="the second stage running"
+    )
+    before = submit(fleet.echo(output="before"), app=fleet.app)
+    before.get(timeout=patient(30))
+    again = submit(fleet.echo(until_exists=str(tmp_path / "now"), output="again"), app=fleet.app)
+    eventually(lambda: again.state == "RUNNING")
+    backup = fleet.broker.snapshot()
+
+    # Given work that goes on after the backup: a task that ends, and one that comes and ends
+    (tmp_path / "now").touch()
+    first_result = again.get(timeout=patient(30))
+    lost = submit(fleet.echo(output="lost"), app=fleet.app)
+    lost.get(timeout=patient(30))
+    stray = submit(fleet.echo(until_exists=str(tmp_path / "later")), app=fleet.app)
+    eventually(lambda: stray.state == "RUNNING")
+
+    # When the server comes back from the backup
+    fleet.broker.restart_from(backup)
+    eventually(lambda: fleet.state(lost.id) == "UNKNOWN", what="the server with the backup")
+    gate.touch()
+    (tmp_path / "later").touch()
+
+    # Then what was before ends, each task with one result
+    eventually(lambda: run.state.final, within=60, what="the end of the pipeline")
+    eventually(
+        lambda: fleet.state(again.id) == "SUCCEEDED", within=60, what="the end of what had ended after the backup"
+    )
+    assert run.state == "SUCCEEDED"
+    ids = [*(run[name].tasks[0].id for name in ("first", "second", "third")), before.id, again.id]
+    # What came after the backup and still ran is known again by its message, which its worker has: it runs to a result.
+    eventually(lambda: fleet.state(stray.id) == "SUCCEEDED", within=60, what="the end of what ran")
+    ids.append(stray.id)
+    records = check(fleet, ids, rolled_back=True)
+    second = next(record for record in records if record.id == again.id)
+    assert second.attempt == 2 and second.result["output"] == first_result["output"] == "again"
+    assert {path.name for path in (fleet.results / again.id).glob("attempt-*")} == {"attempt-1", "attempt-2"}
+
+    # and what came after it is unknown; its folder of results names it
+    known = {
+        record.id for record in fleet.app.ledger.find_many([path.name for path in fleet.results.iterdir()]) if record
+    }
+    assert {path.name for path in fleet.results.iterdir()} - known == {lost.id}
+    assert fleet.state(lost.id) == "UNKNOWN"
+    assert all(worker.process.poll() is None for worker in workers)

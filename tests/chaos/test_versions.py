@@ -62,3 +62,28 @@ def test_the_old_hands_back_what_is_newer_and_the_new_runs_what_is_older(
     assert [record.worker for record in ended] == ["old", "new", "new", "new", "new"]
     assert all(record.attempt == 1 for record in ended)
     assert new.process.poll() is None
+
+
+def test_versions_that_cannot_work_side_by_side_never_do(fleet: TestFleet) -> None:
+    newer = ("--include", "newer_protocol")
+    path = os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")])
+    env = {**LEASE, "PYTHONPATH": path, "HEARTBEAT_INTERVAL_SEC": "1"}
+    old = fleet.start_worker("old", env=env)
+
+    # A newer one does not start while the older one lives, and says what to do.
+    too_early = fleet.spawn_worker("new", *newer, env=env)
+    assert too_early.process.wait(timeout=patient(60)) == 2
+    assert "drain and upgrade first: gpuflow workers drain old" in too_early.log()
+    assert old.process.poll() is None
+
+    # Where both got in at once, the older one drains.
+    fleet.app.redis.zadd(fleet.app.keys.protocol, {"oldest": 2}, gt=True)
+    assert old.process.wait(timeout=patient(60)) == 0
+    assert "event=too_old_for_the_fleet" in old.log()
+
+    new = fleet.start_worker("new", *newer, env=env)
+    late = fleet.spawn_worker("late", env=env)
+    assert late.process.wait(timeout=patient(60)) == 2
+    assert "this fleet works with 2 or newer; upgrade gpuflow on this machine" in late.log()
+    assert submit(fleet.echo(output=1), app=fleet.app).get(timeout=patient(30))["output"] == 1
+    assert new.process.poll() is None

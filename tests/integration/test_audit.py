@@ -24,6 +24,7 @@ from gpuflow.audit.reading import AuditLog, Filter
 from gpuflow.audit.sealing import SEGMENT, Sealer, unsealed
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.scripts import load_script
+from gpuflow.bulk import cancel_many, retry_many
 from gpuflow.celery_app import GPUFlow
 from gpuflow.cli import cli
 from gpuflow.client import submit, submit_pipeline
@@ -128,6 +129,18 @@ def test_what_users_do_to_tasks_is_audited_once_with_their_name(served: TestFlee
         *("attempt.start", "task.end", "task.retry", "attempt.start", "task.end", "task.purge"),
     ]
     assert {actor for action, actor, _ in entries(served, f"task:{dead.id}", "task.[rp]*")} == {ANA}
+
+
+def test_many_at_once_are_audited_one_by_one(served: TestFleet) -> None:
+    waiting = [stuck(served).id for _ in range(3)]
+    with acting(ANA):
+        assert set(cancel_many(served.app, waiting).values()) == {"cancelled"}
+        assert set(retry_many(served.app, waiting).values()) == {"queued"}
+        assert set(cancel_many(served.app, waiting).values()) == {"cancelled"}
+    for task in waiting:
+        assert [entry[:2] for entry in entries(served, f"task:{task}")] == [
+            (action, ANA) for action in ("task.cancel", "task.end", "task.retry", "task.cancel", "task.end")
+        ]
 
 
 def test_what_users_do_to_pipelines_is_audited_once(served: TestFleet) -> None:

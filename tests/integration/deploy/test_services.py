@@ -7,6 +7,7 @@ those of the test.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import shutil
@@ -259,3 +260,30 @@ def test_valkey_does_not_start_without_a_password(tmp_path: Path) -> None:
     )
     assert run.returncode != 0 and "VALKEY_PASSWORD is not set" in run.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_valkey_takes_the_former_password_while_it_is_set(tmp_path: Path) -> None:
+    server = tmp_path / "bin" / "valkey-server"
+    server.parent.mkdir()
+    server.write_text('#!/bin/sh\nenv | grep -c "^VALKEY_PASSWORD"\n')
+    server.chmod(0o755)
+    data = tmp_path / "data"
+    data.mkdir()
+    for former, count in ((None, 1), ("", 1), ("the-former-one", 2)):
+        environment = {
+            "PATH": f"{server.parent}:{os.environ['PATH']}",
+            "VALKEY_DATA": str(data),
+            "VALKEY_PASSWORD": "new",
+        }
+        environment |= {} if former is None else {"VALKEY_PASSWORD_OLD": former}
+        run = subprocess.run(
+            ["sh", str(ROOT / "deploy" / "valkey" / "start.sh")],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert run.stdout.strip() == "0", "the server itself knows no password"
+        digests = re.findall(r"#([0-9a-f]{64})", (data / "users.acl").read_text())
+        assert len(digests) == count and digests[0] == hashlib.sha256(b"new").hexdigest()
+    assert digests[1] == hashlib.sha256(b"the-former-one").hexdigest()

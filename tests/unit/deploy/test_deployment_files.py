@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from gpuflow.settings import Settings
+from gpuflow.worker.service import EXTENSION_SECONDS
 from gpuflow.worker.stopping import MARGIN_SECONDS
 from tests.unit.metrics.test_dashboards import check
 
@@ -152,11 +153,14 @@ def read_unit(path: Path) -> dict[str, dict[str, str]]:
 @pytest.mark.parametrize("path", UNITS, ids=[path.stem for path in UNITS])
 def test_units_are_hardened_and_leave_gpus_visible(path: Path) -> None:
     service = read_unit(path)["Service"]
-    assert service["Type"] == "exec" and service["User"] == "gpuflow" and service["NoNewPrivileges"] == "yes"
+    assert service["Type"] == ("notify" if path.stem == "gpuflow-worker" else "exec")
+    assert service["User"] == "gpuflow" and service["NoNewPrivileges"] == "yes"
     assert service["ProtectSystem"] == "strict" and service["EnvironmentFile"] == "/etc/gpuflow/gpuflow.env"
     if path.stem == "gpuflow-worker":
         hides_gpus = {"PrivateDevices", "DevicePolicy", "DeviceAllow", "ProtectClock", "MemoryDenyWriteExecute"}
         assert not hides_gpus & set(service)
+        assert service["Delegate"] == "yes" and "ProtectControlGroups" not in service, "tasks have groups of their own"
+        assert float(service["WatchdogSec"]) >= 2 * EXTENSION_SECONDS, "an extension ends before the watchdog"
         assert service["KillMode"] == "mixed", "its children must not get the SIGTERM that drains it"
         assert service["Restart"] == "on-failure", "one that has drained must not take work again"
         assert set(service["ReadWritePaths"].split()) == {"/run/lock/gpuflow", "/tmp", "/var/tmp"}

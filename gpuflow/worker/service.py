@@ -1,0 +1,115 @@
+"""Tells systemd how the worker is: ready, alive, stopping. The protocol of sd_notify(3), one datagram a message.
+
+    READY=1                 the worker consumes
+    WATCHDOG=1              heartbeat thread and consumer loop both went on lately; every quarter of WatchdogSec
+    EXTEND_TIMEOUT_USEC=    it still waits for the broker at its start, or for its tasks in a drain
+    STOPPING=1              it drains
+
+Nothing is sent where NOTIFY_SOCKET is not set, and a message that cannot be sent is not missed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from gpuflow.worker.runtime import Runtime
+
+#: systemd grants so much more time with each message while the worker starts or drains, in seconds.
+EXTENSION_SECONDS: Final = 60.0
+#: Longest pause between two looks, in seconds.
+_LOOK_SECONDS: Final = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Notifier:
+    """Sends messages to the service manager. `address` is that of its socket, `watchdog_seconds` its WatchdogSec."""
+
+    address: str
+    watchdog_seconds: float | None = None
+
+    @classmethod
+    def take(cls, environment: MutableMapping[str, str], pid: int | None = None) -> Notifier | None:
+        """Return the one that the environment describes, and remove that from it: children are not the service."""
+        path = environment.pop("NOTIFY_SOCKET", "")
+        usec, owner = environment.pop("WATCHDOG_USEC", ""), environment.pop("WATCHDOG_PID", "")
+        if not path.startswith(("/", "@")):
+            return None
+        mine = owner in ("", str(pid or os.getpid()))
+        seconds = int(usec) / 1e6 if usec.isdecimal() and int(usec) > 0 and mine else None
+        return cls(address="\0" + path[1:] if path.startswith("@") else path, watchdog_seconds=seconds)
+
+    def send(self, *lines: str) -> None:
+        """Send one message of several lines `NAME=value`."""
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as made:
+            made.setblocking(False)
+            made.sendto("\n".join(lines).encode(), self.address)
+
+
+class Loops:
+    """When the loops of the worker were last seen to go on (monotonic seconds)."""
+
+    def __init__(self, heartbeat: Callable[[], float], consumer: Callable[[], float]) -> None:
+        self._heartbeat, self._consumer = heartbeat, consumer
+
+    def stuck(self, now: float, within_seconds: float) -> str:
+        """Return the loop that has not gone on within this time, or ""."""
+        if now - self._heartbeat() > within_seconds:
+            return "the heartbeat thread"
+        return "the consumer loop" if now - self._consumer() > within_seconds else ""
+
+
+class ServiceWatch(threading.Thread):
+    """Sends what systemd is to know, until the process ends."""
+
+    def __init__(self, runtime: Runtime, notifier: Notifier) -> None:
+        super().__init__(name="gpuflow-service", daemon=True)
+        self._runtime = runtime
+        self._notifier = notifier
+        self._is_ready = self._is_stopping = False
+        self._wake = threading.Event()
+        presence = lambda: runtime.presence.turned_at if runtime.presence is not None else time.monotonic()  # noqa: E731
+        self._loops = Loops(presence, lambda: runtime.leases.ticked_at if not runtime.connecting else time.monotonic())
+
+    def ready(self) -> None:
+        """Say that work is taken; called each time that the consumer is ready, and said once."""
+        self._is_ready = True
+        self._wake.set()
+
+    def run(self) -> None:
+        """Look at the worker, and tell."""
+        pause = min(_LOOK_SECONDS, (self._notifier.watchdog_seconds or 4 * _LOOK_SECONDS) / 4)
+        was_ready = False
+        while True:
+            if lines := self.look(time.monotonic(), first_ready=self._is_ready and not was_ready):
+                self._notifier.send(*lines)
+            was_ready = self._is_ready
+            self._wake.wait(0.2 if self._runtime.admission.draining else pause)
+            self._wake.clear()
+
+    def look(self, now: float, *, first_ready: bool) -> list[str]:
+        """Return what is to be told now."""
+        lines = []
+        drains = self._runtime.admission.draining
+        limit = (self._notifier.watchdog_seconds or 2 * EXTENSION_SECONDS) / 2
+        stuck = self._loops.stuck(now, limit)
+        if first_ready:
+            lines += ["READY=1", f"STATUS=worker {self._runtime.worker_id} takes work"]
+        if drains and not self._is_stopping:
+            self._is_stopping = True
+            lines += ["STOPPING=1", f"STATUS=worker {self._runtime.worker_id} drains"]
+        if stuck:
+            lines.append(f"STATUS={stuck} of worker {self._runtime.worker_id} does not go on")
+            return lines
+        if self._notifier.watchdog_seconds is not None:
+            lines.append("WATCHDOG=1")
+        if drains or not self._is_ready:
+            lines.append(f"EXTEND_TIMEOUT_USEC={EXTENSION_SECONDS * 1e6:.0f}")
+        return lines
