@@ -203,7 +203,10 @@ def user_of(role: ServiceRole, name: str) -> str:
     """Return the name of a user. Raises ServiceUserRefused."""
     if not NAME.fullmatch(name):
         raise ServiceUserRefused(f"{name[:80]!r} cannot name a user; use up to 60 letters, digits, '.', '_' and '-'")
-    return f"gpuflow-{role}-{name}"
+    user = f"gpuflow-{role}-{name}"
+    if role_of_login(f"redis://{user}@x") is not role:
+        raise ServiceUserRefused(f"{user} reads like a user of another role; choose another name")
+    return user
 
 
 def role_of_login(url: str | None) -> ServiceRole | None:

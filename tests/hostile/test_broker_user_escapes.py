@@ -226,6 +226,11 @@ def test_a_name_that_is_none(broker: Broker, name: str) -> None:
     assert everything(broker) == before
 
 
+def test_a_name_that_makes_a_user_of_another_role(broker: Broker) -> None:
+    with pytest.raises(ServiceUserRefused, match="another role"):
+        made_login(broker, ServiceRole.FLOWER, "actions-main")
+
+
 @pytest.mark.parametrize("prefix", ["", "gpu-lab:", "t1:task:", "lab1-"])
 def test_a_fleet_without_a_wall_needs_a_word_of_its_operator(broker: Broker, prefix: str) -> None:
     before = everything(broker)

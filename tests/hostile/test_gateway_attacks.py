@@ -99,7 +99,7 @@ def test_an_address_begins_no_line_of_the_log(front: Front, path: str, end: str)
     before, lines = front.state(), len(front.gateway.log.splitlines())
     with front.client() as client:
         answer = client.get(path.format(f"x{end}{FORGED}".replace(" ", "%20")))
-    assert is_refused(answer) or answer.status_code == 200 and answer.json().get("files") == []
+    assert is_refused(answer) or (answer.status_code == 200 and answer.json().get("files") == [])
     eventually(lambda: len(front.gateway.log.splitlines()) > lines, what="the line of the request")
     new = front.gateway.log.splitlines()[lines:]
     assert len(new) == 1 and "event=request" in new[0]
@@ -107,7 +107,9 @@ def test_an_address_begins_no_line_of_the_log(front: Front, path: str, end: str)
     assert front.state() == before
 
 
-@pytest.mark.parametrize("name", ["User-Agent", "Referer", "Idempotency-Key", "X-Request-Id", "Last-Event-ID", "Cookie"])
+@pytest.mark.parametrize(
+    "name", ["User-Agent", "Referer", "Idempotency-Key", "X-Request-Id", "Last-Event-ID", "Cookie"]
+)
 def test_a_header_begins_no_line_of_the_log(front: Front, name: str) -> None:
     before, log = front.state(), len(front.gateway.log)
     with front.client() as client:
@@ -136,7 +138,11 @@ def test_text_of_an_admin_begins_no_line_of_log_or_audit(front: Front, end: str)
 
 def test_a_name_of_a_task_forges_no_line_anywhere(front: Front) -> None:
     text = f"t\r\n{FORGED}\n\nevent: end\ndata: forged\n\n"
-    spec = {"apiVersion": "gpuflow/v1", "metadata": {"name": text}, "spec": {"taskType": "echo", "echo": {"message": text}}}
+    spec = {
+        "apiVersion": "gpuflow/v1",
+        "metadata": {"name": text},
+        "spec": {"taskType": "echo", "echo": {"message": text}},
+    }
     log = len(front.gateway.log)
     with front.client() as client:
         made = client.post("/api/v1/tasks", json=spec)
@@ -247,7 +253,9 @@ def test_a_body_that_blows_up(front: Front, path: str, bomb: str) -> None:
     kind = "application/yaml" if bomb.startswith("YAML") else "application/json"
     with front.client("submitter") as client:
         try:
-            answer = client.post(path, content=BOMBS[bomb].encode("utf-8", "surrogatepass"), headers={"Content-Type": kind})
+            answer = client.post(
+                path, content=BOMBS[bomb].encode("utf-8", "surrogatepass"), headers={"Content-Type": kind}
+            )
             assert is_refused(answer), (answer.status_code, answer.text[:300])
         except httpx.WriteError:
             pass  # it has hung up before the whole body came
@@ -260,7 +268,9 @@ def test_a_body_that_blows_up(front: Front, path: str, bomb: str) -> None:
 def test_a_length_that_lies(front: Front, length: int) -> None:
     before = front.state()
     auth = f"Authorization: Bearer {TOKEN}\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n".encode()
-    answer = front.raw(b"POST /api/v1/results/lies/files/f HTTP/1.1\r\nHost: 127.0.0.1\r\n" + auth + b"x" * 5, ends=length > 1)
+    answer = front.raw(
+        b"POST /api/v1/results/lies/files/f HTTP/1.1\r\nHost: 127.0.0.1\r\n" + auth + b"x" * 5, ends=length > 1
+    )
     if length > 1:
         assert b"HTTP/1.1 2" not in answer
         assert "lies/f" not in front.gateway.files()
@@ -268,7 +278,9 @@ def test_a_length_that_lies(front: Front, length: int) -> None:
             part.unlink()
         assert {**front.state(), "parts": []} == {**before, "parts": []}
     else:
-        assert front.gateway.files() == ["lies/f"], "what was announced is stored, what comes after it is no second request"
+        assert front.gateway.files() == ["lies/f"], (
+            "what was announced is stored, what comes after it is no second request"
+        )
         with front.client() as client:
             assert client.get("/api/v1/results/lies/files/f").content == b"x"
             client.delete("/api/v1/results/lies/files/f")
@@ -319,7 +331,11 @@ def test_tokens_that_are_none_open_nothing_and_are_counted_in_the_audit_log(fron
 def test_a_token_does_not_rise(front: Front, who: str) -> None:
     """What needs another role or owner: admin routes, another's work, another's name."""
     before = front.state()
-    theirs = {"apiVersion": "gpuflow/v1", "metadata": {"name": "t", "owner": "eve"}, "spec": {"taskType": "echo", "echo": {}}}
+    theirs = {
+        "apiVersion": "gpuflow/v1",
+        "metadata": {"name": "t", "owner": "eve"},
+        "spec": {"taskType": "echo", "echo": {}},
+    }
     with front.client(who) as client:
         answers = [
             client.post("/api/admin/tokens", json={"role": "admin", "owner": "ana"}),
@@ -332,8 +348,9 @@ def test_a_token_does_not_rise(front: Front, who: str) -> None:
             client.post("/api/v1/results/other/files/f", content=b"x"),
         ]
         if who == "ben":
-            answers += [client.get(f"/api/v1/tasks/{front.task}"), client.delete(f"/api/v1/tasks/{front.task}"),
-                        client.get(f"/api/v1/tasks/{front.task}/logs"), client.get(f"/api/v1/tasks/{front.task}/events")]  # fmt: skip
+            theirs_at = f"/api/v1/tasks/{front.task}"
+            answers += [client.get(f"{theirs_at}{part}") for part in ("", "/logs", "/events", "/explain")]
+            answers.append(client.delete(theirs_at))
     assert {one.status_code for one in answers} <= {403, 404}
     assert front.state() == before
 
