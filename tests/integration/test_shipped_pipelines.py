@@ -220,4 +220,5 @@ def test_embedding(run_of: Callable[[str], PipelineRun]) -> None:
     result = run_of("embedding")["embedding"].result
 
     assert [item["input"] for item in result["items"]] == ["a red car", "a blue automobile", "the price of bread"]
-    assert all(item["output"] for item in result["items"])
+    assert result["dimensions"] == 128
+    assert all(item["embedding"] for item in result["items"])
