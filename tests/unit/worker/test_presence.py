@@ -18,6 +18,7 @@ from gpuflow.settings import Settings
 from gpuflow.worker import presence
 from gpuflow.worker.machine_gpus import MachineGpus
 from gpuflow.worker.presence import PresenceThread
+from gpuflow.worker.task_limits import TaskLimits
 
 
 class Server:
@@ -80,6 +81,7 @@ class Worker:
             user_types=(),
             running={},
             connected=True,
+            limits=TaskLimits(),
         )
         self.presence = PresenceThread(cast("Any", self.runtime), "w@box")
         self.presence.write()
