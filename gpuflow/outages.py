@@ -61,6 +61,11 @@ class Outage:
         self._since = 0.0
         self._left_out = 0
 
+    @property
+    def lasts(self) -> bool:
+        """Whether the broker is away, or refuses or denies this process, as far as it has been noticed."""
+        return self._left_out > 0
+
     def symptom(self, cause: str) -> None:
         """Note one line that is left out. The first cause, and the first of each other kind, is told; "" names none."""
         kind = kind_of(cause)

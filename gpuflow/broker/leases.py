@@ -108,6 +108,8 @@ class LeaseTable:
         self._ticked_at = time.monotonic()
         self._renewed_at = time.monotonic()
         self._unwritable_since: float | None = None
+        #: That the consumer loop does not go on has been said.
+        self._is_stuck = False
         self._run: str | None = None
 
     def connect(self, client: redis.Redis, *, keep: bool) -> None:
@@ -476,9 +478,12 @@ class LeaseTable:
     def _renew(self, *, new_run: bool = False) -> None:
         now = time.monotonic()
         if now - self._ticked_at > self.lease_seconds:
-            log.error("consumer_loop_stuck", held=len(self._leases))
+            if not self._is_stuck and not outage.lasts:  # without its broker, the loop waits for that
+                self._is_stuck = True
+                log.error("consumer_loop_stuck", held=len(self._leases))
             self._give_up_expired()
             return
+        self._is_stuck = False
         alive = {tag: lease for tag, lease in self.held().items() if self._is_supervised(lease, now)}
         lost: set[str] = set()
         if alive:

@@ -12,6 +12,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from gpuflow.broker.gate import OpenGate
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.leases import LeaseTable
+from gpuflow.outages import Outage
 
 
 class Server:
@@ -257,3 +258,26 @@ def test_a_message_that_has_not_begun_can_come_again(table: LeaseTable, server: 
     assert table.take("a", "queue")
 
     assert table.delivery("a") not in (None, earlier)
+
+
+def test_a_stuck_loop_is_said_once_and_not_where_the_broker_is_away(
+    table: LeaseTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("gpuflow.broker.leases.log.error", lambda event, **_: said.append(event))
+    missing = Outage(lambda *_, **__: None)
+    monkeypatch.setattr("gpuflow.broker.leases.outage", missing)
+    table._ticked_at = time.monotonic() - 2 * table.lease_seconds
+
+    missing.symptom("away")
+    table._renew()
+    assert said == []
+    missing.over()
+    table._renew()
+    table._renew()
+    assert said == ["consumer_loop_stuck"]
+    table.tick()
+    table._renew()
+    table._ticked_at = time.monotonic() - 2 * table.lease_seconds
+    table._renew()
+    assert said == ["consumer_loop_stuck"] * 2, "another time that it is stuck"
