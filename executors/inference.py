@@ -57,8 +57,10 @@ def answer(request: Request, prompts_for: Callable[[Any], Sequence[Prompt]], emi
         torch.manual_seed(sampling.seed)
     prompts = prompts_for(tokenizer)
     emitter.status("working")
-    engine = Engine(Weights(model, tokenizer), sampling)
-    return result_of(_answer_all(prompts, engine, tokenizer, inference, emitter), name)
+    weights = Weights(model, tokenizer)
+    weights.grammars.check(sampling.structured)
+    engine = Engine(weights, sampling)
+    return result_of(_answer_all(prompts, engine, tokenizer, inference, emitter), name, inference=inference)
 
 
 def load(request: Request, emitter: Emitter) -> tuple[Any, Any, str]:

@@ -23,10 +23,11 @@ from executors.generation.prompts import Prompt, Rendered, read_prompts, render
 from executors.merging import ChildEmitter, MergedChild, Result, failed
 from gpuflow.protocol import Emitter, Request
 
-#: Fields of `inference` that one prompt is rendered or told by: calls that differ in them alone share a batch.
+#: Fields of `inference` that one prompt is rendered, told or bound by: calls that differ in them alone share a batch.
 _OF_ONE_CALL: Final = frozenset(
     {
         "system_prompt", "stream", "batch_size", "chat_template", "chat_template_kwargs", "add_generation_prompt",
+        "structured_outputs",
     }
 )  # fmt: skip
 
@@ -120,6 +121,7 @@ def _answer_alike(calls: Sequence[_Call], weights: Any, name: str, results: dict
         try:
             call.rendered = [render(prompt, weights.tokenizer, call.inference) for prompt in call.prompts]
             call.tokens = engine.count_tokens(call.rendered)
+            weights.grammars.check(call.sampling.structured)
             call.room = [engine.leaves_room(count) for count in call.tokens]
             good.append(call)
         except Exception as error:  # noqa: BLE001  (one bad child fails alone)
@@ -157,7 +159,7 @@ def _again(call: _Call, engine: Any, name: str) -> Result:
 
 
 def _written(call: _Call, name: str) -> Result:
-    result = result_of(call.items, name)
+    result = result_of(call.items, name, inference=call.inference)
     try:
         write_responses(call.child.request, call.emitter, result)
     except Exception as error:  # noqa: BLE001  (one bad child fails alone)
@@ -186,6 +188,7 @@ def _answer_batches(calls: Sequence[_Call], engine: Any, *, stream: bool) -> Non
                 if stream and call.inference.get("stream"):
                     tell_deltas(rows[place * samples : (place + 1) * samples], call.prompts[number], call.emitter)
 
-        answers = engine.answer([call.rendered[number] for call, number in batch], watch)
+        structures = [call.sampling.structured for call, _ in batch]
+        answers = engine.answer([call.rendered[number] for call, number in batch], watch, structures)
         for (call, number), rows in zip(batch, answers, strict=True):
             call.items.append(item_of(call.prompts[number], rows, call.tokens[number]))

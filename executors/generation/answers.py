@@ -8,6 +8,7 @@ from typing import Any
 from executors.generation.parameters import Sampling
 from executors.generation.prompts import Prompt
 from executors.generation.rows import Row
+from executors.sessions.unused import with_warnings
 from gpuflow.protocol import Emitter
 
 
@@ -62,8 +63,16 @@ def item_of(prompt: Prompt, rows: Sequence[Row], prompt_tokens: int) -> dict[str
     return item
 
 
-def result_of(items: Sequence[Mapping[str, Any]], model: str, engine: str = "transformers") -> dict[str, Any]:
-    """Return the result value of answered items; `engine` is the one that ran."""
+def result_of(
+    items: Sequence[Mapping[str, Any]],
+    model: str,
+    engine: str = "transformers",
+    *,
+    inference: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the result value of answered items; `engine` is the one that ran. Answers that `inference` gives a
+    structure, and that ended before it was whole, are counted in its warnings.
+    """
     prompt_tokens = sum(item["usage"]["prompt_tokens"] for item in items)
     completion_tokens = sum(item["usage"]["completion_tokens"] for item in items)
     usage = {
@@ -71,4 +80,13 @@ def result_of(items: Sequence[Mapping[str, Any]], model: str, engine: str = "tra
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
     }
-    return {"items": list(items), "usage": usage, "model": model, "engine": engine}
+    result = {"items": list(items), "usage": usage, "model": model, "engine": engine}
+    if (inference or {}).get("structured_outputs") is None:
+        return result
+    reasons = [item.get("finish_reasons") or [item.get("finish_reason")] for item in items]
+    cut = sum(reason == "length" for found in reasons for reason in found)
+    messages = [
+        f"{cut} of {sum(map(len, reasons))} answers ended at max_tokens, or at the end of the model's context, before "
+        "their structure was whole (finish_reason: length), and may not parse; raise inference.max_tokens"
+    ]
+    return with_warnings(result, messages) if cut else result

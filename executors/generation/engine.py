@@ -12,6 +12,7 @@ from executors.base import bad_input
 from executors.generation.parameters import Sampling
 from executors.generation.prompts import Rendered, encoded
 from executors.generation.rows import Row
+from executors.generation.structured import Constraint, Grammars
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -23,13 +24,16 @@ Watcher = Callable[[Sequence[Row]], None]
 class _Follow(StoppingCriteria):
     """Feeds the rows with each new token and tells generate which of them have ended."""
 
-    def __init__(self, rows: Sequence[Row], watch: Watcher) -> None:
+    def __init__(self, rows: Sequence[Row], constraints: Sequence[Constraint | None], watch: Watcher) -> None:
         self._rows = rows
+        self._constraints = constraints
         self._watch = watch
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.BoolTensor:
-        for row, token in zip(self._rows, input_ids[:, -1].tolist(), strict=True):
+        for row, constraint, token in zip(self._rows, self._constraints, input_ids[:, -1].tolist(), strict=True):
             row.push(token)
+            if constraint is not None and row.finish_reason is None and constraint.push(token):
+                row.complete()
         self._watch(self._rows)
         ended = [row.finish_reason is not None for row in self._rows]
         return torch.tensor(ended, dtype=torch.bool, device=input_ids.device)
@@ -53,6 +57,29 @@ class _OccurrencePenalty(LogitsProcessor):
         )
 
 
+class _Constrain(LogitsProcessor):
+    """Leaves each row the tokens that its constraint allows.
+
+    Where other rules (min_tokens, no_repeat_ngram_size) have taken all of them, the structure counts, not those rules.
+    """
+
+    def __init__(self, rows: Sequence[Row], constraints: Sequence[Constraint | None]) -> None:
+        self._rows = rows
+        self._constraints = constraints
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        changed = scores.clone()
+        for number, (row, constraint) in enumerate(zip(self._rows, self._constraints, strict=True)):
+            if constraint is None or row.finish_reason is not None:
+                continue
+            allowed = constraint.allowed(scores.shape[-1]).to(scores.device)
+            kept = scores[number].masked_fill(~allowed, float("-inf"))
+            if not torch.isfinite(kept).any():
+                kept = torch.zeros_like(kept).masked_fill(~allowed, float("-inf"))
+            changed[number] = kept
+        return changed  # type: ignore[return-value]
+
+
 class Weights:
     """A loaded model and its tokenizer, for any number of engines.
 
@@ -69,6 +96,7 @@ class Weights:
             pad_token_id=tokenizer.pad_token_id, bos_token_id=defaults.bos_token_id, eos_token_id=None
         )
         config = model.config.get_text_config()
+        self.grammars = Grammars(tokenizer, self.end_tokens, max(config.vocab_size, len(tokenizer)))
         self.context_tokens: int | None = getattr(config, "max_position_embeddings", None)
 
     def batch(self, prompts: Sequence[Rendered]) -> Any:
@@ -106,8 +134,13 @@ class Engine:
         """Return the number of tokens of each prompt; in any thread."""
         return [len(tokens) for tokens in encoded(prompts, self._tokenizer)]
 
-    def answer(self, prompts: Sequence[Rendered], watch: Watcher) -> list[list[Row]]:
+    def answer(
+        self, prompts: Sequence[Rendered], watch: Watcher, structures: Sequence[str | None] | None = None
+    ) -> list[list[Row]]:
         """Return for each prompt its `n` finished rows. Raises ExecutorError: BadInput for too long a prompt.
+
+        `structures` has for each prompt what its answer has to be, as in `Sampling.structured`; without it, all have
+        that of the sampling.
 
         All rows have the room that the longest prompt leaves: `answers.batches` says which may go together.
         """
@@ -117,19 +150,30 @@ class Engine:
         arguments["max_new_tokens"] = self._room(length)
         if arguments.get("min_new_tokens"):
             arguments["min_new_tokens"] = min(arguments["min_new_tokens"], arguments["max_new_tokens"])
+        if structures is None:
+            structures = [self._sampling.structured] * len(prompts)
+        wanted = [structure for structure in structures for _ in range(self._sampling.n)]
+        constraints = [None if structure is None else self._weights.grammars.row(structure) for structure in wanted]
+        # A structure that is whole goes on with nothing but an end token, also where `ignore_eos` is set.
         rows = [
-            Row(self._sampling, self._decode, frozenset(self._end_tokens))
-            for _ in range(len(prompts) * self._sampling.n)
+            Row(
+                self._sampling,
+                self._decode,
+                frozenset(self._end_tokens if constraint is None else (*self._end_tokens, *self._weights.end_tokens)),
+            )
+            for constraint in constraints
         ]
         processors = LogitsProcessorList()
         if self._sampling.presence_penalty or self._sampling.frequency_penalty:
             processors.append(_OccurrencePenalty(self._sampling, length))
+        if any(constraint is not None for constraint in constraints):
+            processors.append(_Constrain(rows, constraints))
         with torch.inference_mode():
             self._model.generate(
                 input_ids=batch["input_ids"],
                 attention_mask=batch["attention_mask"],
                 eos_token_id=self._end_tokens or None,
-                stopping_criteria=StoppingCriteriaList([_Follow(rows, watch)]),
+                stopping_criteria=StoppingCriteriaList([_Follow(rows, constraints, watch)]),
                 logits_processor=processors,
                 **arguments,
             )

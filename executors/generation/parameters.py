@@ -5,11 +5,14 @@ What the transformers engine cannot do is refused by name, never ignored.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from executors.base import bad_input
+from gpuflow.spec.report import path_text
+from gpuflow.spec.structured import needs_vllm, wrong_structure
 
 #: Most new tokens of an answer where the task names no max_tokens.
 DEFAULT_MAX_TOKENS: Final = 256
@@ -23,7 +26,7 @@ _SAMPLING: Final = frozenset(
     {
         "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids",
         "include_stop_str_in_output", "ignore_eos", "n", "repetition_penalty", "presence_penalty", "frequency_penalty",
-        "skip_special_tokens", "no_repeat_ngram_size",
+        "skip_special_tokens", "no_repeat_ngram_size", "structured_outputs",
     }
 )  # fmt: skip
 #: Fields of vLLM's detokenizer that change nothing here.
@@ -52,6 +55,8 @@ class Sampling:
     skip_special_tokens: bool = True
     #: No sequence of so many tokens comes twice in an answer and its prompt; 0: any may.
     no_repeat_ngram_size: int = 0
+    #: What the answer has to be, as JSON text of `structured_outputs`.
+    structured: str | None = None
 
     @property
     def greedy(self) -> bool:
@@ -87,17 +92,14 @@ def read_sampling(inference: Mapping[str, Any] | None) -> Sampling:
     """
     given = {name: value for name, value in (inference or {}).items() if value is not None}
     unknown = sorted(set(given) - _OWN - _SAMPLING - _HARMLESS)
-    if "structured_outputs" in unknown:
-        raise bad_input(
-            "inference.structured_outputs needs the engine vllm, and this is the transformers engine; set engine: vllm "
-            "(`gpuflow env create vllm` on the worker), or leave it out"
-        )
     if unknown:
         raise bad_input(
             f"inference.{unknown[0]} is not supported by the transformers engine; leave it out "
             f"(it has: {', '.join(sorted(_SAMPLING))})"
         )
     chosen = {name: value for name, value in given.items() if name in _SAMPLING}
+    if "structured_outputs" in chosen:
+        chosen["structured"] = _structured(chosen.pop("structured_outputs"))
     if "stop" in chosen:
         stop = chosen["stop"]
         chosen["stop"] = tuple(text for text in ([stop] if isinstance(stop, str) else stop) if text)
@@ -106,6 +108,17 @@ def read_sampling(inference: Mapping[str, Any] | None) -> Sampling:
     sampling = Sampling(**chosen)
     _check(sampling)
     return sampling
+
+
+def _structured(given: Any) -> str:
+    for path, message in wrong_structure(given):
+        raise bad_input(f"{path_text(('inference', 'structured_outputs', *path))} {message}")
+    if names := needs_vllm(given):
+        raise bad_input(
+            f"inference.structured_outputs.{names[0]} needs the engine vllm, and this is the transformers engine; set "
+            "engine: vllm (`gpuflow env create vllm` on the worker), or use json, regex or choice"
+        )
+    return json.dumps(given, sort_keys=False)
 
 
 def _check(sampling: Sampling) -> None:

@@ -59,6 +59,13 @@ class Row:
             self.finish_reason = "length"
             self._cut_at_stop()
 
+    def complete(self) -> None:
+        """End the answer: its structure is whole, and nothing may follow."""
+        if self.finish_reason is None:
+            self._extend(final=True)
+            self._cut_at_stop()
+            self.finish_reason = "stop"
+
     def abort(self) -> None:
         """End the answer where it is: nobody waits for it any more."""
         if self.finish_reason is None:

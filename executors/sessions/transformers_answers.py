@@ -61,6 +61,7 @@ class Answers:
         sampling = read_sampling(inference)
         prompts = read_prompts(read_entries(data, request.cache_dir, emitter), data)
         rendered = [render(prompt, self._weights.tokenizer, inference) for prompt in prompts]
+        self._weights.grammars.check(sampling.structured)
         engine = Engine(self._weights, sampling)
         tokens = engine.count_tokens(rendered)
         room = [engine.leaves_room(count) for count in tokens]
@@ -101,7 +102,7 @@ class Answers:
 
     def result(self, items: Sequence[Mapping[str, Any]], call: Call) -> dict[str, Any]:
         """Return the result value of an inference."""
-        return result_of(items, self._name)
+        return result_of(items, self._name, inference=call.request.spec.get("inference"))
 
 
 def _follow(unit: Unit[Call], rows: Sequence[Row]) -> None:

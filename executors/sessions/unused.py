@@ -11,7 +11,7 @@ _SECTIONS: Final[Mapping[str, str]] = {"vllm": "vllm", "transformers": "transfor
 
 def with_warnings(result: dict[str, Any], messages: Sequence[str]) -> dict[str, Any]:
     """Return a result value that says what of its task was not used; as it is where there is nothing to say."""
-    return {**result, "warnings": list(messages)} if messages else result
+    return {**result, "warnings": [*result.get("warnings", ()), *messages]} if messages else result
 
 
 def unused(

@@ -63,7 +63,8 @@ class Answers:
         asked.emitter.status("working")
         places = asyncio.Semaphore(asked.at_once)
         await together(self._answer(index, asked, places) for index in range(len(asked.prompts)))
-        result = result_of([asked.items[index] for index in sorted(asked.items)], self._name, "vllm")
+        items = [asked.items[index] for index in sorted(asked.items)]
+        result = result_of(items, self._name, "vllm", inference=asked.request.spec.get("inference"))
         await asyncio.to_thread(write_responses, asked.request, asked.emitter, result)
         return result
 

@@ -38,6 +38,7 @@ from gpuflow.spec.sections import (
     training_section,
 )
 from gpuflow.spec.sharding import check_parallel
+from gpuflow.spec.structured import check_structured
 
 #: Longest path of unknown fields that are taken out one after the other before giving up.
 _MAX_PASSES: Final = 4
@@ -80,6 +81,7 @@ def check_spec(
         _warn_of_unused(spec, findings)
         check_retrieval(spec, task_type, findings)
     _library_sections(spec, task_type, findings, foreign=foreign, at_dispatch=at_dispatch)
+    check_structured(spec, findings)
     if task_type in TRAINING_SCHEMAS:
         check_ranks(spec, findings)
     elif isinstance(spec.get("checkpoint"), dict) and spec["checkpoint"].get("merge_first") is not None:

@@ -51,6 +51,7 @@ def translate(spec: dict[str, Any], findings: Findings, renamed: Renames) -> Non
     _model(spec, findings, renamed)
     _archives(spec, renamed)
     _joined_text(spec)
+    _ppo(spec, findings)
     _output(spec)
     data = spec.get("data")
     if isinstance(data, dict):
@@ -192,6 +193,26 @@ def _joined_text(spec: dict[str, Any]) -> None:
     training = spec.setdefault("training", {})
     if isinstance(training, dict) and training.get("completion_only_loss") is None:
         training["completion_only_loss"] = False
+
+
+def _ppo(spec: dict[str, Any], findings: Findings) -> None:
+    """A stop by KL, which TRL's PPO has no longer, changes what is trained; without it, its limit changes nothing."""
+    training = spec.get("training")
+    if spec.get("taskType") != "ppo" or not isinstance(training, dict):
+        return
+    if training.get("padding_side") == "left":  # as this trainer pads
+        del training["padding_side"]
+    elif training.get("padding_side") is not None:
+        findings.add(("training", "padding_side"), f"is {show(training['padding_side'])}; PPO pads on the left")
+        del training["padding_side"]
+    stops = training.pop("early_stopping", None)
+    if stops not in (None, False):
+        findings.add(
+            ("training", "early_stopping"),
+            "is asked for, and TRL's PPO has no stop by KL: it would train on; take it out (kl_coef holds the KL down)",
+        )
+    if stops is not None:
+        training.pop("target_kl", None)
 
 
 def _output(spec: dict[str, Any]) -> None:

@@ -9,19 +9,25 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from gpuflow.spec.report import Findings
+from gpuflow.spec.structured import needs_vllm
 
 #: Fields of `inference` that the transformers engine has and vLLM has not.
 TRANSFORMERS_ALONE: Final = frozenset({"no_repeat_ngram_size"})
-#: Fields that vLLM has alone, and that change the answer so much that nobody can do without.
-VLLM_ALONE: Final = frozenset({"structured_outputs"})
 _WITH_ENGINES: Final = ("inference", "rag")
 
 
 def chooses_engine(spec: Mapping[str, Any]) -> bool:
     """Say whether a field of `inference` chooses the engine."""
     section = spec.get("inference")
-    fields = TRANSFORMERS_ALONE | VLLM_ALONE
-    return isinstance(section, Mapping) and any(section.get(name) is not None for name in fields)
+    return isinstance(section, Mapping) and any(_wanted(section).values())
+
+
+def _wanted(section: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Engine -> what is asked for that it has alone, and that changes the answer so much that nobody can do without."""
+    return {
+        "transformers": sorted(name for name in TRANSFORMERS_ALONE if section.get(name) is not None),
+        "vllm": [f"structured_outputs.{name}" for name in needs_vllm(section.get("structured_outputs"))],
+    }
 
 
 def choose_engine(spec: dict[str, Any], findings: Findings) -> None:
@@ -32,28 +38,26 @@ def choose_engine(spec: dict[str, Any], findings: Findings) -> None:
     section = spec.get("inference")
     if spec.get("taskType") not in _WITH_ENGINES or not isinstance(section, dict):
         return
-    wanted = {
-        engine: sorted(name for name in fields if section.get(name) is not None)
-        for engine, fields in (("transformers", TRANSFORMERS_ALONE), ("vllm", VLLM_ALONE))
-    }
-    named = {engine: names for engine, names in wanted.items() if names}
+    named = {engine: names for engine, names in _wanted(section).items() if names}
     if len(named) > 1:
         (_, first), (other, names) = named.items()
         findings.add(
-            ("inference", first[0]),
+            ("inference", *first[0].split(".")),
             f"and inference.{names[0]} have no engine in common ({other} has the latter); keep one",
         )
         return
     for engine, names in named.items():
         given = spec.get("engine")
         if spec["taskType"] == "rag" and engine != "transformers":
-            findings.add(("inference", names[0]), f"is of the {engine} engine alone, and rag answers by transformers")
+            findings.add(
+                ("inference", *names[0].split(".")), f"is of the {engine} engine alone, and rag answers by transformers"
+            )
             continue
         if given in (None, "auto"):
             if spec.get("environment") is None and spec["taskType"] == "inference":
                 spec["engine"] = engine
         elif given != engine:
             findings.add(
-                ("inference", names[0]),
+                ("inference", *names[0].split(".")),
                 f"is of the {engine} engine alone, but engine is {given}; leave out one of them",
             )

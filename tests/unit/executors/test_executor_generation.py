@@ -37,7 +37,8 @@ def _feed(row, text, *, end=True):
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"structured_outputs": {"choice": ["a", "b"]}}, "inference.structured_outputs needs the engine vllm"),
+        ({"structured_outputs": {"grammar": "root ::= a"}}, "structured_outputs.grammar needs the engine vllm"),
+        ({"structured_outputs": {"jsn": {}}}, "jsn is unknown"),
         ({"logprobs": 5}, "inference.logprobs is not supported by the transformers engine"),
         ({"logit_bias": {"5": 1}}, "inference.logit_bias is not supported"),
         ({"temperature": -1}, "inference.temperature is -1; it must be 0"),

@@ -75,25 +75,24 @@ def test_arguments_of_the_models_configuration_go_there():
 def test_a_field_of_one_engine_chooses_it_or_is_refused():
     ngrams = {"no_repeat_ngram_size": 3}
     assert spec_of({**ASK, "inference": ngrams})["engine"] == "transformers"
-    assert "no engine in common" in str(
-        mistakes({**ASK, "inference": {**ngrams, "structured_outputs": {"regex": "a"}}})
-    )
+    grammar = {"structured_outputs": {"grammar": "root ::= a"}}
+    assert spec_of({**ASK, "inference": grammar})["engine"] == "vllm"
+    assert "engine" not in spec_of({**ASK, "inference": {"structured_outputs": {"regex": "a"}}})
+    assert "no engine in common" in str(mistakes({**ASK, "inference": {**ngrams, **grammar}}))
     refused = mistakes({**ASK, "engine": "vllm", "inference": ngrams}, "gpuflow/v1")
     assert "transformers engine alone" in refused["inference.no_repeat_ngram_size"]
-    refused = mistakes(
-        {**ASK, "engine": "transformers", "inference": {"structured_outputs": {"regex": "a"}}}, "gpuflow/v1"
-    )
-    assert "vllm engine alone" in refused["inference.structured_outputs"]
+    refused = mistakes({**ASK, "engine": "transformers", "inference": grammar}, "gpuflow/v1")
+    assert "vllm engine alone" in refused["inference.structured_outputs.grammar"]
 
 
 # -- structured output ---------------------------------------------------------------------------------------------
 
 
-def test_templates_are_a_schema_that_vllm_keeps_to():
+def test_templates_are_a_schema_that_both_engines_keep_to():
     schema = {"type": "object", "properties": {"day": {"type": "string"}}, "required": ["day"]}
     found = spec_of({**ASK, "inference": {"templates": schema}})
     assert found["inference"]["structured_outputs"] == {"json": schema, "disable_any_whitespace": True}
-    assert found["engine"] == "vllm"
+    assert "engine" not in found
     assert "templates" not in found["inference"]
 
 
@@ -393,3 +392,15 @@ def test_nothing_of_it_is_lost_when_a_spec_is_read_again():
     }
     found = spec_of(asked)
     assert canonical(json.loads(json.dumps(found))) == found
+
+
+# -- ppo -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_stop_that_ppo_has_not_is_refused_and_its_limit_alone_changes_nothing():
+    task = {**ASK, "taskType": "ppo", "reward_model": {"identifier": "r"}, "data": {"prompts": ["a"]}}
+    off = {"target_kl": 0.1, "early_stopping": False, "padding_side": "left", "steps": 3}
+    assert told({**task, "training": off}) == []
+    assert set(mistakes({**task, "training": {**off, "early_stopping": True}})) == {"training.early_stopping"}
+    assert set(mistakes({**task, "training": {**off, "padding_side": "right"}})) == {"training.padding_side"}
+    assert any("target_kl" in line for line in told({**task, "training": {"target_kl": 0.1}}))
