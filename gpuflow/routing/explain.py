@@ -34,7 +34,7 @@ _IN_WORDS: Final = {
     "foreign": "held by a process outside gpuflow",
     "restricted": "kept away by -Q",
     "no_executor": "without the executor",
-    "not_allowed": "closed to its code",
+    "not_allowed": "closed to its code or secrets",
     "draining": "draining",
     "disabled": "disabled",
     "silent": "silent",

@@ -280,6 +280,7 @@ class PresenceThread(threading.Thread):
             "userTypes": list(self.runtime.user_types),
             "offers": self.runtime.offering.to_dict(),
             "allowsCode": sorted(allowed_kinds(self.runtime.app.settings.allow_code)),
+            "secrets": list(self.runtime.offering.secrets),
         }
         if hardware.gpus:
             load |= self._gpu_load()

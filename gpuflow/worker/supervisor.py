@@ -213,7 +213,7 @@ class Delivery:
                 ),
                 f"what task {self.id} reads",
             )
-            begin = begin_of(runtime, self.tag, allocation, start, prepared, alone=self.alone)
+            begin = begin_of(runtime, self.tag, allocation, start, prepared, owner=self._owner, alone=self.alone)
         except HandedBack as error:
             return self._not_begun(handed_back(error))
         except Stopped as order:
@@ -266,6 +266,11 @@ class Delivery:
     def _usage(self) -> Usage | None:
         """Return what the attempt has used until this was asked first; None: it had no place yet."""
         return None if self.meter is None else self.meter.stop()
+
+    def _owner(self) -> str:
+        """Return whose task this is; one without a record is nobody's, and shares with nobody."""
+        record = next(iter(self._until_told(lambda: self.ledger.find_many([self.id]))), None)
+        return f"owner {record.owner}" if record is not None else f"task {self.id}"
 
     def _owned(self, others: Sequence[str], wanted: Callable[[], bool]) -> set[str]:
         """Return those of other tasks that are of the same owner as this one; one without a record is nobody's.
