@@ -6,18 +6,14 @@ from typing import Any
 
 import pytest
 
-from gpuflow.errors import InvalidTemplate
-from gpuflow.spec import parse
+from gpuflow.spec.report import Findings
+from gpuflow.spec.structured import schema_of
 
 
 @pytest.mark.parametrize("kind", [["string"], {"a": 1}, 7, None])
 def test_a_type_that_is_no_text_is_a_mistake(kind: Any) -> None:
-    fields = [{"name": "a", "type": kind}]
-    spec: dict[str, Any] = {
-        "taskType": "inference",
-        "model": {"source": {"identifier": "m"}},
-        "data": {"type": "list", "items": ["x"]},
-        "inference": {"templates": fields},
-    }
-    with pytest.raises(InvalidTemplate, match="type"):
-        parse({"apiVersion": "gpuflow/v1", "kind": "Task", "spec": spec})
+    findings = Findings()
+
+    assert schema_of([{"name": "a", "type": kind}], findings) is None
+
+    assert "it must be" in findings.mistakes[0].message
