@@ -25,7 +25,7 @@ from gpuflow.ledger.records import TaskRecord
 from gpuflow.ledger.states import TaskState
 from gpuflow.routing.explain import Explanation
 from gpuflow.routing.explain import explain as explain_task
-from gpuflow.routing.offers import asked_name
+from gpuflow.routing.offers import asked_name, secrets_asked
 from gpuflow.routing.requirement import Requirement
 from gpuflow.routing.resources import requirement_from_resources
 from gpuflow.routing.views import QueueView, TaskView, WorkerView
@@ -141,7 +141,12 @@ def explain_template(app: GPUFlow, template: Template) -> list[Explanation]:
     for stage in template.stages:
         ask = choose_requirements(app, stage.spec.get("resources") or {}, light=stage.task_type == "echo")[0]
         queue = queue_view(app.redis, app.keys, app.ledger, ask.queue_name(), "", now)
-        task = TaskView(name=stage.name, executor=asked_name(stage.spec), priority=_priority(stage.spec))
+        task = TaskView(
+            name=stage.name,
+            executor=asked_name(stage.spec),
+            secrets=secrets_asked(stage.spec),
+            priority=_priority(stage.spec),
+        )
         found.append(explain_task(ask, task, queue, workers))
     return found
 
@@ -152,7 +157,7 @@ def explain_here(template: Template, worker: WorkerView) -> list[Explanation]:
     for stage in template.stages:
         wants_gpu = bool(worker.capability.gpus) and stage.task_type != "echo"
         ask = requirement_from_resources(stage.spec.get("resources") or {}, gpu_available=wants_gpu)[0]
-        task = TaskView(name=stage.name, executor=asked_name(stage.spec))
+        task = TaskView(name=stage.name, executor=asked_name(stage.spec), secrets=secrets_asked(stage.spec))
         found.append(explain_task(ask, task, QueueView(name=ask.queue_name()), [worker]))
     return found
 
@@ -184,6 +189,7 @@ def _task_view(app: GPUFlow, record: TaskRecord, now: float) -> TaskView:
         name=record.name,
         state=str(record.state),
         executor=asked_name(record.spec) if record.spec.get("taskType") else record.task_type,
+        secrets=secrets_asked(record.spec),
         attempt=record.attempt,
         priority=_priority(record.spec),
         wait_seconds=None if record.not_before is None else record.not_before - now,

@@ -22,7 +22,7 @@ from gpuflow.fleet.seen_fleet import FRESH_SECONDS, READ_SHARE
 from gpuflow.fleet.worker_views import worker_views
 from gpuflow.logs import get_logger
 from gpuflow.routing.describe import describe
-from gpuflow.routing.offers import asked_name
+from gpuflow.routing.offers import asked_name, secrets_asked
 from gpuflow.routing.requirement import Requirement
 from gpuflow.routing.resources import requirement_from_resources
 from gpuflow.routing.situation import PASSING, Situation, judge
@@ -35,8 +35,8 @@ log = get_logger("gpuflow.submit")
 _QUIET_SECONDS: Final = 60.0
 
 
-#: What is asked to run it (`routing.offers`), and alternatives.
-_Ask = tuple[str, tuple[Requirement, ...]]
+#: What is asked to run it and which secrets it asks for (`routing.offers`), and alternatives.
+_Ask = tuple[str, tuple[str, ...], tuple[Requirement, ...]]
 
 
 @dataclass(kw_only=True)
@@ -74,12 +74,12 @@ def problems_at_submit(app: GPUFlow, template: Template, *, fail_fast: bool = Fa
     known = _known_of(app)
     now = time.monotonic()
     found = []
-    for name, asked, alternatives in asks:
-        key = (asked, alternatives)
+    for name, asked, secrets, alternatives in asks:
+        key = (asked, secrets, alternatives)
         quiet = not fail_fast and now - known.said.get(key, float("-inf")) <= _QUIET_SECONDS
         if quiet or key in known.served:
             continue
-        problem = problem_of(name, asked, alternatives, workers)
+        problem = problem_of(name, asked, alternatives, workers, secrets=secrets)
         if problem is None:
             known.served.add(key)
         else:
@@ -93,15 +93,23 @@ def problems_at_submit(app: GPUFlow, template: Template, *, fail_fast: bool = Fa
 def can_serve(app: GPUFlow, template: Template) -> bool:
     """Whether live workers can serve every stage, now or when they are less busy. Raises redis errors."""
     workers = _workers(app, fresh=True)
-    return all(problem_of(*ask, workers) is None for ask in _asks(template))
+    return all(
+        problem_of(name, asked, alternatives, workers, secrets=secrets) is None
+        for name, asked, secrets, alternatives in _asks(template)
+    )
 
 
 def problem_of(
-    name: str, executor: str, alternatives: Sequence[Requirement], workers: Sequence[WorkerView]
+    name: str,
+    executor: str,
+    alternatives: Sequence[Requirement],
+    workers: Sequence[WorkerView],
+    *,
+    secrets: tuple[str, ...] = (),
 ) -> str | None:
     """Return why no live worker serves any of the alternatives, or None when one does. Pure."""
     live = [worker for worker in workers if worker.state != "OFFLINE"]
-    task = TaskView(name=name, executor=executor)
+    task = TaskView(name=name, executor=executor, secrets=secrets)
     judged: list[Situation] = []
     for ask, worker in product(alternatives, live):
         awake = replace(worker, enabled=True) if worker.idled else worker  # the autoscaler's next look enables it
@@ -125,8 +133,8 @@ def problem_of(
     return f"no live worker can run {name!r}: the nearest is {nearest.worker}, but the task {nearest.text}"
 
 
-def _asks(template: Template) -> list[tuple[str, str, tuple[Requirement, ...]]]:
-    """Return name, what is asked to run it, and alternatives of every stage whose ask is known before it runs."""
+def _asks(template: Template) -> list[tuple[str, str, tuple[str, ...], tuple[Requirement, ...]]]:
+    """Return name, what is asked to run it, secrets and alternatives of stages whose ask is known before they run."""
     found = []
     for stage in template.stages:
         resources = stage.spec.get("resources") or {}
@@ -138,7 +146,7 @@ def _asks(template: Template) -> list[tuple[str, str, tuple[Requirement, ...]]]:
             raise InvalidTemplate(f"{template.source}: stage {stage.name!r}: {error}") from error
         if not resources and stage.task_type != "echo":
             alternatives = (Requirement(gpu_count=1), *alternatives)
-        found.append((stage.name, asked_name(stage.spec), alternatives))
+        found.append((stage.name, asked_name(stage.spec), secrets_asked(stage.spec), alternatives))
     return found
 
 

@@ -73,17 +73,19 @@ def hold_tree(
     last: str = "",
     leave_out: Callable[[str], bool] = lambda _: False,
     links: bool = True,
+    copies: bool = False,
     rights: Rights = contextlib.nullcontext,
     progress: Progress | None = None,
 ) -> None:
     """Hold all files of the folder `base/inside[0]/inside[1]/...` in the new folder `target`; the file `last` is last.
 
     Entries for whose names `leave_out` holds are left out, at whatever depth. A link to a file of the folder becomes
-    that file; without `links`, links are left out. `progress` is called again and again; what it raises ends the
-    work. Raises FileNotFoundError for what has been removed meanwhile, ArtifactError for a link out of the folder, a
-    link to a folder, a pipe, a device, and folders too deep; OSError.
+    that file; without `links`, links are left out. With `copies` no hard link is made, which could be
+    written to. `progress` is called again and again; what it raises ends the work. Raises FileNotFoundError for what
+    has been removed meanwhile, ArtifactError for a link out of the folder, a link to a folder, a pipe, a device, and
+    folders too deep; OSError.
     """
-    holder = _Holder(target, rights, progress)
+    holder = _Holder(target, rights, progress, copies=copies)
     with holder.below(base, inside) as folder:
         holder.tree(folder, "", lambda name: name == last or leave_out(name.rpartition("/")[2]), links=links)
         holder.links(str(base.joinpath(*inside)))
@@ -115,8 +117,9 @@ def hold_files(
 class _Holder:
     """Puts files into `target`, and remembers the links that it finds."""
 
-    def __init__(self, target: Path, rights: Rights, progress: Progress | None) -> None:
+    def __init__(self, target: Path, rights: Rights, progress: Progress | None, *, copies: bool = False) -> None:
         self._target, self._rights, self._progress = target, rights, progress
+        self._copies = copies
         self._held: set[str] = set()
         self._links: dict[str, str] = {}
         target.mkdir(parents=True)
@@ -182,6 +185,10 @@ class _Holder:
             state = os.fstat(descriptor)
             if not stat.S_ISREG(state.st_mode):
                 raise ArtifactError(f"{log_value(name)} is no plain file, so it is not stored; write a file")
+            if self._copies:
+                self._copy(descriptor, target)
+                self._held.add(name)
+                return
             try:
                 os.link(entry, target, src_dir_fd=folder, follow_symlinks=False)
             except OSError as error:

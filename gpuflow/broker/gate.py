@@ -30,7 +30,8 @@ class Taste:
     """Which messages of a queue a consumer takes.
 
     Of `types` alone (`routing.offers`), of `gpu_types` from queues whose tasks get GPUs; None for `types`: all of
-    gpuflow's own, and those of users in `user_types`; None for `gpu_types`: as `types`. None that the sessions in
+    gpuflow's own, and those of users in `user_types`; None for `gpu_types`: as `types`. None that asks
+    for another secret than those in `secrets` (None: any). None that the sessions in
     `full` alone could answer here. Of its `sessions` (those with a place) and `models` before others; a message whose
     model another worker has is left to that one for `patience_seconds`. `here` are all its sessions: what they answer
     sooner or later need not be made room for.
@@ -39,6 +40,7 @@ class Taste:
     types: tuple[str, ...] | None = None
     gpu_types: tuple[str, ...] | None = None
     user_types: tuple[str, ...] = ()
+    secrets: tuple[str, ...] | None = None
     models: tuple[str, ...] = ()
     sessions: tuple[str, ...] = ()
     full: tuple[str, ...] = ()

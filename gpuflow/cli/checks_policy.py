@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from gpuflow.policy.code import KINDS, allowed_kinds
 from gpuflow.policy.secrets import PREFIX
 from gpuflow.settings import Settings
+from gpuflow.worker.secret_sources import offered_secrets
 
 if TYPE_CHECKING:
     from gpuflow.cli.checks import Check
@@ -39,7 +40,10 @@ def _secrets(settings: Settings) -> Check:
     parts += [f"{', '.join(own)} ({PREFIX}*)"] if own else []
     parts += [f"the files of {settings.secrets_dir} (GPUFLOW_SECRETS_DIR)"] if settings.secrets_dir else []
     passed = f"; every child gets {', '.join(settings.pass_env)} (GPUFLOW_PASS_ENV)" if settings.pass_env else ""
-    return Check(name="secrets of tasks", status="ok", detail=f"tasks may name {', '.join(parts) or 'none'}{passed}")
+    names = offered_secrets(settings)
+    now = f", which are now {', '.join(names)}" if names else ", of which there is none now" if parts else ""
+    detail = f"tasks may name {', '.join(parts) or 'none'}{now}{passed}"
+    return Check(name="secrets of tasks", status="ok", detail=detail)
 
 
 def _folders(settings: Settings) -> Check:

@@ -17,6 +17,7 @@ def validate(source: str, overrides: tuple[str, ...], labels: tuple[str, ...], a
     from gpuflow.cli.output import emit_json, line, note
     from gpuflow.errors import InvalidTemplate
     from gpuflow.policy.code import kinds_of
+    from gpuflow.routing.offers import secrets_asked
 
     try:
         template = load_template(source, overrides, labels)
@@ -29,6 +30,7 @@ def validate(source: str, overrides: tuple[str, ...], labels: tuple[str, ...], a
         emit_json({"valid": False, "mistakes": found, "warnings": warnings})
         return BAD_INPUT
     code = {stage.name: kinds for stage in template.stages if (kinds := kinds_of(stage.spec))}
+    secrets = {stage.name: names for stage in template.stages if (names := secrets_asked(stage.spec))}
     if as_json:
         emit_json(
             {
@@ -41,12 +43,15 @@ def validate(source: str, overrides: tuple[str, ...], labels: tuple[str, ...], a
                 "mistakes": [],
                 "warnings": [warning.to_dict() for warning in template.warnings],
                 "code": {stage: list(kinds) for stage, kinds in code.items()},
+                "secrets": {stage: list(names) for stage, names in secrets.items()},
             }
         )
         return None
     show_warnings(template)
     for stage, kinds in code.items():
         note(f"stage {stage!r} brings code ({', '.join(kinds)}): only workers whose GPUFLOW_ALLOW_CODE has it take it")
+    for stage, names in secrets.items():
+        note(f"stage {stage!r} asks for secrets ({', '.join(names)}): only workers that offer them take it")
     listed = ", ".join(f"{stage.name} ({stage.task_type})" for stage in template.stages)
     line(f"{template.source}: valid; {'stages' if template.is_pipeline else 'task'}: {listed}")
     return None

@@ -9,6 +9,7 @@ What a worker does not tell is None there. Read from the entry's `load`, beside 
 | `userTypes` | list of text | task types of users' own executors that are registered there |
 | `offers` | {cpu: {names, lacking}, gpu: ...} | what it runs for tasks without GPUs and with; `routing.offers` |
 | `allowsCode` | list of text | kinds of code that tasks may bring there; `policy.code` |
+| `secrets` | list of text | names of the secrets that tasks may ask for there, never values; `policy.secrets` |
 | `freeGpus` | list of UUIDs | GPUs that no task of gpuflow holds, on the whole machine |
 | `gpusSeenAt` | number | when it saw so, on its machine's clock: the newest of a machine counts for all its workers |
 | `locks` | {machine, directory, path} | the GPU ledger: workers with the same one share GPUs |
@@ -132,6 +133,7 @@ def view_of(entry: WorkerEntry, records: Mapping[str, TaskRecord], now: float) -
         offers=_offers(load, "cpu"),
         gpu_offers=_offers(load, "gpu"),
         allows_code=_texts(load.get("allowsCode")),
+        secrets=_texts(load.get("secrets")),
         free_gpus=_free_gpus(load),
         limits=_limits(load),
         record_schema=_record_schema(load),

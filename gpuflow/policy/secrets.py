@@ -19,6 +19,8 @@ from gpuflow.secrets import is_secret_variable
 SETTING: Final = "GPUFLOW_ALLOW_SECRETS"
 #: A variable of the worker that begins so is a secret for tasks, under the rest of its name.
 PREFIX: Final = "GPUFLOW_SECRET_"
+#: Variables that no worker gives to any task, whatever its settings say; globs.
+NEVER: Final = ("REDIS_URL", "GPUFLOW_*TOKEN*", f"{PREFIX}*", "CELERY_*", "CUDA_VISIBLE_DEVICES")
 #: `user:password@` of a URL.
 _USER_OF_URL: Final = re.compile(r"(?<=://)[^\s/?#]*@")
 #: That of a proxy, whose address may stand without a scheme and has no path.
@@ -35,6 +37,14 @@ def variable_of(name: str, variables: Mapping[str, str], patterns: Sequence[str]
     if variables.get(PREFIX + name):
         return PREFIX + name
     return name if variables.get(name) and is_allowed(name, patterns) else None
+
+
+def offered(variables: Mapping[str, str], patterns: Sequence[str], files: Collection[str]) -> frozenset[str]:
+    """Return the names of all secrets that a worker gives tasks; `files` are those of GPUFLOW_SECRETS_DIR."""
+    own = {name.removeprefix(PREFIX) for name, value in variables.items() if value and name.startswith(PREFIX)}
+    return frozenset(
+        {*own, *files, *(name for name, value in variables.items() if value and is_allowed(name, patterns))}
+    )
 
 
 def refusal(

@@ -1,8 +1,9 @@
 """What a worker may know of a message before it takes it: hints at the front of its text. Pure.
 
 `x` is what it asks to be run by (`routing.offers`: a worker takes what it offers), `m` the model (a worker that has it
-takes it first), `s` the sessions that can answer it (`routing.session_names`: a warm one needs no more GPUs), `t` the
-time limit in seconds (what may run on GPUs that are reserved for later). broker/lua/pop.lua reads them.
+takes it first), `k` the names of the secrets that it asks for (a worker takes what it offers all of), `s` the sessions
+that can answer it (`routing.session_names`: a warm one needs no more GPUs), `t` the time limit in seconds (what may run
+on GPUs that are reserved for later). broker/lua/pop.lua reads them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from gpuflow.routing.offers import asked_name
+from gpuflow.routing.offers import asked_name, secrets_asked
 from gpuflow.routing.session_names import session_name
 from gpuflow.spec.units import duration_seconds
 
@@ -37,6 +38,8 @@ def hints(spec: Mapping[str, Any], asks: Sequence[str] = ()) -> dict[str, Any]:
     found: dict[str, Any] = {"x": asked_name(spec)}
     if key := model_key(spec):
         found["m"] = key
+    if secrets := secrets_asked(spec):
+        found["k"] = ",".join(secrets)
     if name := session_name(spec, asks):
         found["s"] = name
     if spec.get("timeout"):

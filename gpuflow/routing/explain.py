@@ -35,7 +35,7 @@ _IN_WORDS: Final = {
     "restricted": "kept away by -Q",
     "outdated": "too old",
     "no_executor": "without the executor",
-    "not_allowed": "closed to its code",
+    "not_allowed": "closed to its code or secrets",
     "draining": "draining",
     "disabled": "disabled",
     "silent": "silent",

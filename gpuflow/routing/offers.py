@@ -14,6 +14,7 @@ from itertools import combinations
 from typing import Any, Self
 
 from gpuflow.policy.code import OF_MODELS, SETTING, kinds_of
+from gpuflow.policy.secrets import NEVER, is_allowed
 
 #: What `engine` says where any will do.
 ANY_ENGINE = "auto"
@@ -73,6 +74,28 @@ def code_asked(name: str) -> tuple[str, ...]:
     """Return the kinds of code that a name asks a worker to allow."""
     own = (_COMMAND,) if task_type_of(name) == _COMMAND else ()
     return (*own, *name.split("+")[1:])
+
+
+def secrets_asked(spec: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the secrets that a spec asks a worker for, sorted, each once.
+
+    Without those that no worker gives: they wait for nobody, and the first worker refuses them.
+    """
+    named = spec.get("secrets")
+    names = {name for name in named if isinstance(name, str)} if isinstance(named, list | tuple) else set()
+    return tuple(sorted(name for name in names if not is_allowed(name, NEVER)))
+
+
+def not_offered(secrets: Collection[str], offered: Collection[str]) -> str:
+    """Return which secrets a worker that offers some lacks, as a clause; "" for none."""
+    lacking = [name for name in secrets if name not in offered]
+    if not lacking:
+        return ""
+    first = lacking[0]
+    return (
+        f"offers tasks no secret {' and no '.join(lacking)}; a file {first} in its GPUFLOW_SECRETS_DIR, "
+        f"GPUFLOW_SECRET_{first}, or the variable {first} with GPUFLOW_ALLOW_SECRETS={first} on a worker would"
+    )
 
 
 def without_code(name: str) -> str:

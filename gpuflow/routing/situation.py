@@ -13,7 +13,7 @@ from gpuflow.protocol import is_user_type
 from gpuflow.routing.capability import Capability, GpuCapability
 from gpuflow.routing.describe import ago
 from gpuflow.routing.fit import match, nearness
-from gpuflow.routing.offers import Lack, in_words, not_allowed, task_type_of, without_code
+from gpuflow.routing.offers import Lack, in_words, not_allowed, not_offered, task_type_of, without_code
 from gpuflow.routing.queues import family_matches
 from gpuflow.routing.reasons import Reason
 from gpuflow.routing.requirement import Requirement
@@ -133,6 +133,8 @@ def _kept_away(queue: str, task: TaskView, worker: WorkerView) -> tuple[Kind, st
     if is_user_type(task_type) and task_type not in (worker.user_types or ()):
         return "no_executor", f"has no executor {task_type}: no package there registers it, nor GPUFLOW_EXECUTORS"
     if worker.allows_code is not None and (lacking := not_allowed(task.executor, worker.allows_code)):
+        return "not_allowed", lacking
+    if worker.secrets is not None and (lacking := not_offered(task.secrets, worker.secrets)):
         return "not_allowed", lacking
     if worker.families is not None and not any(family_matches(queue, family) for family in worker.families):
         served = ",".join(worker.families)

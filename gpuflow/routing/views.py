@@ -40,7 +40,7 @@ class WorkerView:
     `families` are the demand queues of its -Q (None: it has none, it serves all), `executors` those of its
     --executors (None: all), `user_types` the users' own task types that it can run, `offers` what it runs for tasks
     without GPUs and `gpu_offers` for those with (None: not told), `allows_code` the kinds of code that
-    tasks may bring there (None: not told), `free_gpus` the UUIDs that
+    tasks may bring there and `secrets` the names of those that it offers (None: not told), `free_gpus` the UUIDs that
     a task could have now, `free_jobs` how many more tasks it could start, `foreign_mib` what processes outside
     gpuflow hold, by the UUID of each GPU that is held back for it, `room_mib` what is left of each GPU for tasks
     that share it, `limits` what holds tasks to the memory and CPUs that they ask for, and what is in the way of more,
@@ -60,6 +60,7 @@ class WorkerView:
     offers: Offers | None = None
     gpu_offers: Offers | None = None
     allows_code: tuple[str, ...] | None = None
+    secrets: tuple[str, ...] | None = None
     free_gpus: tuple[str, ...] | None = None
     free_jobs: int | None = None
     tasks: tuple[RunningTask, ...] = ()
@@ -84,7 +85,8 @@ class QueueView:
 class TaskView:
     """A task; without a state it has not been submitted.
 
-    `executor` is its task type, or what it asks to be run by (`routing.offers`), `wait_seconds` how long it must wait
+    `executor` is its task type, or what it asks to be run by (`routing.offers`), `secrets` the names that it
+    asks for, `wait_seconds` how long it must wait
     before its next attempt, `avoids` the worker on which it failed and which it is kept from for `avoid_seconds`,
     `worker` where it runs, since `running_seconds`; `record_schema` is what a worker has to read.
     """
@@ -93,6 +95,7 @@ class TaskView:
     id: str = ""
     state: str | None = None
     executor: str = ""
+    secrets: tuple[str, ...] = ()
     attempt: int = 0
     priority: int = 5
     wait_seconds: float | None = None

@@ -213,7 +213,7 @@ def _property(field: dict[str, Any], at: Path, findings: Findings) -> dict[str, 
             return about
         return {"enum": candidates, **about}
     kind = field.get("type")
-    if kind not in _TYPES:
+    if not isinstance(kind, str) or kind not in _TYPES:
         findings.add((*at, "type"), f"is {show(kind)}; it must be {one_of(_TYPES)}")
         return about
     found: dict[str, Any] = {**_TYPES[kind], **about}

@@ -103,6 +103,7 @@ class Admission:
         return Taste(
             types=None if offers is None else tuple(offers.plain.names),
             gpu_types=None if offers is None or offers.same else tuple(offers.with_gpus.names),
+            secrets=None if offers is None else offers.secrets,
             models=self.models.names(),
             sessions=self._warm_names(),
             full=self.sessions.full() if self.sessions is not None else (),

@@ -68,30 +68,36 @@ def own_folders(
     read: Sequence[Path],
     hidden: Iterable[Path],
     folders: Sequence[tuple[Path, bool]],
+    results: Sequence[tuple[Path, bool]],
     locks: Path,
     cwd: Path,
     gpus: bool,
     network: bool,
     roots: Sequence[tuple[Path, bool]] = (),
+    view: tuple[Path, Path] | None = None,
 ) -> tuple[str, ...]:
-    """Return what stands before a task's command line. `read` and `folders` (path, writable) are what it sees.
+    """Return what stands before a task's command line: what it sees are folders, each (path, writable).
 
-    A later folder lies over an earlier one; of those in `hidden` nothing is seen through the folders of `read` and
-    `roots` (path, writable), which lie below all others.
-    `locks` can be written whatever holds it.
+    A later folder lies over an earlier one. `roots`, `read` and `folders` are the operator's; of those in `hidden`
+    nothing is seen through them, unless one of `folders` lies in it. `results` are of the task, in a hidden folder or
+    not. `locks` can be written whatever holds it. `view` is a folder, and the place at which it is seen, writable.
     """
     shown = [*read, *(path for path, _ in (*roots, *folders))]
     covered = [
         one for one in hidden if one.is_dir() and any(one != path and one.is_relative_to(path) for path in shown)
     ]
+    again = [one for one in folders if any(one[0].is_relative_to(path) for path in covered)]
     return (
         *_start(network=network),
         *_system(),
         *_devices(gpus=gpus),
         *_mounts(roots),
         *_mounts((path, False) for path in read),
-        *(word for path in covered for word in ("--tmpfs", str(path))),
         *_mounts(folders),
+        *(word for path in covered for word in ("--tmpfs", str(path))),
+        *_mounts(again),
+        *(() if view is None else ("--bind", str(view[0]), str(view[1]))),
+        *_mounts(results),
         *_mounts([(locks, True)]),
         *("--remount-ro", "/"),
         *("--setenv", "HOME", str(_HOME), "--setenv", "TMPDIR", str(TMP)),

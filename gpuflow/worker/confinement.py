@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -69,20 +69,27 @@ def of_attempt(settings: Settings, request: Request, environment: Mapping[str, s
         settings,
         environment,
         python,
-        folders=[(task, False), *_inputs(request, settings), (Path(request.output_dir), True)],
+        results=[(task, False), *_read_only(inputs_of(request, settings)), (Path(request.output_dir), True)],
         cwd=Path(request.output_dir),
         gpus=bool(request.gpus),
         container=request.task_type == "container",
     )
 
 
-def of_session(settings: Settings, request: Request, environment: Mapping[str, str], python: Path) -> Confinement:
-    """Return how a session is confined, which serves one task after the other: it sees the results of all."""
+def of_session(
+    settings: Settings, request: Request, environment: Mapping[str, str], python: Path, *, seen: Path | None = None
+) -> Confinement:
+    """Return how a session is confined, which serves one task after the other.
+
+    In a sandbox it has the folder `seen` at the place of all results (`sessions.view`), and over it what its opening
+    reads of them.
+    """
     return _of_task(
         settings,
         environment,
         python,
-        folders=[*_inputs(request, settings), (settings.results_dir, True)],
+        results=_read_only(inputs_of(request, settings)),
+        view=None if seen is None else (seen, settings.results_dir),
         cwd=bubblewrap.TMP,
         gpus=bool(request.gpus),
         container=request.task_type == "container",
@@ -106,10 +113,11 @@ def _of_task(
     environment: Mapping[str, str],
     python: Path,
     *,
-    folders: Sequence[tuple[Path, bool]],
+    results: Sequence[tuple[Path, bool]],
     cwd: Path,
     gpus: bool,
     container: bool,
+    view: tuple[Path, Path] | None = None,
 ) -> Confinement:
     limits = {limit: int(most) for name, limit in _LIMITS.items() if (most := getattr(settings, name)) is not None}
     if container:  # its child talks to the container engine, which needs our user; the container confines the task
@@ -121,7 +129,9 @@ def _of_task(
     sandbox = bubblewrap.own_folders(
         read=[*read, *_paths(environment.get("LD_LIBRARY_PATH", ""))],
         hidden=[one for one in (settings.results_dir, settings.state_dir, settings.secrets_dir) if one is not None],
-        folders=[(settings.cache_dir, settings.isolate_cache == "rw"), *_more(settings), *folders],
+        folders=[*_more(settings), (settings.cache_dir, settings.isolate_cache == "rw")],
+        results=results,
+        view=view,
         locks=settings.cache_dir / "locks",
         cwd=cwd,
         gpus=gpus,
@@ -168,13 +178,18 @@ def _more(settings: Settings) -> list[tuple[Path, bool]]:
     return [(Path(one.removesuffix(":rw")), one.endswith(":rw")) for one in settings.isolate_folders]
 
 
-def _inputs(request: Request, settings: Settings) -> list[tuple[Path, bool]]:
+def _read_only(folders: Sequence[Path]) -> list[tuple[Path, bool]]:
+    return [(path, False) for path in folders]
+
+
+def inputs_of(request: Request, settings: Settings) -> list[Path]:
     """Return what the request names of other tasks' results, and may read by its policy.
 
     Of its texts only those in known fields were judged when it was prepared; any other, of a variable say, is not.
     """
     root = settings.results_dir.resolve()
-    roots = None if request.policy is None else read_policy(request.policy)[0]
+    # What the owner rule grants alone: a root of the operator's that the results lie below opens none of them.
+    roots = None if request.policy is None else replace(read_policy(request.policy)[0], read=(), write=())
     named = set(texts_of([request.spec, request.checkpoint_path, request.resume_from]))
     found = set()
     for text in named:
@@ -192,7 +207,7 @@ def _inputs(request: Request, settings: Settings) -> list[tuple[Path, bool]]:
             f"the task reads the results of {len(found)} attempts, and one that is isolated can be shown "
             f"{_MOST_INPUTS}; gather them in a stage between, or set GPUFLOW_ISOLATE=none"
         )
-    return [(path, False) for path in sorted(found)]
+    return sorted(found)
 
 
 #: What programs say when the kernel refuses, by the setting that may be the cause.

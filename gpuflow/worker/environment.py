@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from gpuflow.policy.secrets import PREFIX, without_credentials
+from gpuflow.policy.secrets import NEVER, without_credentials
 from gpuflow.spec.references import UnresolvedReference, resolve_env
 
 #: Variables of the worker that a child inherits; globs. Never REDIS_URL; tokens, passwords and the user parts of URLs
@@ -49,7 +49,7 @@ ALLOWED: Final = (
     "GPUFLOW_CACHE_DIR",
 )
 #: Never passed on, whatever GPUFLOW_PASS_ENV says.
-FORBIDDEN: Final = ("REDIS_URL", "GPUFLOW_*TOKEN*", f"{PREFIX}*", "CELERY_*", "CUDA_VISIBLE_DEVICES")
+FORBIDDEN: Final = NEVER
 #: Those of ALLOWED that may hold credentials: what a local cluster passes on whole, as its user is its operator.
 WITH_CREDENTIALS: Final = ("HF_*", "TRANSFORMERS_*", "*_PROXY", "*_proxy", "PIP_*", "WANDB_*", "MLFLOW_*", "VLLM_*")
 #: What keeps libraries from the network; `GPUFLOW_OFFLINE` is for our own downloads.

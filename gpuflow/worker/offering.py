@@ -15,6 +15,7 @@ from gpuflow.logs import get_logger
 from gpuflow.policy.code import allowed_kinds
 from gpuflow.routing.offers import WARM_ENGINES, WARM_TASK_TYPES, Offers, parts_of, with_code
 from gpuflow.settings import Settings
+from gpuflow.worker.secret_sources import offered_secrets
 from gpuflow.worker.starting import Start, start_of
 
 log = get_logger("gpuflow.worker")
@@ -30,6 +31,8 @@ class Offering:
         self._lock = threading.Lock()
         self._stands: dict[bool, Snapshot] = {}
         self._offers: dict[bool, Offers] = {}
+        #: Names of the secrets that tasks may ask for.
+        self.secrets: tuple[str, ...] = ()
         self.look()
 
     @property
@@ -52,9 +55,10 @@ class Offering:
         stands = {gpus: snapshot(self._settings, gpus=gpus) for gpus in self._kinds}
         allowed = allowed_kinds(self._settings.allow_code)
         offers = {gpus: with_code(offers_of(found.states, self._task_types), allowed) for gpus, found in stands.items()}
+        secrets = offered_secrets(self._settings)
         with self._lock:
-            changed = bool(self._offers) and offers != self._offers
-            self._stands, self._offers = stands, offers
+            changed = bool(self._offers) and (offers, secrets) != (self._offers, self.secrets)
+            self._stands, self._offers, self.secrets = stands, offers, secrets
         if changed:
             log.info("offers_changed", names=sorted(self.plain.names | self.with_gpus.names))
 

@@ -294,6 +294,7 @@ class PresenceThread(threading.Thread):
             "protocol": versions.told(),
             "limits": self.runtime.limits.to_dict(),
             "allowsCode": sorted(allowed_kinds(self.runtime.app.settings.allow_code)),
+            "secrets": list(self.runtime.offering.secrets),
         }
         if hardware.gpus:
             load |= self._gpu_load()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from pydantic import SecretStr
 from gpuflow.artifacts.manifest import write_json
 from gpuflow.artifacts.placeholders import placeholder_secrets
 from gpuflow.errors import GPUFlowError, InvalidSettings, NotAllowed
-from gpuflow.policy.secrets import PREFIX, refusal, variable_of
+from gpuflow.policy.secrets import PREFIX, offered, refusal, variable_of
 from gpuflow.private_files import open_new
 from gpuflow.secrets import Redactor, secrets_in_environment, secrets_in_spec, url_secrets
 from gpuflow.settings import Settings
@@ -28,6 +29,8 @@ from gpuflow.worker.attempt import Outcome
 from gpuflow.worker.ends import cause_of
 from gpuflow.worker.environment import child_environment, is_forbidden
 
+#: How a secret can be called: as a variable.
+_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 #: Longest secret, in bytes: a service account's key file is some KiB.
 MAX_SECRET_BYTES: Final = 65_536
 #: Files of a result that are read for secrets; others, weights above all, are what a library writes.
@@ -58,6 +61,16 @@ def secrets_of(spec: Mapping[str, Any], settings: Settings, worker: str) -> dict
         worker=worker,
         allowed=settings.allow_secrets,
     )
+
+
+def offered_secrets(settings: Settings) -> tuple[str, ...]:
+    """Return the names of the secrets that this process gives tasks, sorted; a file is named whatever its mode is."""
+    files: list[str] = []
+    if settings.secrets_dir is not None:
+        with contextlib.suppress(OSError):
+            files = [path.name for path in settings.secrets_dir.iterdir() if path.is_file()]
+    names = offered(os.environ, settings.allow_secrets, files)
+    return tuple(sorted(name for name in names if _NAME.fullmatch(name) and not is_forbidden(name)))
 
 
 def secret_values(

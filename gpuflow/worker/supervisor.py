@@ -217,7 +217,9 @@ class Delivery:
             )
             asked = allocation.requirement if allocation is not None else None
             self.limits = runtime.limits.plan(asked, runner_of(runtime, allocation, prepared))
-            begin = begin_of(runtime, self.tag, allocation, start, prepared, plan=self.limits, alone=self.alone)
+            begin = begin_of(
+                runtime, self.tag, allocation, start, prepared, plan=self.limits, owner=self._owner, alone=self.alone
+            )
         except HandedBack as error:
             return self._not_begun(handed_back(error))
         except Stopped as order:
@@ -270,6 +272,11 @@ class Delivery:
     def _usage(self) -> Usage | None:
         """Return what the attempt has used until this was asked first; None: it had no place yet."""
         return None if self.meter is None else self.meter.stop()
+
+    def _owner(self) -> str:
+        """Return whose task this is; one without a record is nobody's, and shares with nobody."""
+        record = next(iter(self._until_told(lambda: self.ledger.find_many([self.id]))), None)
+        return f"owner {record.owner}" if record is not None else f"task {self.id}"
 
     def _owned(self, others: Sequence[str], wanted: Callable[[], bool]) -> set[str]:
         """Return those of other tasks that are of the same owner as this one; one without a record is nobody's.

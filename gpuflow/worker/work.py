@@ -18,7 +18,7 @@ from gpuflow.worker.engine_sockets import own_sockets
 from gpuflow.worker.handed_back import HandedBack
 from gpuflow.worker.preparation import Prepared
 from gpuflow.worker.runtime import Runtime
-from gpuflow.worker.sessions.opening import opening_of
+from gpuflow.worker.sessions.opening import opening_of, serves_one_owner
 from gpuflow.worker.slots import Allocation
 from gpuflow.worker.starting import Start
 from gpuflow.worker.task_limits import LimitPlan, Runner
@@ -41,19 +41,22 @@ def begin_of(
     start: Start,
     prepared: Prepared,
     *,
+    owner: Callable[[], str],
     plan: LimitPlan | None = None,
     alone: bool = False,
 ) -> Callable[[], Work]:
     """Return what begins the work of one attempt. It raises OSError when that cannot be, and HandedBack.
 
-    With `alone`, a warm session answers it by itself. `plan` is what a child of its own is held to.
+    `owner` tells whose it is, `plan` is what a child of its own is held to. With `alone`, a warm session answers it by
+    itself.
     """
     sessions = runtime.admission.sessions
     if sessions is None or allocation is None or not allocation.session:
         return lambda: _own_child(allocation, start, prepared, plan or LimitPlan())
     if start.engine not in WARM_ENGINES and prepared.request.task_type not in WARM_TASK_TYPES:
         raise HandedBack("its environment has changed since it was taken")
-    opening = opening_of(start, prepared)
+    bound = owner() if serves_one_owner(prepared.settings, prepared.request.spec) else None
+    opening = opening_of(start, prepared, owner=bound, worker_id=runtime.worker_id)
 
     def ask() -> Work:
         if opening.confinement.user is not None:  # the folders of a session of containers stay the worker's

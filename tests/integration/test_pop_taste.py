@@ -102,6 +102,20 @@ def test_other_task_types_are_passed_over_as_deep_as_one_looks(queues: Queues) -
     assert queues.pop(types=("inference",)) == "too-deep"
 
 
+def test_a_message_lies_for_a_worker_that_offers_all_its_secrets(queues: Queues) -> None:
+    queues.put("two", x="echo", k="A,B")
+    queues.put("one", x="echo", k="A")
+    queues.put("none", x="echo")
+
+    assert queues.pop(secrets=()) == "none"
+    assert queues.pop(secrets=("B", "AB", "A,B")) is None
+    assert queues.pop(secrets=("A",)) == "one"
+    assert queues.pop(secrets=("A",)) is None
+    assert queues.pop(secrets=("C", "B", "A")) == "two"
+    queues.put("two", x="echo", k="A,B")
+    assert queues.pop() == "two", "a consumer that is no worker takes what there is"
+
+
 def test_without_types_all_is_taken_and_with_none_nothing_that_has_one(queues: Queues) -> None:
     queues.put("echo", x="echo")
 

@@ -24,7 +24,11 @@ import httpx
 import pytest
 
 from gpuflow.client import Task, submit, submit_pipeline
-from gpuflow.errors import InvalidTemplate
+from gpuflow.errors import InvalidTemplate, NoCapableWorker
+from gpuflow.explaining import explain
+from gpuflow.fleet.registry import Fleet
+from gpuflow.spec import parse
+from gpuflow.submission_checks import problems_at_submit
 from tests.support.fleet import TestFleet
 from tests.support.gateway import Gateway
 from tests.support.waiting import BrokenPromise, eventually, patient
@@ -448,10 +452,66 @@ def test_with_secrets_by_name_no_canary_is_in_redis_at_all(fleet: TestFleet, tmp
         must_hide({"the broker": leaks("\n".join(f"{key} {field} {value}" for key, field, value in found))})
 
 
-def test_a_missing_secret_fails_the_task_at_once_and_names_the_worker(fleet: TestFleet, tmp_path: Path) -> None:
-    fleet.start_worker("w1", env=worker_env(tmp_path))
+def test_a_task_waits_for_a_worker_that_offers_its_secrets(fleet: TestFleet, tmp_path: Path) -> None:
+    """It lies for others, whatever comes by; explain and submit name the secret, and nobody its value."""
+    first = fleet.start_worker("w1", env={**worker_env(tmp_path), "GPUFLOW_ALLOW_SECRETS": ""})
+    wants = {**fleet.echo(output=1), "secrets": ["ONLY_THERE", "HERE_AND_THERE"]}
+    waits = submit(wants, app=fleet.app)
+    assert submit(fleet.echo(output=2), app=fleet.app).get(timeout=patient(30))["output"] == 2
 
-    for name in ("NOT_THERE", "CELERY_BROKER_URL"):
+    told = explain(waits.id, app=fleet.app)[0]
+    template = parse({"apiVersion": "gpuflow/v1", "kind": "Task", "spec": wants})
+    with pytest.raises(NoCapableWorker) as problem:
+        problems_at_submit(fleet.app, template, fail_fast=True)
+
+    assert waits.state == "QUEUED"
+    assert told.workers[0].kind == "not_allowed"
+    for text in (told.workers[0].text, str(problem.value)):
+        assert "offers tasks no secret HERE_AND_THERE and no ONLY_THERE" in text
+        assert "GPUFLOW_SECRETS_DIR" in text
+    folder = tmp_path / "w2-secrets"
+    folder.mkdir()
+    (folder / "ONLY_THERE").write_text("value-of-one")
+    (folder / "ONLY_THERE").chmod(0o600)
+    fleet.start_worker(
+        "w2",
+        env={
+            "GPUFLOW_SECRETS_DIR": str(folder),
+            "GPUFLOW_ALLOW_SECRETS": "",
+            "GPUFLOW_SECRET_HERE_AND_THERE": "value-of-other",
+        },
+    )
+    assert waits.wait(timeout=patient(30)).worker == "w2"
+    entries = json.dumps([entry.load for entry in Fleet(fleet.app.redis, fleet.app.keys).workers()])
+    assert "HERE_AND_THERE" in entries
+    assert "value-of" not in entries
+    assert "ONLY_THERE" not in first.log()
+
+
+def test_a_secret_that_becomes_a_file_is_offered_at_the_next_heartbeat(fleet: TestFleet, tmp_path: Path) -> None:
+    folder = tmp_path / "secrets-of-w1"
+    folder.mkdir()
+    env = {"GPUFLOW_SECRETS_DIR": str(folder), "GPUFLOW_ALLOW_SECRETS": "", "HEARTBEAT_INTERVAL_SEC": "1"}
+    fleet.start_worker("w1", env=env)
+    task = submit({**fleet.echo(output=1), "secrets": ["LATER"]}, app=fleet.app)
+    (folder / ".LATER").write_text("hidden-from-all")
+    (folder / ".LATER").chmod(0o600)
+
+    (folder / ".LATER").rename(folder / "LATER")
+
+    assert task.get(timeout=patient(30))["output"] == 1
+
+
+def test_a_secret_that_cannot_be_read_fails_the_task_at_once_and_names_the_worker(
+    fleet: TestFleet, tmp_path: Path
+) -> None:
+    folder = tmp_path / "open-secrets"
+    folder.mkdir()
+    (folder / "FOR_ALL").write_text("hidden-from-all")
+    (folder / "FOR_ALL").chmod(0o644)
+    fleet.start_worker("w1", env={"GPUFLOW_SECRETS_DIR": str(folder)})
+
+    for name in ("FOR_ALL", "CELERY_BROKER_URL"):  # the second is given to no task by any worker
         task = submit({**fleet.echo(output=1), "secrets": [name], "retry": {"max_attempts": 3}}, app=fleet.app)
         record = task.wait(timeout=patient(30))
         assert (record.state, record.attempt, record.error["type"]) == ("FAILED", 1, "MissingSecret")

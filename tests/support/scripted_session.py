@@ -2,7 +2,7 @@
 
 `echo X` answers X; `wait FILE` answers when there is such a file, or is aborted; `die` kills the process; `freeze`
 stops it; `sleep N` answers after N seconds; `spell X` tells X letter by letter; `length` is that of its
-secret; `log X` writes X to stderr; `cancelled`,
+secret; `log X` writes X to stderr; `do X` runs X as Python, which has the request and answers with `said`; `cancelled`,
 `garbage`, `closing` and `deaf` (it does not end) are what they say. Started as a task's own child it answers at once.
 It needs the standard library alone.
 """
@@ -55,6 +55,10 @@ def answer(id: str | None, request: dict[str, Any], model: str, opened: dict[str
             os.write(1, b'no json\n[1]\n{"event":"x","id":[1]}\n{"event":"ready","max_requests":"x"}\n{"id":"y"}\n')
     if word == "deaf":
         _deaf.set()
+    if word == "do":
+        known: dict[str, Any] = {"request": request}
+        exec(rest, known)
+        rest = json.dumps(known.get("said"))
     if word == "log":
         print(rest, file=sys.stderr, flush=True)
     if word == "sleep":

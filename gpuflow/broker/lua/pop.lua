@@ -12,6 +12,7 @@
 --   limits   for each queue, the longest time limit in seconds of a task that may be taken, or -1
 --   types    what this worker runs (routing/offers.py); none: all without a dot, and user_types (names with a dot)
 --   gpu_types, with_gpus   the same for queues whose tasks get GPUs, and for each queue whether they do; none: types
+--   secrets  names of the secrets that tasks may ask for here; none: all
 --   sessions the warm sessions here that have a place; for each queue, warm_only: nothing else can be taken from it,
 --            and yields: it could, if the sessions here answered no more
 --   here     all warm sessions here: nothing is made room for that one of them will answer
@@ -44,6 +45,7 @@ end
 local types, models = as_set(look.types or look.user_types), as_set(look.models)
 local gpu_types = look.gpu_types and as_set(look.gpu_types) or types
 local sessions, full, here = as_set(look.sessions), as_set(look.full), as_set(look.here)
+local secrets = look.secrets and as_set(look.secrets)
 local choosy = next(models) ~= nil or next(sessions) ~= nil
 local cold = {}
 -- When the message was queued for which sessions are to take nothing that came later; 0: it is also more urgent.
@@ -57,7 +59,8 @@ local function hints_of(raw)
   if not at then return {}, 0 end
   local front = string.sub(raw, 1, (string.find(raw, '"body"', 1, true) or 1) - 1)
   return {type = string.match(front, '"x": "([^"]*)"'), model = string.match(front, '"m": "([^"]*)"'),
-    limit = string.match(front, '"t": ([%d.]+)'), session = string.match(front, '"s": "([^"]*)"')}, tonumber(at)
+    limit = string.match(front, '"t": ([%d.]+)'), session = string.match(front, '"s": "([^"]*)"'),
+    secrets = string.match(front, '"k": "([^"]*)"')}, tonumber(at)
 end
 
 -- Whether a task that has failed here is left to others (yield.lua).
@@ -74,6 +77,11 @@ local function may_take(hints, at, most_seconds, mine)
   if most_seconds >= 0 and not (hints.limit and tonumber(hints.limit) <= most_seconds) then return false end
   local limited = hints.type and (look.types or string.find(hints.type, '.', 1, true))
   if limited and not mine[hints.type] then return false end
+  if secrets and hints.secrets then
+    for name in string.gmatch(hints.secrets, '[^,]+') do
+      if not secrets[name] then return false end
+    end
+  end
   if hints.session and full[hints.session] then return false end
   if hints.model and not models[hints.model] and now - at < look.patience then
     return redis.call('EXISTS', prefix_of(ready) .. 'gpuflow.warm:' .. hints.model) == 0

@@ -5,15 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
+from gpuflow.policy.code import kinds_of
 from gpuflow.protocol import Request
 from gpuflow.secrets import Redactor
+from gpuflow.settings import Settings
 from gpuflow.worker.confinement import UNCONFINED, Confinement, of_session
 from gpuflow.worker.containers.local import removal_of
 from gpuflow.worker.preparation import Prepared
+from gpuflow.worker.sessions.view import View
 from gpuflow.worker.starting import Start
 
 #: Variables of one task, which a session does not have.
@@ -33,6 +37,8 @@ _OF_TASK: Final = frozenset(
 _LOADED: Final = ("taskType", "model", "env", "embedding", "secrets")
 #: Fields of a prepared container section that are of one task: its request, and what its container would be called.
 _OF_CONTAINER_REQUEST: Final = frozenset({"request", "metrics", "run", "lock", "exchange", "no_engine"})
+#: Fields of it by which a task says what runs in the container.
+_CODE_OF_CONTAINER: Final = ("command", "entrypoint", "workdir")
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]+")
 _TITLE_CHARACTERS: Final = 60
 
@@ -53,11 +59,26 @@ class Opening:
     variables: str
     at_end: Sequence[str] = ()
     confinement: Confinement = UNCONFINED
+    #: Makes what it sees at the place of all results; None: it is not sandboxed.
+    view: Callable[[], View] | None = None
 
 
-def opening_of(start: Start, prepared: Prepared) -> Opening:
-    """Return how the session of a task would be begun by it."""
-    request = prepared.request
+def serves_one_owner(settings: Settings, spec: Mapping[str, Any]) -> bool:
+    """Say whether the session of a task answers tasks of its owner alone.
+
+    So it is where the operator keeps tasks from each other, and where the task has brought code of its own, which would
+    see what the others ask. A session that runs the engine alone reads what each of its tasks may.
+    """
+    section = spec.get("container")
+    in_container = isinstance(section, Mapping) and any(section.get(name) for name in _CODE_OF_CONTAINER)
+    return settings.isolate != "none" or bool(kinds_of(spec)) or in_container
+
+
+def opening_of(start: Start, prepared: Prepared, *, owner: str | None = None, worker_id: str = "") -> Opening:
+    """Return how the session of a task would be begun by it; `owner` is the only one whom it serves, None for all."""
+    request, settings = prepared.request, prepared.settings
+    confined = partial(of_session, settings, request, prepared.environment, start.use.python)
+    sandboxed = settings.isolate == "bubblewrap" and request.task_type != "container"
     shared = {name: value for name, value in prepared.environment.items() if name not in _OF_TASK}
     gpus = ",".join(request.gpus)
     return Opening(
@@ -67,10 +88,11 @@ def opening_of(start: Start, prepared: Prepared) -> Opening:
         environment={**shared, "CUDA_VISIBLE_DEVICES": gpus, "GPU_DEVICE": gpus},
         redactor=prepared.redactor,
         variables=hashlib.sha256(
-            json.dumps([shared, _weights(request), _container(request)], sort_keys=True, default=str).encode()
+            json.dumps([shared, _weights(request), _container(request), owner], sort_keys=True, default=str).encode()
         ).hexdigest(),
         at_end=removal_of(request),
-        confinement=of_session(prepared.settings, request, prepared.environment, start.use.python),
+        confinement=confined(),
+        view=partial(View, settings, worker_id, request, lambda seen: confined(seen=seen)) if sandboxed else None,
     )
 
 

@@ -24,7 +24,7 @@ from gpuflow.worker.handed_back import HandedBack
 from gpuflow.worker.sessions.keeper import Keeper
 from gpuflow.worker.sessions.logs import new_log
 from gpuflow.worker.sessions.opening import Opening
-from gpuflow.worker.sessions.request import SessionRequest
+from gpuflow.worker.sessions.request import AtEnd, SessionRequest
 from gpuflow.worker.sessions.session import Session
 from gpuflow.worker.sessions.warm import Warm
 
@@ -164,9 +164,9 @@ class Sessions:
         """Send the request of a message that has a place; the first one begins the session.
 
         With `alone`, it waits until the session has answered the others, and the next ones wait for it.
-        A session whose variables (a secret among them) have other values by now answers this one no more, and is closed
-        when those that it has are answered. Raises HandedBack where the message is to be answered by another one, and
-        OSError where the session cannot be begun.
+        A session whose variables (a secret among them) have other values by now, or that serves another owner, answers
+        this one no more, and is closed when those that it has are answered. Raises HandedBack where the message is to
+        be answered by another one, and OSError where the session cannot be begun.
         """
         warm = self._of(tag)
         with warm.opening:
@@ -177,8 +177,13 @@ class Sessions:
         if warm.variables != opening.variables:
             with self._lock:
                 warm.leaving = True
-            raise HandedBack("the model is loaded with other variables or secrets; a session with these comes next")
-        asked = SessionRequest(f"{request.task_id}#{next(self._numbers)}", alone=alone)
+            raise HandedBack(
+                "the model is loaded with other variables or secrets, or for another owner; a session for this task "
+                "comes next"
+            )
+        if warm.view is not None:
+            warm.view.admit(request)
+        asked = SessionRequest(f"{request.task_id}#{next(self._numbers)}", alone=alone, at_end=_at_end(warm, request))
         if not session.send(asked, request):
             raise HandedBack("the warm session that was to answer it has ended")
         return asked
@@ -193,21 +198,28 @@ class Sessions:
     def _open(self, warm: Warm, opening: Opening) -> None:
         """Begin the process of a session. Raises OSError; the session is expected then as before."""
         path = new_log(self._log_dir, opening.title)
-        with own_sockets(opening.environment, opening.at_end, opening.confinement) as started:
-            child = Child(
-                list(opening.argv),
-                request=opening.line + "\n",
-                environment=started.environment,
-                cwd=self._log_dir,
-                keep_open=warm.hold.fds if warm.hold is not None else (),
-                at_end=started.at_end,
-                talks=True,
-                confinement=opening.confinement,
-            )
+        view = opening.view() if opening.view is not None else None
+        confinement = opening.confinement if view is None else view.confinement
+        try:
+            with own_sockets(opening.environment, opening.at_end, confinement) as started:
+                child = Child(
+                    list(opening.argv),
+                    request=opening.line + "\n",
+                    environment=started.environment,
+                    cwd=self._log_dir,
+                    keep_open=warm.hold.fds if warm.hold is not None else (),
+                    at_end=started.at_end,
+                    talks=True,
+                    confinement=confinement,
+                )
+        except BaseException:
+            if view is not None:
+                view.remove()
+            raise
         session = Session(child, log_path=path, redactor=opening.redactor, on_end=self._ended)
         with self._lock:
             self.loads += 1
-            warm.session, warm.variables = session, opening.variables
+            warm.session, warm.variables, warm.view = session, opening.variables, view
         try:
             session.begin()
         except RuntimeError as error:
@@ -215,6 +227,8 @@ class Sessions:
                 warm.session = None
             child.kill()
             child.wait()
+            if view is not None:
+                view.remove()
             raise OSError(f"no thread can be started for a warm session: {error}") from error
         log.info("session_opened", name=opening.title, gpus=list(warm.gpus), log=str(path))
         self.keeper.begin()
@@ -296,6 +310,8 @@ class Sessions:
             gone = [warm for warm in self._warm if warm.session is session]
         for warm in gone:
             self._give_back(warm)
+            if warm.view is not None:
+                warm.view.remove()
         with self._ended_one:
             self._warm = [warm for warm in self._warm if warm.session is not session]
             self._ended_one.notify_all()
@@ -304,3 +320,19 @@ class Sessions:
     def _give_back(self, warm: Warm) -> None:
         if warm.hold is not None:
             self._release(warm.hold)
+
+
+def _at_end(warm: Warm, request: Request) -> AtEnd | None:
+    """Return what brings the files of a request to where they belong, when it has ended."""
+    view = warm.view
+    if view is None:
+        return None
+
+    def bring(*, completed: bool) -> None:
+        try:
+            if completed:
+                view.collect(request)
+        finally:
+            view.forget(request)
+
+    return bring

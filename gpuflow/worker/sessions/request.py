@@ -7,16 +7,25 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
+from gpuflow.errors import GPUFlowError
 from gpuflow.worker.child import ChildEnd, LineKind
+
+
+class AtEnd(Protocol):
+    """Brings the files of a request to where they belong, on the attempt's thread. Raises OSError, GPUFlowError."""
+
+    def __call__(self, *, completed: bool) -> None: ...  # noqa: D102
 
 
 class SessionRequest:
     """An open request. The session's thread feeds it (`put`, `end`), the attempt's thread reads it."""
 
-    def __init__(self, id: str, *, alone: bool = False) -> None:
+    def __init__(self, id: str, *, alone: bool = False, at_end: AtEnd | None = None) -> None:
         self.id = id
+        self._at_end = at_end
+        self._finish: Mapping[str, Any] | None = None
         #: It may be what killed its last engine: nothing else is answered beside it.
         self.alone = alone
         self._shim_pid: int | None = None
@@ -65,7 +74,7 @@ class SessionRequest:
                 return
             self._finished = True
             self._end = ChildEnd(exit_code=0, signal=None, beside=beside)
-        self._lines.put(("event", json.dumps(finish).encode()))
+            self._finish = finish
         self._lines.put(None)
 
     def died(self, why: str, *, beside: int = 0) -> None:
@@ -113,10 +122,23 @@ class SessionRequest:
                 yield "tick", b""
                 continue
             if line is None:
+                if self._finish is not None:
+                    yield "event", json.dumps(self._brought(self._finish)).encode()
                 return
             yield line
             if self._lines.empty():
                 yield "tick", b""
+
+    def _brought(self, finish: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Bring its files to their place; return its finish event, which is a failure where that cannot be done."""
+        if self._at_end is None:
+            return finish
+        try:
+            self._at_end(completed=finish.get("status") == "completed")
+        except (OSError, GPUFlowError) as error:
+            told = {"type": type(error).__name__, "message": f"its results were not brought here: {error}"}
+            return {"event": "finish", "status": "failed", "error": {**told, "retryable": isinstance(error, OSError)}}
+        return finish
 
     def wait(self) -> ChildEnd:
         """Tell how it ended: in the way of a child whose exit code agrees with its finish event."""

@@ -11,6 +11,7 @@ from gpuflow.worker.admission import Admission
 from gpuflow.worker.machine_gpus import MachineGpus
 from gpuflow.worker.sessions.neighbours import Neighbours
 from gpuflow.worker.sessions.pool import Sessions
+from gpuflow.worker.sessions.view import forget_views
 
 log = get_logger("gpuflow.sessions")
 
@@ -19,6 +20,8 @@ def make_sessions(settings: Settings, table: LeaseTable, gpus: MachineGpus, work
     """Return the sessions of a worker, none open yet; None where the settings keep no model loaded."""
     if not settings.session_idle_seconds:
         return None
+
+    forget_views(settings, worker_id)
 
     def look_again() -> None:
         try:

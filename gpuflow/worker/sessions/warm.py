@@ -9,6 +9,7 @@ from typing import Final
 from gpuflow.fleet.gpu_locks import Hold
 from gpuflow.routing.requirement import Requirement
 from gpuflow.worker.sessions.session import Session
+from gpuflow.worker.sessions.view import View
 
 #: Requests that may wait for a model that is still being loaded.
 LOADING_PLACES: Final = 8
@@ -30,6 +31,7 @@ class Warm:
     requirement: Requirement | None
     session: Session | None = None
     variables: str = ""
+    view: View | None = None
     in_turn: bool = False
     places: set[str] = field(default_factory=set)
     leaving: bool = False

@@ -23,12 +23,13 @@ def test_the_folder_goes_to_the_user_of_the_session(
 ) -> None:
     given = Mock()
     monkeypatch.setattr(work, "hand_over", given)
-    monkeypatch.setattr(work, "opening_of", lambda *_: Mock(confinement=Confinement(user=user)))
+    monkeypatch.setattr(work, "opening_of", lambda *_, **__: Mock(confinement=Confinement(user=user)))
     runtime: Any = Mock()
     prepared: Any = Mock(output_dir=tmp_path)
+    prepared.request.spec = {}
     allocation = Allocation(queue="cpu", slot=Mock(), session="a session")
 
-    work.begin_of(runtime, "tag", allocation, Start(use=Mock(), engine="vllm"), prepared)()
+    work.begin_of(runtime, "tag", allocation, Start(use=Mock(), engine="vllm"), prepared, owner=Mock())()
 
     assert runtime.admission.sessions.ask.called
     assert given.call_count == calls
