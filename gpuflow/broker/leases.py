@@ -41,6 +41,8 @@ SHORTEST_PAUSE_SECONDS: Final = 0.01
 AFTER_DUE_SECONDS: Final = 0.001
 #: For so long the end of the keeper is waited for, in seconds: it may wait for an answer.
 MOST_CLOSE_SECONDS: Final = 5.0
+#: So many tasks are named in a line about all whose leases were lost.
+MOST_NAMED: Final = 20
 #: So many of the consumers that share GPUs are woken when some are given back.
 MOST_WOKEN: Final = 8
 
@@ -410,13 +412,14 @@ class LeaseTable:
         with self._lock:
             return self._leases.pop(tag, None)
 
-    def _lost(self, tag: str, why: str) -> None:
+    def _lost(self, tag: str) -> Lease | None:
+        """End a lease that another may hold by now, and stop what works on it; None for one that was none any more."""
         lease = self.forget(tag)
         if lease is None or lease.owed:
-            return
-        log.error("lease_lost", tag=tag, queue=lease.queue, why=why)
+            return None
         for callback in lease.on_lost:
             callback()
+        return lease
 
     def _keep(self) -> None:
         usual = min(1.0, self.lease_seconds / 3)
@@ -499,7 +502,8 @@ class LeaseTable:
                 log.warning("lease_taken_back", tag=tag, task=begun[tag].task)
         self._renewed_at = now
         for tag in lost:
-            self._lost(tag, "another owner holds it, or it was settled")
+            if (lease := self._lost(tag)) is not None:
+                log.error("lease_lost", tag=tag, queue=lease.queue, why="another owner holds it, or it was settled")
 
     def _ask_to_renew(self, values: list[Any]) -> Any:
         names = [self.keys.leases, self.keys.owners, self.keys.sweep]
@@ -513,9 +517,13 @@ class LeaseTable:
     def _give_up_expired(self) -> None:
         """Stop work before its lease can pass to another worker, with time left to kill what runs."""
         if time.monotonic() - self._renewed_at > self.lease_seconds * GIVE_UP_SHARE:
-            for tag, lease in self.held().items():
-                if lease.started and not lease.owed:
-                    self._lost(tag, "it could not be renewed in time")
+            begun = [tag for tag, lease in self.held().items() if lease.started and not lease.owed]
+            lost = [lease for tag in begun if (lease := self._lost(tag)) is not None]
+            if lost:
+                tasks = sorted(lease.task or "not begun" for lease in lost)
+                log.error(
+                    "leases_lost", count=len(lost), tasks=tasks[:MOST_NAMED], why="they could not be renewed in time"
+                )
 
     def reaffirm(self, *, next_seconds: float = 0.0) -> float | None:
         """Find out now whether the server was restarted, and put our leases back if it was. Raises redis errors.

@@ -37,7 +37,7 @@ def until_answered(leases: LeaseTable, tag: str, task_id: str, step: Callable[[]
                 leases.forget(tag)
                 raise Ignore from None
             if not leases.holds(tag):
-                log.warning("attempt_superseded", task=task_id, why="lost")
+                log.debug("attempt_superseded", task=task_id, why="lost")
                 raise Ignore from None
             log.warning("broker_away", task=task_id, cause=str(error))
             leases.wait(pause)

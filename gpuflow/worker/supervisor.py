@@ -425,7 +425,8 @@ class Delivery:
     def _end(self, holder: Holder, outcome: Outcome) -> dict[str, Any]:
         number = holder.attempt
         if outcome.stop in ("lost", "superseded"):
-            log.warning("attempt_superseded", task=self.id, attempt=number, why=outcome.stop)
+            tell = log.debug if outcome.stop == "lost" else log.warning  # that the lease was lost has been said
+            tell("attempt_superseded", task=self.id, attempt=number, why=outcome.stop)
             self._let_go()
         error = outcome.error or {"type": "Failed", "message": "the attempt failed", "retryable": False}
         if outcome.stop == "cancelled":

@@ -68,7 +68,7 @@ def test_what_a_frozen_worker_brings_late_is_refused(
 
 
 def _has_noticed(worker: WorkerProcess) -> bool:
-    signs = ("attempt_superseded", "late_result_refused", "late_failure_refused", "lease_lost")
+    signs = ("attempt_superseded", "late_result_refused", "late_failure_refused", "lease_lost", "leases_lost")
     return any(sign in worker.log() for sign in signs)
 
 
@@ -90,6 +90,7 @@ def test_with_nobody_else_there_the_owner_goes_on_where_it_was(
     (record,) = check(fleet, [task.id])
     assert (record.attempt, record.losses, record.result["pid"]) == (1, 0, child.pid)
     assert "lease_lost" not in worker.log()
+    assert "leases_lost" not in worker.log()
 
 
 def test_a_lease_that_a_sweep_took_is_taken_back_if_nobody_has_begun(fleet: TestFleet, tmp_path: Path) -> None:

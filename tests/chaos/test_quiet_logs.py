@@ -39,6 +39,25 @@ def test_an_outage_is_said_once_with_its_cause_and_once_that_it_is_over(fleet: T
     assert {task.state for task in tasks} == {"RUNNING"}
 
 
+def test_an_outage_beyond_the_leases_is_a_few_lines_too(fleet: TestFleet) -> None:
+    lease = {"GPUFLOW_LEASE_SEC": str(LEASE_SECONDS)}
+    worker = fleet.start_worker("w1", *OPTIONS, env={"LOG_FORMAT": "json", **lease})
+    tasks = [submit(fleet.echo(sleep_seconds=600), app=fleet.app) for _ in range(20)]
+    eventually(lambda: {task.state for task in tasks} == {"RUNNING"}, within=patient(60))
+    before = len(entries(worker))
+
+    fleet.broker.kill()
+    eventually(lambda: not worker.supervised(), within=patient(60), what="the end of what ran")
+    fleet.broker.restart()
+    eventually(lambda: any(entry.get("event") == "broker_is_back" for entry in entries(worker)), within=patient(60))
+
+    said = [entry for entry in entries(worker)[before:] if entry.get("event") != "task_started"]
+    (lost,) = [entry for entry in said if entry.get("event") == "leases_lost"]
+    assert lost["count"] == 20 and all(task.id in str(lost["tasks"]) for task in tasks)
+    assert str(said[0]["event"]).startswith("broker_") and "onnect" in str(said[0]["cause"])
+    assert len(said) <= 5, said
+
+
 def test_who_was_lost_and_which_tasks_came_back_is_in_the_log_of_another(fleet: TestFleet) -> None:
     lease = {"GPUFLOW_LEASE_SEC": str(LEASE_SECONDS)}
     lost = fleet.start_worker("lost", *OPTIONS, env=lease)
