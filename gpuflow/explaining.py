@@ -109,9 +109,11 @@ def explain_queues(app: GPUFlow) -> list[dict[str, Any]]:
     `why`: the verdict on the task that is next in it. None where nothing waits, or it is not known. Read-only.
     """
     now = server_time(app)
-    rows = queue_rows(app.redis, app.keys, app.settings.task_topic)
+    fleet = Fleet(app.redis, app.keys)
+    entries, _ = fleet.readable()
+    rows = queue_rows(app.redis, app.keys, app.settings.task_topic, entries)
     waiting = [row for row in rows if row["waiting"]]
-    workers = worker_views(Fleet(app.redis, app.keys), app.ledger, now) if waiting else []
+    workers = worker_views(fleet, app.ledger, now, entries) if waiting else []
     heads = next_tasks(app.redis, app.keys, [row["name"] for row in waiting])
     records = dict(zip(heads, app.ledger.find_many(list(heads.values())), strict=True)) if heads else {}
     for row in rows:

@@ -45,12 +45,15 @@ from gpuflow.routing.views import Reservation, RunningTask, WorkerView
 _WAITS: Final = (TaskState.PENDING, TaskState.QUEUED)
 
 
-def worker_views(fleet: Fleet, ledger: Ledger | None, now: float) -> list[WorkerView]:
+def worker_views(
+    fleet: Fleet, ledger: Ledger | None, now: float, entries: Sequence[WorkerEntry] | None = None
+) -> list[WorkerView]:
     """Return a view of every worker, those that have gone too; `now` is Unix seconds on the server's clock.
 
     A worker whose entry cannot be read is left out. With a ledger, the tasks that they run have names and times.
+    `entries` are the workers where they have been read already.
     """
-    entries, _ = fleet.readable()
+    entries = fleet.readable()[0] if entries is None else entries
     reserved = [found["task"] for entry in entries if (found := _mapping(entry.load.get("reservation"))).get("task")]
     ids = sorted({*(task for entry in entries for task in entry.tasks), *map(str, reserved)})
     records: dict[str, TaskRecord] = {}
