@@ -12,6 +12,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Final
 
+from kombu import pools
+
+from gpuflow.broker.connection import forget_producers
 from gpuflow.celery_app import GPUFlow
 from gpuflow.cluster import LocalCluster
 from gpuflow.errors import GPUFlowError
@@ -52,11 +55,23 @@ def local_fleet(
             )
         )
         app = GPUFlow("gpuflow", settings=cluster.settings, set_as_current=False)
-        stack.callback(app.redis.close)
-        stack.callback(app.close)
+        stack.callback(_disconnect, app)
         cluster.wait_ready()
         stack.enter_context(_tended(cluster))
         yield app
+
+
+def _disconnect(app: GPUFlow) -> None:
+    """Close all connections of the app; kombu's pools, which are of the process, would keep theirs."""
+    producers = app.amqp.producer_pool
+    address = producers.connections.connection
+    app.backend.result_consumer.stop()
+    for pool in (producers, producers.connections):
+        pool.force_close_all()
+    pools.connections.pop(address, None)
+    forget_producers(address)
+    app.close()
+    app.redis.close()
 
 
 @contextmanager

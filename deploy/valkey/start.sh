@@ -11,6 +11,11 @@ former=
 if [ -n "${VALKEY_PASSWORD_OLD:-}" ]; then
     former=" #$(printf %s "$VALKEY_PASSWORD_OLD" | sha256sum | cut -c1-64)"
 fi
-sed "s/@DIGEST@/$digest$former/" "$here/users.acl" > "$data/users.acl"
+sed "s/@DIGEST@/$digest$former/" "$here/users.acl" > "$data/users.acl.new"
+# Users that were added (gpuflow broker-users line, gpuflow workers create) stay.
+if [ -f "$data/users.acl" ]; then
+    grep -v -e '^user default ' -e '^user gpuflow ' "$data/users.acl" >> "$data/users.acl.new" || true
+fi
+mv "$data/users.acl.new" "$data/users.acl"
 unset VALKEY_PASSWORD VALKEY_PASSWORD_OLD
 exec valkey-server "$here/valkey.conf" --dir "$data" --aclfile "$data/users.acl" "$@"

@@ -80,8 +80,9 @@ class LeasedProducer(Producer):  # type: ignore[misc]
 
     def maybe_declare(self, entity: Any, retry: bool = False, **retry_policy: Any) -> Any:
         """Declare an exchange or a queue that is not declared on this connection."""
-        known = entity is None or entity.can_cache_declaration
-        if known and (entity is None or hash(entity) in self.channel.connection.client.declared_entities):
+        connection = self.channel.connection  # None: the channel is closed
+        known = connection.client.declared_entities if connection is not None else ()
+        if entity is not None and entity.can_cache_declaration and hash(entity) in known:
             return False
         return super().maybe_declare(entity, retry, **retry_policy)
 
@@ -98,6 +99,11 @@ class _ProducerPools(PoolGroup):  # type: ignore[misc]
 
 
 _pools: Final = register_group(_ProducerPools(limit=use_global_limit))
+
+
+def forget_producers(address: Any) -> None:
+    """Forget the pool of producers on a connection whose broker has gone for good."""
+    _pools.pop(address, None)
 
 
 class LeasedAMQP(AMQP):  # type: ignore[misc]

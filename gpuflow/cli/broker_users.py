@@ -23,7 +23,7 @@ def broker_users() -> None:
     """Make, list and remove users of the broker with least rights, one for each kind of process.
 
     \b
-    client          submits, follows and reads; it cancels nothing and writes no result of Celery
+    client          submits, follows and reads; it writes no result of Celery, and no command of gpuflow cancels by it
     operator        also cancels, retries, resumes, schedules, and orders workers
     gateway         the same, and tokens of people
     beat            what beat does

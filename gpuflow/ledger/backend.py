@@ -340,8 +340,8 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
     def _store_result(
         self, task_id: str, result: Any, state: str, traceback: Any = None, request: Any = None, **kwargs: Any
     ) -> Any:
-        """Store a result. Celery looks for an earlier success first; a supervised task has its record for that."""
-        if getattr(request, "task", None) not in SUPERVISED_TASKS:
+        """Store a result. Before a failure, Celery looks for a success of another attempt, which stays."""
+        if state != states.SUCCESS or getattr(request, "task", None) not in SUPERVISED_TASKS:
             return super()._store_result(task_id, result, state, traceback=traceback, request=request, **kwargs)
         entry = self._get_result_meta(result=result, state=state, traceback=traceback, request=request)
         entry["task_id"] = task_id

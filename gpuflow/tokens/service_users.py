@@ -48,7 +48,8 @@ class ServiceUserRefused(GPUFlowError):
 class Rights:
     """Commands, and families of keys and channels. `<p>` is the prefix, `<db>` the database, `<o>` a Celery process.
 
-    `selectors`: further rights, each of some commands over some keys; the others do not hold there.
+    `selectors`: further rights, each of some commands over some keys; the others do not hold there. `listens`: channels
+    that may be subscribed to, and not published to.
     """
 
     commands: tuple[str, ...]
@@ -56,6 +57,7 @@ class Rights:
     uses: tuple[str, ...] = ()
     channels: tuple[str, ...] = ()
     selectors: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = ()
+    listens: tuple[str, ...] = ()
 
 
 _CONNECTION: Final = ("ping", "hello", "client|setinfo", "client|setname", "client|id", "quit", "time")
@@ -102,7 +104,9 @@ _AUDIT: Final = "<p>gpuflow.audit*"
 
 
 def _appending(uses: tuple[str, ...]) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
-    """Return what lets a role read and append to the audit log: no command that removes holds over its keys.
+    """Return what lets a role read and append to the audit log: no command that changes an entry holds over its keys.
+
+    XADD can cut the log's front off (MAXLEN), and an ACL judges no arguments: `gpuflow audit --verify` finds that.
 
     A step names the log beside other keys, and all keys of a command must be of one selector. EVALSHA itself does
     nothing: each command of the step is judged by itself.
@@ -136,7 +140,8 @@ RIGHTS: Final[dict[ServiceRole, Rights]] = {
             )),
             *_CONTROL_QUEUES, *_RECORDS, *_QUEUES, *_BINDINGS, "<p>celery-taskset-meta-*",
         ),
-        channels=(_SENT, _RESULTS),
+        channels=(_SENT,),
+        listens=(_RESULTS,),
         selectors=((("del",), ("<p>celery-taskset-meta-*",)),),  # a chord begins with it
     ),
     ServiceRole.OPERATOR: _OPERATOR,
@@ -249,6 +254,7 @@ def rules(
             f"({' '.join(['-@all', *(f'~{filled(key)}' for key in keys), *(f'+{name}' for name in names)])})"
             for names, keys in rights.selectors
         ),
+        *(f"(-@all +subscribe +unsubscribe &{filled(channel)})" for channel in rights.listens),
     ]  # fmt: skip
 
 

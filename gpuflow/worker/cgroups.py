@@ -13,7 +13,9 @@ import contextlib
 import errno
 import os
 import re
+import secrets
 import shutil
+import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +36,9 @@ _PERIOD_US: Final = 100_000
 _LEAST_QUOTA_US: Final = 1_000
 #: A group whose processes were killed is empty within this time, or it is left to the next worker.
 _EMPTY_SECONDS: Final = 2.0
+#: A group that is younger is left: the worker that made it may be about to use it.
+_YOUNG_SECONDS: Final = 60.0
+_PROBE_SECONDS: Final = 10.0
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]+")
 
 
@@ -84,7 +89,7 @@ class Cgroups:
 
     def make(self, name: str, *, memory_mib: int | None, cpus: float | None) -> TaskGroup:
         """Make a group that holds its processes to these amounts. Raises OSError."""
-        path = self.parent / f"{_PREFIX}{os.getpid()}-{_UNSAFE.sub('-', name)[:100]}"
+        path = self.parent / f"{_PREFIX}{os.getpid()}-{_UNSAFE.sub('-', name)[:100]}-{secrets.token_hex(4)}"
         path.mkdir()
         try:
             if memory_mib is not None:
@@ -101,11 +106,37 @@ class Cgroups:
         return TaskGroup(path=path, memory_mib=memory_mib)
 
     def remove_left(self) -> None:
-        """Remove the groups that workers have left which are gone."""
+        """Remove the empty groups that workers have left which are gone.
+
+        Workers of other containers may share the folder, whose processes have no ids here: nothing is ended, and what
+        is young may be about to be joined.
+        """
         for path in self.parent.glob(f"{_PREFIX}*"):
             pid = path.name.removeprefix(_PREFIX).partition("-")[0]
-            if pid.isdecimal() and not Path("/proc", pid).exists():
-                _remove(path)
+            is_there = pid.isdecimal() and pid != str(os.getpid()) and Path("/proc", pid).exists()
+            with contextlib.suppress(OSError):
+                is_young = time.time() - path.stat().st_mtime < _YOUNG_SECONDS
+                if not is_there and not is_young and not _pairs(path / "cgroup.events").get("populated"):
+                    _remove(path, end=False)
+
+    def probe(self) -> None:
+        """Find out whether a process can be put into a group. Raises NoCgroups."""
+        group = self.make("probe", memory_mib=None, cpus=None)
+        try:
+            done = subprocess.run(
+                ["/bin/sh", "-c", 'echo $$ > "$0"', str(group.path / "cgroup.procs")],
+                stdin=subprocess.DEVNULL, capture_output=True, timeout=_PROBE_SECONDS, check=False,
+            )  # fmt: skip
+        except (OSError, subprocess.SubprocessError) as error:
+            raise NoCgroups(f"no process can be put into {group.path}: {error}") from None
+        finally:
+            _remove(group.path)
+        if done.returncode:
+            why = done.stderr.decode(errors="replace").strip().rpartition(": ")[2]
+            raise NoCgroups(
+                f"no process can be put into a group of {self.parent} ({why}); the worker's user has to be able to "
+                "write cgroup.procs of the folder that this group and the worker's own have in common"
+            )
 
 
 def find_cgroups(
@@ -123,6 +154,7 @@ def find_cgroups(
         parent = _own_parent(proc, os.geteuid() == 0 if is_root is None else is_root, pid or os.getpid())
     cgroups = Cgroups(parent, holds_cpu="cpu" in _words(parent / "cgroup.subtree_control"))
     cgroups.remove_left()
+    cgroups.probe()
     return cgroups
 
 
@@ -196,8 +228,8 @@ def _enable(parent: Path) -> None:
             _write(control, "+cpu")
 
 
-def _remove(path: Path) -> None:
-    """Remove a group, and what is left in it."""
+def _remove(path: Path, *, end: bool = True) -> None:
+    """Remove a group; with `end`, what is left in it is ended."""
     until = time.monotonic() + _EMPTY_SECONDS
     while True:
         try:
@@ -208,6 +240,8 @@ def _remove(path: Path) -> None:
         except OSError as error:
             if error.errno == errno.ENOTEMPTY:  # no kernel's folder: there it is EBUSY, and the files go with it
                 shutil.rmtree(path, ignore_errors=True)
+                return
+            if not end:
                 return
             if time.monotonic() > until:
                 log.warning("cgroup_not_removed", group=str(path), cause=error.strerror)

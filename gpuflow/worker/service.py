@@ -2,8 +2,12 @@
 
     READY=1                 the worker consumes
     WATCHDOG=1              heartbeat thread and consumer loop both went on lately; every quarter of WatchdogSec
-    EXTEND_TIMEOUT_USEC=    it still waits for the broker at its start, or for its tasks in a drain
-    STOPPING=1              it drains
+    EXTEND_TIMEOUT_USEC=    it still waits for the broker at its start, or for its tasks after a signal
+    STOPPING=1              a signal has told it to end; a drain that `gpuflow workers drain` began is a STATUS only, as
+                            systemd would not send the signal of a later `systemctl stop`
+
+A worker that is to be gone and is not (its tasks were told to hand themselves back, or its consumer has ended, and the
+time that this may take is over) is told of no more: systemd then ends it.
 
 Nothing is sent where NOTIFY_SOCKET is not set, and a message that cannot be sent is not missed.
 """
@@ -11,6 +15,7 @@ Nothing is sent where NOTIFY_SOCKET is not set, and a message that cannot be sen
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import threading
@@ -24,6 +29,8 @@ if TYPE_CHECKING:
 
 #: systemd grants so much more time with each message while the worker starts or drains, in seconds.
 EXTENSION_SECONDS: Final = 60.0
+#: What the end of a worker may take beyond the notice and the grace of its tasks, in seconds.
+END_SECONDS: Final = 60.0
 #: Longest pause between two looks, in seconds.
 _LOOK_SECONDS: Final = 5.0
 
@@ -73,7 +80,8 @@ class ServiceWatch(threading.Thread):
         super().__init__(name="gpuflow-service", daemon=True)
         self._runtime = runtime
         self._notifier = notifier
-        self._is_ready = self._is_stopping = False
+        self._is_ready = self._is_stopping = self._drains = False
+        self._ended_at: float | None = None
         self._wake = threading.Event()
         presence = lambda: runtime.presence.turned_at if runtime.presence is not None else time.monotonic()  # noqa: E731
         self._loops = Loops(presence, lambda: runtime.leases.ticked_at if not runtime.connecting else time.monotonic())
@@ -88,28 +96,45 @@ class ServiceWatch(threading.Thread):
         pause = min(_LOOK_SECONDS, (self._notifier.watchdog_seconds or 4 * _LOOK_SECONDS) / 4)
         was_ready = False
         while True:
-            if lines := self.look(time.monotonic(), first_ready=self._is_ready and not was_ready):
+            is_ready = self._is_ready
+            if lines := self.look(time.monotonic(), first_ready=is_ready and not was_ready):
                 self._notifier.send(*lines)
-            was_ready = self._is_ready
+            was_ready = is_ready
             self._wake.wait(0.2 if self._runtime.admission.draining else pause)
             self._wake.clear()
 
     def look(self, now: float, *, first_ready: bool) -> list[str]:
         """Return what is to be told now."""
         lines = []
-        drains = self._runtime.admission.draining
+        drains, stopper = self._runtime.admission.draining, self._runtime.stopper
+        is_signalled = stopper is not None and stopper.is_signalled
         limit = (self._notifier.watchdog_seconds or 2 * EXTENSION_SECONDS) / 2
         stuck = self._loops.stuck(now, limit)
         if first_ready:
             lines += ["READY=1", f"STATUS=worker {self._runtime.worker_id} takes work"]
-        if drains and not self._is_stopping:
+        if drains and not self._drains:
+            self._drains = True
+            lines.append(f"STATUS=worker {self._runtime.worker_id} drains")
+        if is_signalled and not self._is_stopping:
             self._is_stopping = True
-            lines += ["STOPPING=1", f"STATUS=worker {self._runtime.worker_id} drains"]
+            lines.append("STOPPING=1")
+        if self._is_overdue(now):
+            return lines
         if stuck:
             lines.append(f"STATUS={stuck} of worker {self._runtime.worker_id} does not go on")
             return lines
         if self._notifier.watchdog_seconds is not None:
             lines.append("WATCHDOG=1")
-        if drains or not self._is_ready:
+        if is_signalled or not self._is_ready:
             lines.append(f"EXTEND_TIMEOUT_USEC={EXTENSION_SECONDS * 1e6:.0f}")
         return lines
+
+    def _is_overdue(self, now: float) -> bool:
+        """Whether the worker should have gone by now."""
+        stopper = self._runtime.stopper
+        if self._ended_at is None and self._runtime.leases.ticked_at == math.inf:
+            self._ended_at = now
+        begun = [self._ended_at, stopper.handed_back_at if stopper is not None else None]
+        first = min((at for at in begun if at is not None), default=None)
+        settings = self._runtime.app.settings
+        return first is not None and now > first + settings.notice_seconds + settings.grace_seconds + END_SECONDS

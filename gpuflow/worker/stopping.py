@@ -44,7 +44,13 @@ class Stopper(threading.Thread):
         self._wake = threading.Event()
         self._signals = 0
         self._hand_back_at: float | None = None
-        self._handed_back = False
+        #: When what runs was told to hand itself back (monotonic seconds).
+        self.handed_back_at: float | None = None
+
+    @property
+    def is_signalled(self) -> bool:
+        """Whether the process was told to end, by a signal."""
+        return self._signals > 0
 
     def install_signals(self) -> None:
         """Take SIGTERM and SIGINT; the first drains, the second hands back. Call it on the main thread."""
@@ -78,8 +84,8 @@ class Stopper(threading.Thread):
             if not self._runtime.admission.draining:
                 continue
             overdue = self._hand_back_at is not None and time.monotonic() >= self._hand_back_at
-            if (self._signals > 1 or overdue) and not self._handed_back:
-                self._handed_back = True
+            if (self._signals > 1 or overdue) and self.handed_back_at is None:
+                self.handed_back_at = time.monotonic()
                 log.info("handing_back", worker=self._runtime.worker_id, tasks=sorted(self._runtime.running))
                 self._runtime.stop_all("preempted")
             if self._runtime.admission.idle() and not self._runtime.running:

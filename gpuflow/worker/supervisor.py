@@ -48,7 +48,7 @@ from gpuflow.worker.starting import EnvironmentNotReady, Start
 from gpuflow.worker.steps import until_answered
 from gpuflow.worker.task_limits import LimitPlan
 from gpuflow.worker.usage_meter import UsageMeter, meter_of
-from gpuflow.worker.work import begin_of, hold_of, runner_of
+from gpuflow.worker.work import begin_of, hold_of, limits_by_engine, runner_of
 
 log = get_logger("gpuflow.supervisor")
 
@@ -216,7 +216,8 @@ class Delivery:
                 f"what task {self.id} reads",
             )
             asked = allocation.requirement if allocation is not None else None
-            self.limits = runtime.limits.plan(asked, runner_of(runtime, allocation, prepared))
+            runner = runner_of(runtime, allocation, prepared)
+            self.limits = runtime.limits.plan(asked, runner, limits_by_engine(prepared))
             begin = begin_of(
                 runtime, self.tag, allocation, start, prepared, plan=self.limits, owner=self._owner, alone=self.alone
             )
@@ -325,6 +326,8 @@ class Delivery:
         if outcome.error is not None and outcome.stop is None:
             held = self.limits.enforced.get("memoryMib") if self.limits.by == "address-space" else None
             settings = self.runtime.app.settings
+            if held is not None and settings.child_max_memory is not None:
+                held = held if held < settings.child_max_memory >> 20 else None  # the lower one is what was hit
             outcome = replace(outcome, error=explained(outcome.error, settings, outcome.log_tail, held_to_mib=held))
         if outcome.completed:
             result = named_by_engine(outcome.result, start.engine, merged=MERGED in self.spec)

@@ -40,13 +40,22 @@ class LimitPlan:
     enforced: Mapping[str, float] = field(default_factory=dict)
     why: str = ""
     group: TaskGroup | None = None
+    #: The attempt fails rather than run without its group.
+    is_strict: bool = False
     _cgroups: Cgroups | None = None
 
     def begin(self, name: str) -> None:
-        """Make the group of the attempt, where it is to have one. Raises OSError."""
-        if self.by == "cgroup" and self._cgroups is not None and self.enforced:
-            memory, cpus = self.enforced.get("memoryMib"), self.enforced.get("cpus")
+        """Make the group of the attempt, where it is to have one. Raises OSError where it must have it."""
+        if self.by != "cgroup" or self._cgroups is None or not self.enforced:
+            return
+        memory, cpus = self.enforced.get("memoryMib"), self.enforced.get("cpus")
+        try:
             self.group = self._cgroups.make(name, memory_mib=None if memory is None else int(memory), cpus=cpus)
+        except OSError as error:
+            if self.is_strict:
+                raise
+            log.warning("limits_not_enforced", cause=str(error))
+            self.by, self.enforced, self.why = "none", {}, f"no cgroup: {error}"
 
     @property
     def resource_limits(self) -> dict[str, int]:
@@ -74,9 +83,12 @@ class TaskLimits:
     by: Literal["cgroup", "address-space", "none"] = "none"
     why: str = ""
     cgroups: Cgroups | None = None
+    is_strict: bool = False
 
-    def plan(self, asked: Requirement | None, runner: Runner = "child") -> LimitPlan:
-        """Return the limits of an attempt that asks for this much."""
+    def plan(
+        self, asked: Requirement | None, runner: Runner = "child", by_engine: Mapping[str, float] | None = None
+    ) -> LimitPlan:
+        """Return the limits of an attempt that asks for this much; `by_engine`: what a container's engine holds."""
         declared: dict[str, float] = {}
         if asked is not None and asked.memory_mib:
             declared["memoryMib"] = asked.memory_mib
@@ -85,15 +97,17 @@ class TaskLimits:
         if not declared:
             return LimitPlan()
         if runner == "container":
-            return LimitPlan(by="container", declared=declared, enforced=declared)
+            held = {name: by_engine[name] for name in declared if by_engine and name in by_engine}
+            return LimitPlan(by="container" if held else "none", declared=declared, enforced=held)
         if runner == "session":
             return LimitPlan(declared=declared, why=_SESSION)
         if self.by == "cgroup" and self.cgroups is not None:
             kept = {name: much for name, much in declared.items() if name != "cpus" or self.cgroups.holds_cpu}
             why = "" if kept == declared else _NO_CPU
             return LimitPlan(
-                by="cgroup" if kept else "none", declared=declared, enforced=kept, why=why, _cgroups=self.cgroups
-            )
+                by="cgroup" if kept else "none", declared=declared, enforced=kept, why=why, is_strict=self.is_strict,
+                _cgroups=self.cgroups,
+            )  # fmt: skip
         if self.by == "address-space" and "memoryMib" in declared:
             kept = {"memoryMib": declared["memoryMib"]}
             return LimitPlan(by="address-space", declared=declared, enforced=kept, why=_ADDRESS_SPACE)
@@ -118,7 +132,8 @@ def limits_of(settings: Settings) -> TaskLimits:
         why = f"no cgroup: {error}"
     else:
         log.info("limits", by="cgroup", folder=str(cgroups.parent), cpu=cgroups.holds_cpu)
-        return TaskLimits(by="cgroup", why="" if cgroups.holds_cpu else _NO_CPU, cgroups=cgroups)
+        why = "" if cgroups.holds_cpu else _NO_CPU
+        return TaskLimits(by="cgroup", why=why, cgroups=cgroups, is_strict=mode == "cgroup")
     if mode == "cgroup":
         raise GPUFlowError(f"GPUFLOW_TASK_LIMITS is cgroup, and this worker has {why}")
     if mode == "address-space":

@@ -69,8 +69,19 @@ def begin_of(
 def runner_of(runtime: Runtime, allocation: Allocation | None, prepared: Prepared) -> Runner:
     """Return what runs the attempt."""
     if prepared.request.task_type == "container":
-        return "container"
+        section = prepared.request.spec.get("container")
+        return "container" if isinstance(section, Mapping) and not section.get("no_engine") else "child"
     return "session" if runtime.admission.sessions is not None and allocation and allocation.session else "child"
+
+
+def limits_by_engine(prepared: Prepared) -> dict[str, float]:
+    """Return the memory in MiB and the CPUs that the engine holds a container to: no more than its preset has."""
+    section = prepared.request.spec.get("container")
+    if not isinstance(section, Mapping):
+        return {}
+    memory, cpus = section.get("memory_bytes"), section.get("cpus")
+    held = {"memoryMib": None if memory is None else memory / (1 << 20), "cpus": cpus}
+    return {name: amount for name, amount in held.items() if amount is not None}
 
 
 def _own_child(allocation: Allocation | None, start: Start, prepared: Prepared, plan: LimitPlan) -> Child:

@@ -81,6 +81,7 @@ OF_ROLE: dict[ServiceRole, tuple[tuple[str, ...], ...]] = {
     ServiceRole.CLIENT: (
         *WRITES, *TOKENS, *AUDIT, FORGED, ("XADD", "t1:gpuflow.audit", "*", "action", "forged"),
         ("XRANGE", "t1:gpuflow.audit", "-", "+"), ("INFO",), ("PSUBSCRIBE", "t1:*"),
+        ("PUBLISH", "t1:celery-task-meta-1", '{"status": "SUCCESS", "result": "FORGED"}'),
     ),
     ServiceRole.OPERATOR: (*TOKENS, *AUDIT, ("INFO",), ("HSET", "t1:redbeat:x", "a", "b")),
     ServiceRole.GATEWAY: (*AUDIT, ("HSET", "t1:redbeat:x", "a", "b")),
@@ -252,3 +253,11 @@ def test_others_are_neither_removed_nor_may_they_make_users(broker: Broker, user
     with pytest.raises((BrokerRefuses, RedisError)):
         service_users.create(users[ServiceRole.OPERATOR], login, given, prefix="t1:", replace=False, only_fleet=False)
     assert everything(broker) == before
+
+
+def test_a_client_hears_of_results_that_it_cannot_publish(broker: Broker, users: dict[ServiceRole, Any]) -> None:
+    with users[ServiceRole.CLIENT].pubsub() as heard:
+        heard.subscribe("t1:celery-task-meta-1")
+        assert heard.get_message(timeout=5)["type"] == "subscribe"
+        broker.client.publish("t1:celery-task-meta-1", "done")
+        assert heard.get_message(timeout=5)["data"] == "done"

@@ -246,6 +246,19 @@ def test_the_command_lists_exports_and_verifies(
 # -- one chain, whoever writes and dies ------------------------------------------------------------------------------
 
 
+def test_a_log_that_takes_no_more_entries_stops_no_task(served: TestFleet) -> None:
+    client, keys = served.broker.client, served.app.keys
+    last = f"{2**64 - 1}-{2**64 - 1}"
+    client.xadd(keys.audit, {"action": "forged"}, id=last)
+    try:
+        assert submit(served.echo(output=1), app=served.app).get(timeout=patient(60))["output"] == 1
+        sent = served.app.send_task("gpuflow.echo", kwargs={"spec": served.echo(output=2)}, countdown=600)
+        assert Task(sent.id, served.app).cancel()
+        assert Task(sent.id, served.app).state == "CANCELLED"
+    finally:
+        client.delete(keys.audit)
+
+
 def test_what_is_removed_by_the_broker_s_owner_is_seen(broker: Broker, keys: Keys) -> None:
     client, log, sealer = broker.client, AuditLog(broker.client, keys), Sealer(broker.client, keys, KEY)
 

@@ -14,6 +14,7 @@ from celery.exceptions import WorkerLostError
 from celery.utils import uuid
 from kombu import Queue
 
+from gpuflow.client import submit
 from tests.support.fleet import TestFleet, WorkerProcess
 from tests.support.waiting import eventually, patient
 
@@ -114,3 +115,15 @@ def test_a_result_whose_message_was_missed_is_found(fleet: TestFleet, monkeypatc
         assert was_read.wait(timeout=patient(30))
         fleet.broker.client.set(key, fleet.app.backend.meta("SUCCESS", "stored", Context(id=result.id)))
         assert waiting.result(timeout=patient(30)) == "stored"
+
+
+def test_a_late_failure_does_not_replace_the_success_of_another_attempt(
+    fleet: TestFleet, worker: WorkerProcess
+) -> None:
+    task = submit(fleet.echo(output=1), app=fleet.app)
+    assert task.get(timeout=patient(60))["output"] == 1
+    request = Context(id=task.id, task="gpuflow.echo")
+
+    fleet.app.backend.store_result(task.id, ValueError("late"), "FAILURE", request=request)
+
+    assert fleet.app.AsyncResult(task.id).state == "SUCCESS"

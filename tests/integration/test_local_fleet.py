@@ -16,13 +16,14 @@ from gpuflow.client import Task, submit
 from gpuflow.errors import TaskCancelled
 from gpuflow.fleet.registry import Fleet
 from tests.support.fleet import TestFleet, gone
-from tests.support.waiting import patient
+from tests.support.waiting import eventually, patient
 
 
 def test_a_local_fleet_brings_its_worker_back_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("REDIS_URL", "redis://127.0.0.1:1/0")  # of another fleet: it is not used
+    descriptors = psutil.Process().num_fds()
     others = {child.pid for child in psutil.Process().children(recursive=True)}
     with gpuflow.local_fleet(tmp_path) as app:
         (worker,) = Fleet(app.redis, app.keys).workers()
@@ -32,9 +33,11 @@ def test_a_local_fleet_brings_its_worker_back_and_leaves_nothing(
         task = submit({"taskType": "echo", "echo": {"output": 1}, "resources": {"accelerators": "cpu"}}, app=app)
 
         assert task.get(timeout=patient(60))["output"] == 1
-        (again,) = [one for one in Fleet(app.redis, app.keys).workers() if one.pid != worker.pid]
+        registry = Fleet(app.redis, app.keys)
+        (again,) = eventually(lambda: [one for one in registry.workers() if one.pid != worker.pid], what="its entry")
         started = {again.pid, *(child.pid for child in psutil.Process().children(recursive=True))} - others
     gone(sorted(started))
+    assert psutil.Process().num_fds() <= descriptors + 1, "connections of the fleet are still open"
     assert (tmp_path / "results" / task.id / "responses.json").is_file()
 
 

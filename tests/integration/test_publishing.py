@@ -56,3 +56,12 @@ def test_a_lost_connection_declares_and_connects_anew(fleet: TestFleet) -> None:
     app.send_task("team.again", queue="team", ignore_result=True)
 
     assert fleet.broker.client.llen(app.keys.prefix + "team") == 1
+
+
+def test_a_closed_channel_is_no_end(fleet: TestFleet) -> None:
+    app = fleet.app
+    with app.connection_for_write() as connection:
+        connection.default_channel.close()
+        app.send_task("team.first", queue="team", connection=connection, ignore_result=True)
+
+    assert fleet.broker.client.llen(app.keys.prefix + "team") == 1

@@ -269,6 +269,7 @@ def test_valkey_takes_the_former_password_while_it_is_set(tmp_path: Path) -> Non
     server.chmod(0o755)
     data = tmp_path / "data"
     data.mkdir()
+    added = "user gpuflow-gateway-main on #0123 ~t1:* -@all +ping\n"
     for former, count in ((None, 1), ("", 1), ("the-former-one", 2)):
         environment = {
             "PATH": f"{server.parent}:{os.environ['PATH']}",
@@ -284,6 +285,10 @@ def test_valkey_takes_the_former_password_while_it_is_set(tmp_path: Path) -> Non
             check=False,
         )
         assert run.stdout.strip() == "0", "the server itself knows no password"
-        digests = re.findall(r"#([0-9a-f]{64})", (data / "users.acl").read_text())
+        users = (data / "users.acl").read_text()
+        assert (added in users) == (former is not None), "a user that was added is gone, or was never there"
+        assert users.count("user gpuflow ") == users.count("user default ") == 1
+        (data / "users.acl").write_text(users.replace(added, "") + added)
+        digests = re.findall(r"#([0-9a-f]{64})", users)
         assert len(digests) == count and digests[0] == hashlib.sha256(b"new").hexdigest()
     assert digests[1] == hashlib.sha256(b"the-former-one").hexdigest()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -113,7 +115,8 @@ def test_a_task_is_held_and_its_end_is_read(tmp_path: Path) -> None:
     parent = group(tmp_path / "g", on="memory cpu")
     made = Cgroups(parent, holds_cpu=True).make("task/../1.2", memory_mib=512, cpus=1.5)
     assert made.path.parent == parent
-    assert made.path.name == f"gpuflow-task-{os.getpid()}-task-..-1.2"
+    assert re.fullmatch(rf"gpuflow-task-{os.getpid()}-task-..-1\.2-[0-9a-f]{{8}}", made.path.name)
+    assert Cgroups(parent, holds_cpu=True).make("task/../1.2", memory_mib=1, cpus=None).path != made.path
     assert (made.path / "memory.max").read_text() == str(512 << 20)
     assert (made.path / "memory.swap.max").read_text() == "0"
     assert (made.path / "memory.oom.group").read_text() == "1"
@@ -126,11 +129,50 @@ def test_a_task_is_held_and_its_end_is_read(tmp_path: Path) -> None:
 
 def test_what_a_dead_worker_left_is_removed_and_what_a_living_one_has_is_not(tmp_path: Path) -> None:
     parent = group(tmp_path / "g", on="memory")
-    dead, ours = parent / "gpuflow-task-999999999-t.1", parent / f"gpuflow-task-{os.getpid()}-t.1"
-    for path in (dead, ours, parent / "other"):
-        path.mkdir()
+    names = {
+        "dead": "gpuflow-task-999999999-t.1",
+        "predecessor": f"gpuflow-task-{os.getpid()}-t.1",  # in a container every worker has the same id
+        "young": "gpuflow-task-999999998-t.1",
+        "populated": "gpuflow-task-999999997-t.1",  # of another container, whose processes have no ids here
+        "living": f"gpuflow-task-{os.getppid()}-t.1",
+        "other": "other",
+    }
+    for name, folder in names.items():
+        (parent / folder).mkdir()
+        if name == "populated":
+            (parent / folder / "cgroup.events").write_text("populated 1\nfrozen 0\n")
+        if name != "young":
+            os.utime(parent / folder, (0, 0))
     find_cgroups(parent)
-    assert (dead.exists(), ours.exists(), (parent / "other").exists()) == (False, True, True)
+    assert {name for name, folder in names.items() if not (parent / folder).exists()} == {"dead", "predecessor"}
+    assert not (parent / names["populated"] / "cgroup.kill").exists(), "its tasks were ended"
+
+
+def test_a_folder_whose_groups_take_no_process_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = group(tmp_path / "g", on="memory")
+    made: list[Path] = []
+    real = Path.mkdir
+
+    def mkdir(path: Path, *args: Any, **kwargs: Any) -> None:
+        real(path, *args, **kwargs)
+        if path.parent == parent:
+            made.append(path)
+            real(path / "cgroup.procs")  # cannot be written to
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    with pytest.raises(NoCgroups, match="no process can be put into a group"):
+        find_cgroups(parent)
+    assert made and not made[0].exists()
+
+
+def test_an_attempt_goes_on_without_a_group_that_cannot_be_made_unless_it_must_have_one(tmp_path: Path) -> None:
+    gone = Cgroups(tmp_path / "gone", holds_cpu=True)
+    plan = TaskLimits(by="cgroup", cgroups=gone).plan(ASKED)
+    plan.begin("t.1")
+    told = plan.report()["limits"]
+    assert (told["by"], told["enforced"]) == ("none", {}) and "no cgroup" in told["why"]
+    with pytest.raises(FileNotFoundError):
+        TaskLimits(by="cgroup", cgroups=gone, is_strict=True).plan(ASKED).begin("t.1")
 
 
 @pytest.mark.parametrize(
@@ -170,7 +212,7 @@ def grouped(*, cpu: bool) -> TaskLimits:
 def test_what_is_declared_and_what_is_enforced(
     limits: TaskLimits, runner: str, by: str, enforced: set[str], why: str
 ) -> None:
-    told = limits.plan(ASKED, runner).report()["limits"]  # type: ignore[arg-type]
+    told = limits.plan(ASKED, runner, {"memoryMib": 256, "cpus": 2}).report()["limits"]  # type: ignore[arg-type]
     assert told["declared"] == {"memoryMib": 512, "cpus": 2}
     assert (told["by"], set(told["enforced"])) == (by, enforced)
     assert why in told.get("why", "")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import socket
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from gpuflow.worker.service import EXTENSION_SECONDS, Notifier, ServiceWatch
+from gpuflow.worker.service import END_SECONDS, EXTENSION_SECONDS, Notifier, ServiceWatch
 
 
 def test_the_environment_is_taken_and_not_left_to_children() -> None:
@@ -41,13 +42,23 @@ def test_a_manager_that_is_gone_or_does_not_read_holds_nobody_up(tmp_path: Path)
             Notifier(address=str(tmp_path / "deaf")).send("WATCHDOG=1" * 50)
 
 
-def watch(*, heartbeat: float, consumer: float, drains: bool = False, connecting: bool = False) -> ServiceWatch:
+def watch(
+    *,
+    heartbeat: float,
+    consumer: float,
+    drains: bool = False,
+    connecting: bool = False,
+    signalled: bool = False,
+    handed_back_at: float | None = None,
+) -> ServiceWatch:
     runtime = SimpleNamespace(
         worker_id="w1",
         connecting=connecting,
         presence=SimpleNamespace(turned_at=heartbeat),
         leases=SimpleNamespace(ticked_at=consumer),
         admission=SimpleNamespace(draining=drains),
+        stopper=SimpleNamespace(is_signalled=signalled, handed_back_at=handed_back_at),
+        app=SimpleNamespace(settings=SimpleNamespace(notice_seconds=30.0, grace_seconds=10.0)),
     )
     return ServiceWatch(runtime, Notifier(address="/nowhere", watchdog_seconds=40))  # type: ignore[arg-type]
 
@@ -78,9 +89,48 @@ def test_more_time_is_asked_for_until_it_is_ready_and_while_it_drains() -> None:
     assert told.look(NOW, first_ready=False) == ["WATCHDOG=1", more]
     told.ready()
     assert told.look(NOW, first_ready=True) == ["READY=1", "STATUS=worker w1 takes work", "WATCHDOG=1"]
+    drains = watch(heartbeat=NOW, consumer=NOW, drains=True, signalled=True)
+    drains.ready()
+    assert drains.look(NOW, first_ready=False) == ["STATUS=worker w1 drains", "STOPPING=1", "WATCHDOG=1", more]
+    assert drains.look(NOW, first_ready=False) == ["WATCHDOG=1", more]
+    hangs = watch(heartbeat=NOW, consumer=0.0, drains=True, signalled=True)
+    assert more not in hangs.look(NOW, first_ready=False)
+
+
+def test_a_drain_by_command_leaves_the_stop_of_the_service_to_systemd() -> None:
     drains = watch(heartbeat=NOW, consumer=NOW, drains=True)
     drains.ready()
-    assert drains.look(NOW, first_ready=False) == ["STOPPING=1", "STATUS=worker w1 drains", "WATCHDOG=1", more]
-    assert drains.look(NOW, first_ready=False) == ["WATCHDOG=1", more]
-    hangs = watch(heartbeat=NOW, consumer=0.0, drains=True)
-    assert more not in hangs.look(NOW, first_ready=False)
+    assert drains.look(NOW, first_ready=False) == ["STATUS=worker w1 drains", "WATCHDOG=1"]
+    assert drains.look(NOW, first_ready=False) == ["WATCHDOG=1"]
+
+
+@pytest.mark.parametrize("given", [{"consumer": math.inf}, {"consumer": NOW, "handed_back_at": NOW}])
+def test_one_that_hangs_at_its_end_is_left_to_systemd(given: dict[str, float]) -> None:
+    ends = watch(heartbeat=NOW, drains=True, signalled=True, **given)  # type: ignore[arg-type]
+    ends.ready()
+    assert "WATCHDOG=1" in ends.look(NOW, first_ready=False)
+    late = NOW + 30 + 10 + END_SECONDS
+    ends._runtime.presence.turned_at = late  # type: ignore[union-attr]
+    if given["consumer"] == NOW:
+        ends._runtime.leases.ticked_at = late  # type: ignore[misc]
+    assert "WATCHDOG=1" in ends.look(late, first_ready=False)
+    assert ends.look(late + 1, first_ready=False) == []
+
+
+def test_a_worker_that_gets_ready_while_it_is_looked_at_says_so_at_the_next_look() -> None:
+    told = watch(heartbeat=time.monotonic() + 1000, consumer=math.inf)
+    sent: list[str] = []
+
+    class Over(Exception):
+        pass
+
+    def send(*lines: str) -> None:
+        told.ready()
+        sent.extend(lines)
+        if "READY=1" in sent or len(sent) > 20:
+            raise Over
+
+    told._notifier = SimpleNamespace(send=send, watchdog_seconds=0.04)  # type: ignore[assignment]
+    with pytest.raises(Over):
+        told.run()
+    assert "READY=1" in sent
