@@ -117,9 +117,7 @@ def test_a_result_whose_message_was_missed_is_found(fleet: TestFleet, monkeypatc
         assert waiting.result(timeout=patient(30)) == "stored"
 
 
-def test_a_late_failure_does_not_replace_the_success_of_another_attempt(
-    fleet: TestFleet, worker: WorkerProcess
-) -> None:
+def test_a_late_failure_does_not_replace_the_success_of_another(fleet: TestFleet, worker: WorkerProcess) -> None:
     task = submit(fleet.echo(output=1), app=fleet.app)
     assert task.get(timeout=patient(60))["output"] == 1
     request = Context(id=task.id, task="gpuflow.echo")
