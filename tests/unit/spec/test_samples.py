@@ -13,13 +13,13 @@ from gpuflow.spec.sections import TRAINING_SCHEMAS
 
 SAMPLES = {
     "pipeline": 0,
-    "flowmesh_all_arguments": 1,
+    "flowmesh_all_arguments": 2,
     "flowmesh_conditional": 0,
     "flowmesh_graph": 1,
     "flowmesh_lora_then_inference": 1,
     "mloc_cpu_inference": 0,
     "mloc_infer_then_dpo": 4,
-    "mloc_ppo": 4,
+    "mloc_ppo": 2,
     "mloc_rag": 2,
     "mloc_sft_multi_gpu": 2,
 }

@@ -73,7 +73,7 @@ class Worker:
             admission=admission,
             machine_gpus=MachineGpus(()),
             hardware=SimpleNamespace(hostname="box", gpus=()),
-            offering=SimpleNamespace(to_dict=dict),
+            offering=SimpleNamespace(to_dict=dict, secrets=()),
             worker_id="w",
             ephemeral=False,
             asked_queues=None,
