@@ -224,7 +224,15 @@ def test_in_a_mixed_fleet_code_finds_the_open_worker(fleet: TestFleet, worker: W
 def test_a_variable_of_the_worker_is_no_secret_of_a_task(fleet: TestFleet, worker: WorkerProcess, name: str) -> None:
     spec = {**fleet.echo(report_env=[name]), "secrets": [name], "retry": {"max_attempts": 5}}
 
-    message = refused(submit(spec, app=fleet.app), "GPUFLOW_ALLOW_SECRETS")
+    task = submit(spec, app=fleet.app)
+    (answer,) = explain(task.id, app=fleet.app)
+    (here,) = [one for one in answer.workers if one.worker == "closed"]
+    assert (answer.outcome, here.kind) == ("cannot", "not_allowed") and f"GPUFLOW_SECRET_{name}" in here.text
+    assert "not-for-tasks" not in str(answer.to_dict())
+    submit(fleet.echo(output=1), app=fleet.app).get(timeout=patient(30))
+    assert task.state == "QUEUED", "a worker took a task whose secret it does not give"
+    task.cancel()
+    message = refused(straight(fleet, spec), "GPUFLOW_ALLOW_SECRETS")
 
     assert f"GPUFLOW_SECRET_{name}" in message and "not-for-tasks" not in message
 
