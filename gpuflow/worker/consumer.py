@@ -57,6 +57,7 @@ class Consumer(CeleryConsumer):  # type: ignore[misc]
         A login that was never taken is wrong. One that was is waited for: a password may be about to come back.
         """
         began: float | None = None
+        is_fresh = False
         while True:
             maybe_shutdown()
             try:
@@ -78,7 +79,11 @@ class Consumer(CeleryConsumer):  # type: ignore[misc]
                     raise WorkerShutdown(TOKEN_REFUSED) from None
                 time.sleep(LOGIN_SECONDS)
             except RedisError:
-                return  # Celery tells of it, and tries again
+                if is_fresh:
+                    return  # Celery tells of it, and tries again
+                # The connections of a token that was replaced are cut: what a new one is told counts.
+                is_fresh = True
+                self.app.redis.connection_pool.disconnect(inuse_connections=False)
 
     def create_task_handler(self, *args: Any, **kwargs: Any) -> Callable[[Any], Any]:
         """Return what takes each message; an error of the message is told apart from one of the line."""

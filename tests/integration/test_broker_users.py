@@ -52,7 +52,7 @@ class Steps:
 
     def __init__(self, broker: Any) -> None:
         self._url, self._client = broker.url, broker.client
-        self._users: dict[str, str] = {}
+        self._users: dict[str, set[str]] = defaultdict(set)
         self._calls: list[tuple[str, str]] = []
         self._stop = threading.Event()
         self._reads = threading.Event()
@@ -83,12 +83,15 @@ class Steps:
     def _look(self) -> None:
         with redis.Redis.from_url(self._url, decode_responses=True) as client:
             while not self._stop.wait(0.01):
-                self._users.update({one["addr"]: one["user"] for one in client.client_list()})
+                for one in client.client_list():
+                    self._users[one["addr"]].add(one["user"])
 
     def by_user(self) -> dict[str, set[str]]:
         found: dict[str, set[str]] = defaultdict(set)
         for address, sha in self._calls:
-            found[self._users.get(address, "")].add(sha)
+            users = self._users[address]
+            if len(users) == 1:  # an address may be given again, to a connection of another user
+                found[next(iter(users))].add(sha)
         return found
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
+from kombu import pools
 
 import gpuflow
 from gpuflow.client import Task, submit
@@ -23,7 +24,7 @@ def test_a_local_fleet_brings_its_worker_back_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("REDIS_URL", "redis://127.0.0.1:1/0")  # of another fleet: it is not used
-    descriptors = psutil.Process().num_fds()
+    addresses = set(map(str, pools.connections))
     others = {child.pid for child in psutil.Process().children(recursive=True)}
     with gpuflow.local_fleet(tmp_path) as app:
         (worker,) = Fleet(app.redis, app.keys).workers()
@@ -37,7 +38,7 @@ def test_a_local_fleet_brings_its_worker_back_and_leaves_nothing(
         (again,) = eventually(lambda: [one for one in registry.workers() if one.pid != worker.pid], what="its entry")
         started = {again.pid, *(child.pid for child in psutil.Process().children(recursive=True))} - others
     gone(sorted(started))
-    assert psutil.Process().num_fds() <= descriptors + 1, "connections of the fleet are still open"
+    assert set(map(str, pools.connections)) == addresses, "connections of the fleet are still kept"
     assert (tmp_path / "results" / task.id / "responses.json").is_file()
 
 
