@@ -14,7 +14,7 @@ from typing import Final
 
 from kombu import pools
 
-from gpuflow.broker.connection import forget_producers
+from gpuflow.broker.connection import producer_pools
 from gpuflow.celery_app import GPUFlow
 from gpuflow.cluster import LocalCluster
 from gpuflow.errors import GPUFlowError
@@ -64,12 +64,13 @@ def local_fleet(
 def _disconnect(app: GPUFlow) -> None:
     """Close all connections of the app; kombu's pools, which are of the process, would keep theirs."""
     producers = app.amqp.producer_pool
-    address = producers.connections.connection
+    own = (producers, producers.connections, app.pool)
     app.backend.result_consumer.stop()
-    for pool in (producers, producers.connections):
+    for pool in own:
         pool.force_close_all()
-    pools.connections.pop(address, None)
-    forget_producers(address)
+    for kept in (pools.connections, producer_pools):
+        for address in [address for address, pool in kept.items() if any(pool is one for one in own)]:
+            dict.pop(kept, address)  # by the key itself: `del` takes the connection of which that was made
     app.close()
     app.redis.close()
 

@@ -98,12 +98,8 @@ class _ProducerPools(PoolGroup):  # type: ignore[misc]
         return LeasedProducerPool(connections[connection], limit=limit)
 
 
-_pools: Final = register_group(_ProducerPools(limit=use_global_limit))
-
-
-def forget_producers(address: Any) -> None:
-    """Forget the pool of producers on a connection whose broker has gone for good."""
-    _pools.pop(address, None)
+#: The pools of producers of this process, by the connections that they are for.
+producer_pools: Final = register_group(_ProducerPools(limit=use_global_limit))
 
 
 class LeasedAMQP(AMQP):  # type: ignore[misc]
@@ -118,7 +114,7 @@ class LeasedAMQP(AMQP):  # type: ignore[misc]
     def producer_pool(self) -> LeasedProducerPool:
         """The producers of the app."""
         if self._producer_pool is None:
-            self._producer_pool = _pools[self.app.connection_for_write()]
+            self._producer_pool = producer_pools[self.app.connection_for_write()]
             self._producer_pool.limit = self.app.pool.limit
         return self._producer_pool
 
