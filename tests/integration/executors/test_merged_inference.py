@@ -42,9 +42,9 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
         made.loads += 1
         return load_model(*arguments)
 
-    def answered(self: Any, texts: Any, watch: Any) -> Any:
+    def answered(self: Any, texts: Any, *more: Any) -> Any:
         made.batches.append(len(texts))
-        return answer(self, texts, watch)
+        return answer(self, texts, *more)
 
     monkeypatch.setattr(loading, "load_model", loaded)
     monkeypatch.setattr(Engine, "answer", answered)
@@ -170,13 +170,13 @@ def test_a_batch_that_fails_is_answered_child_by_child(
     made: list[weakref.ref[Counts]] = []
     left: list[int] = []
 
-    def fragile(self: Any, texts: Any, watch: Any) -> Any:
+    def fragile(self: Any, texts: Any, *more: Any) -> Any:
         left.append(sum(1 for one in made if one() is not None))
         tensor = Counts()
         made.append(weakref.ref(tensor))
         if len(texts) > 1 or "Bad" in texts[0].text:
             raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return answer(self, texts, watch)
+        return answer(self, texts, *more)
 
     monkeypatch.setattr(Engine, "answer", fragile)
 
