@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import warnings
 import weakref
 from collections.abc import Callable
@@ -109,6 +110,21 @@ def test_other_sampling_is_another_batch_of_the_same_model(merge: Merge, counts:
     assert counts.loads == 1
     assert sorted(counts.batches) == [1, 2]
     assert together["b"]["items"][0]["usage"]["completion_tokens"] <= 2
+
+
+def test_each_call_of_a_batch_has_its_own_structure(merge: Merge, counts: Counts) -> None:
+    together = merge(
+        a=call("Hello", structured_outputs={"regex": "[ab]{3}"}),
+        b=call("Hello", "Hi", structured_outputs={"choice": ["yes", "no"]}),
+        free=call("Hello"),
+        wrong=call("Hello", structured_outputs={"json": {"type": "integer", "minimum": 5, "maximum": 1}}),
+    )
+
+    assert counts.batches == [4]
+    assert re.fullmatch("[ab]{3}", outputs(together["a"])[0])
+    assert set(outputs(together["b"])) <= {"yes", "no"}
+    assert outputs(together["free"]) == outputs(merge(free=call("Hello"))["free"])
+    assert "greater than maximum" in together["wrong"]["error"]["message"]
 
 
 def test_a_seeded_call_gets_the_answer_that_it_would_get_alone(merge: Merge) -> None:

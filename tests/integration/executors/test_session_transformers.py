@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -117,6 +118,8 @@ def test_an_abort_ends_one_request_alone(caller: Caller) -> None:
     [
         ({"inference": {"top_p": 7}}, "BadInput", "top_p"),
         ({"inference": {"logit_bias": {}}}, "BadInput", "logit_bias"),
+        ({"inference": {"structured_outputs": {"regex": "("}}}, "BadInput", "unclosed group"),
+        ({"inference": {"structured_outputs": {"grammar": "start: x"}}}, "BadInput", "engine vllm"),
         ({"data": {"type": "jsonl", "path": "/there/is/none.jsonl"}}, "BadInput", "none.jsonl"),
         ({"model": {"source": {"identifier": "other/model"}}}, "BadRequest", "other/model"),
         ({"model": {"adapters": [{"path": "/nowhere"}]}}, "BadInput", "/nowhere"),
@@ -131,6 +134,36 @@ def test_a_bad_request_fails_alone(caller: Caller, bad: dict[str, Any], kind: st
     assert (error["type"], error["retryable"]) == (kind, kind == "BadRequest")
     assert says in error["message"]
     assert outputs(caller.session.result("good"))
+
+
+def test_each_request_has_its_own_structure(caller: Caller) -> None:
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 22]}}, "required": ["n"]}
+    closed = {"json": schema, "disable_any_whitespace": True, "disable_additional_properties": True}
+    plain = outputs(caller.ask("plain", "Hello Ana", max_tokens=24))
+    asked = {
+        "json": {"structured_outputs": closed, "stream": True},
+        "regex": {"structured_outputs": {"regex": "[ab]{3}"}},
+        "choice": {"structured_outputs": {"choice": ["yes", "no"]}, "temperature": 1.0, "seed": 3},
+        "free": {},
+    }
+    for id, options in asked.items():
+        caller.run(id, "Hello Ana", "Dear Bo", **{"max_tokens": 24, **options})
+
+    found = {id: caller.session.result(id) for id in asked}
+
+    assert all(json.loads(text) in ({"n": 1}, {"n": 22}) for text in outputs(found["json"]))
+    assert streamed(caller.session, "json", 1) == outputs(found["json"])[1]
+    assert all(re.fullmatch("[ab]{3}", text) for text in outputs(found["regex"]))
+    assert set(outputs(found["choice"])) <= {"yes", "no"}
+    assert outputs(found["free"])[0] == plain[0]
+    assert all("warnings" not in result for result in found.values())
+
+
+def test_an_answer_whose_structure_is_cut_off_is_told(caller: Caller) -> None:
+    result = caller.ask("cut", "Hello", structured_outputs={"regex": "[ab]{30}"}, max_tokens=5)
+
+    assert result["items"][0]["finish_reason"] == "length"
+    assert "1 of 1 answers ended at max_tokens" in result["warnings"][0]
 
 
 def test_a_seeded_answer_does_not_depend_on_who_else_is_there(caller: Caller) -> None:
