@@ -51,8 +51,20 @@ SCHEMAS = [
 ]
 
 
+@pytest.fixture
+def one_thread():
+    """Threads that wait for one another cost a model this small more than they bring, the more so on a busy machine."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_every_answer_of_a_random_model_fits_its_schema(tiny_model):
-    """Each row of a batch has a schema of its own; greedy and sampled, several answers each."""
+    """Each row of a batch has a schema of its own; greedy and sampled, several answers each, against other rules."""
     from transformers import AutoModelForCausalLM
 
     from executors.generation.engine import Engine, Weights
@@ -66,8 +78,8 @@ def test_every_answer_of_a_random_model_fits_its_schema(tiny_model):
     asked = [{"json": schema, "disable_any_whitespace": True} for schema in SCHEMAS]
     prompts = [Rendered(text=text, templated=False) for text in ("Hello", "Good morning")] * 10
     structures = [read_sampling({"structured_outputs": one}).structured for one in asked]
-    ways = [Sampling(max_tokens=200, temperature=0), Sampling(max_tokens=200, n=3, seed=1, min_tokens=2)]
-    for sampling in [*ways, Sampling(max_tokens=200, temperature=0, ignore_eos=True, no_repeat_ngram_size=1)]:
+    greedy = Sampling(max_tokens=100, temperature=0, ignore_eos=True, no_repeat_ngram_size=1)
+    for sampling in [greedy, Sampling(max_tokens=100, n=2, seed=1, min_tokens=2)]:
         engine = Engine(weights, sampling)
         answers = engine.answer(prompts, lambda rows: None, structures)
         for schema, rows in zip(SCHEMAS, answers, strict=True):
