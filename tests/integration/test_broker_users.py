@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,8 +54,9 @@ class Steps:
 
     def __init__(self, broker: Any) -> None:
         self._url, self._client = broker.url, broker.client
-        self._users: dict[str, set[str]] = defaultdict(set)
-        self._calls: list[tuple[str, str]] = []
+        #: Address -> from when until when (monotonic seconds) whose connection it was.
+        self._spans: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
+        self._calls: list[tuple[float, str, str]] = []
         self._stop = threading.Event()
         self._reads = threading.Event()
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._listen, self._look)]
@@ -76,23 +79,32 @@ class Steps:
             for told in monitor.listen():
                 if told["client_type"] != "lua" and told["command"][:8].upper() == "EVALSHA ":
                     address = f"{told['client_address']}:{told['client_port']}"
-                    self._calls.append((address, told["command"].split(" ", 2)[1]))
+                    self._calls.append((time.monotonic(), address, told["command"].split(" ", 2)[1]))
                 if self._stop.is_set():
                     return
 
     def _look(self) -> None:
         with redis.Redis.from_url(self._url, decode_responses=True) as client:
             while not self._stop.wait(0.01):
-                for one in client.client_list():
-                    self._users[one["addr"]].add(one["user"])
+                found, now = client.client_list(), time.monotonic()
+                for one in found:
+                    spans = self._spans[one["addr"]]
+                    same = bool(spans) and spans[-1][2] == one["user"]
+                    spans[-1 if same else len(spans) :] = [(spans[-1][0] if same else now, now, one["user"])]
 
     def by_user(self) -> dict[str, set[str]]:
         found: dict[str, set[str]] = defaultdict(set)
-        for address, sha in self._calls:
-            users = self._users[address]
-            if len(users) == 1:  # an address may be given again, to a connection of another user
-                found[next(iter(users))].add(sha)
+        for at, address, sha in self._calls:
+            found[self._user_at(address, at)].add(sha)
         return found
+
+    def _user_at(self, address: str, at: float) -> str:
+        """The user whose connection this was at that moment: an address is given again, and begins as `default`."""
+        spans = [
+            (max(start - at, at - end, 0.0), user) for start, end, user in self._spans[address] if user != "default"
+        ]
+        seconds, user = min(spans, default=(math.inf, ""))
+        return user if seconds < 1 else ""
 
 
 def refusals(fleet: TestFleet) -> list[tuple[str, str, str]]:
