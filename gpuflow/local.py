@@ -5,9 +5,8 @@ For notebooks, services on one machine and tests of pipelines. `gpuflow run` and
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Final
@@ -19,6 +18,7 @@ from gpuflow.celery_app import GPUFlow
 from gpuflow.cluster import LocalCluster
 from gpuflow.errors import GPUFlowError
 from gpuflow.logs import get_logger
+from gpuflow.repeating import repeating
 from gpuflow.settings import Settings
 
 log = get_logger("gpuflow.local")
@@ -75,23 +75,15 @@ def _disconnect(app: GPUFlow) -> None:
     app.redis.close()
 
 
-@contextmanager
-def _tended(cluster: LocalCluster) -> Iterator[None]:
-    """Bring back what ends, in a thread that is over before the cluster is stopped."""
-    over = threading.Event()
+def _tended(cluster: LocalCluster) -> AbstractContextManager[None]:
+    """Return a context in which what ends is brought back."""
 
-    def tend() -> None:
-        while not over.wait(_TEND_SECONDS):
-            try:
-                cluster.tend()
-            except GPUFlowError as error:
-                log.error("local_fleet_failed", error=str(error))
-                return
+    def tend() -> bool:
+        try:
+            cluster.tend()
+        except GPUFlowError as error:
+            log.error("local_fleet_failed", error=str(error))
+            return False
+        return True
 
-    thread = threading.Thread(target=tend, name="gpuflow-local-fleet", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+    return repeating(tend, _TEND_SECONDS, "gpuflow-local-fleet")

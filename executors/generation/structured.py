@@ -44,6 +44,7 @@ class Grammars:
         self._end_tokens = list(end_tokens)
         self._vocabulary = vocabulary
         self._lock = threading.Lock()
+        self._reading = threading.Lock()
         self._tokens: Any = None
         self._compiled: OrderedDict[str, Any] = OrderedDict()
 
@@ -58,14 +59,15 @@ class Grammars:
 
     def _get(self, structured: str) -> Any:
         with self._lock:
-            found = self._compiled.get(structured)
-            if found is None:
-                found = self._compiled[structured] = self._compile(structured)
-                if len(self._compiled) > _KEPT:
-                    self._compiled.popitem(last=False)
-            else:
+            if structured in self._compiled:
                 self._compiled.move_to_end(structured)
-            return found
+                return self._compiled[structured]
+        made = self._compile(structured)  # without the lock: it may take long, and others answer meanwhile
+        with self._lock:
+            self._compiled[structured] = made
+            if len(self._compiled) > _KEPT:
+                self._compiled.popitem(last=False)
+        return made
 
     def _compile(self, structured: str) -> Any:
         try:
@@ -77,8 +79,9 @@ class Grammars:
             ) from error
         grammar = _grammar(json.loads(structured))
         _try(grammar)
-        if self._tokens is None:
-            self._tokens = self._read_tokenizer()
+        with self._reading:
+            if self._tokens is None:
+                self._tokens = self._read_tokenizer()
         matcher = llguidance.LLMatcher(self._tokens, grammar, log_level=0)
         if matcher.is_error():
             raise _refused(matcher.get_error())

@@ -187,10 +187,7 @@ def _show(login: ServiceLogin, as_json: bool, *, with_line: bool) -> None:
         return
     output.pairs({"user": login.user, "REDIS_URL": login.url, **({"line": login.line} if with_line else {})})
     output.note("the address is shown once; give it to that process alone, as REDIS_URL")
-    if login.connections_cut:
-        output.note(f"{login.connections_cut} connections of {login.user} were cut")
-    for warning in login.warnings:
-        output.note(warning)
+    output.note_login(login.user, login.connections_cut, login.warnings)
     if not login.is_kept:
         output.note(
             "the broker forgets its users when it is restarted; set `aclfile` there, or put the line of "

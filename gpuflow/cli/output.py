@@ -31,6 +31,14 @@ def note(text: object) -> None:
     click.echo(clean(text), err=True)
 
 
+def note_login(name: str, connections_cut: int, warnings: Sequence[str]) -> None:
+    """Print what a new login at the broker has done to the one before, and what to look to."""
+    if connections_cut:
+        note(f"{connections_cut} connections of {name} were cut")
+    for warning in warnings:
+        note(warning)
+
+
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]], empty: str = "") -> None:
     """Print rows in columns; `empty` when there are none (on stderr)."""
     cells = [[one_line(cell, 300) for cell in row] for row in rows]

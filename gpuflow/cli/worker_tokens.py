@@ -122,9 +122,6 @@ def _show(login: Login, as_json: bool) -> None:
     command = " ".join(["celery -A gpuflow worker --name", record.name, *options])
     output.pairs({"token": login.token.text, "REDIS_URL": login.url, "start": command})
     output.note("this is shown once; give both to the worker alone, as REDIS_URL and GPUFLOW_WORKER_TOKEN")
-    if login.connections_cut:
-        output.note(f"{login.connections_cut} connections of {record.name} were cut")
-    for warning in login.warnings:
-        output.note(warning)
+    output.note_login(record.name, login.connections_cut, login.warnings)
     if not login.is_kept:
         output.note("the broker does not keep its users over a restart: `celery -A gpuflow beat` makes them again")

@@ -11,8 +11,8 @@ import os
 import re
 import shutil
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Final
 from gpuflow.environments.attached import attached_module
 from gpuflow.environments.places import interpreter
 from gpuflow.errors import GPUFlowError
+from gpuflow.repeating import repeating
 
 #: How often what has arrived is counted, in seconds.
 _LOOK_SECONDS: Final = 0.5
@@ -135,24 +136,15 @@ class _Reader:
         """Return the last lines."""
         return self._lines
 
-    @contextlib.contextmanager
-    def looking(self) -> Iterator[None]:
+    def looking(self) -> AbstractContextManager[None]:
         """Tell, from a thread, how far pip is, as long as the block lasts."""
-        over = threading.Event()
 
-        def look() -> None:
-            while True:
-                self._tell(self._progress())
-                if over.wait(_LOOK_SECONDS):
-                    return
+        def look() -> bool:
+            self._tell(self._progress())
+            return True
 
-        thread = threading.Thread(target=look, name="pip-progress", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
+        look()
+        return repeating(look, _LOOK_SECONDS, "pip-progress")
 
     def _progress(self) -> Progress:
         if self._installing:

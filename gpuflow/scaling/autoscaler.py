@@ -8,11 +8,11 @@ by its id, and exists once.
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -27,6 +27,7 @@ from gpuflow.fleet.hardware import probe
 from gpuflow.fleet.identity import fleet_tag
 from gpuflow.fleet.registry import Fleet
 from gpuflow.logs import get_logger
+from gpuflow.repeating import repeating
 from gpuflow.routing.capability import Capability
 from gpuflow.scaling import snapshot as snapshots
 from gpuflow.scaling.decide import decide
@@ -183,28 +184,20 @@ class Autoscaler(threading.Thread):
 
     # -- machines ----------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _leading(self) -> Iterator[None]:
+    def _leading(self) -> AbstractContextManager[None]:
         """Go on to lead while a provisioner is asked, which may take longer than a term; in the same epoch alone."""
-        is_done = threading.Event()
 
-        def go_on() -> None:
-            while not is_done.wait(self._step_seconds):
-                try:
-                    self._leader.go_on()
-                except NoLeader:
-                    self._leader.epoch = 0
-                    return
-                except RedisError as error:
-                    log.warning("scaling_not_done", cause=str(error))
+        def go_on() -> bool:
+            try:
+                self._leader.go_on()
+            except NoLeader:
+                self._leader.epoch = 0
+                return False
+            except RedisError as error:
+                log.warning("scaling_not_done", cause=str(error))
+            return True
 
-        helper = threading.Thread(target=go_on, name="gpuflow-leading", daemon=True)
-        helper.start()
-        try:
-            yield
-        finally:
-            is_done.set()
-            helper.join()
+        return repeating(go_on, self._step_seconds, "gpuflow-leading")
 
     def _source(self, provisioner: Provisioner) -> _Source:
         try:

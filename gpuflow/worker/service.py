@@ -20,7 +20,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -60,19 +60,6 @@ class Notifier:
             made.sendto("\n".join(lines).encode(), self.address)
 
 
-class Loops:
-    """When the loops of the worker were last seen to go on (monotonic seconds)."""
-
-    def __init__(self, heartbeat: Callable[[], float], consumer: Callable[[], float]) -> None:
-        self._heartbeat, self._consumer = heartbeat, consumer
-
-    def stuck(self, now: float, within_seconds: float) -> str:
-        """Return the loop that has not gone on within this time, or ""."""
-        if now - self._heartbeat() > within_seconds:
-            return "the heartbeat thread"
-        return "the consumer loop" if now - self._consumer() > within_seconds else ""
-
-
 class ServiceWatch(threading.Thread):
     """Sends what systemd is to know, until the process ends."""
 
@@ -83,8 +70,6 @@ class ServiceWatch(threading.Thread):
         self._is_ready = self._is_stopping = self._drains = False
         self._ended_at: float | None = None
         self._wake = threading.Event()
-        presence = lambda: runtime.presence.turned_at if runtime.presence is not None else time.monotonic()  # noqa: E731
-        self._loops = Loops(presence, lambda: runtime.leases.ticked_at if not runtime.connecting else time.monotonic())
 
     def ready(self) -> None:
         """Say that work is taken; called each time that the consumer is ready, and said once."""
@@ -109,7 +94,7 @@ class ServiceWatch(threading.Thread):
         drains, stopper = self._runtime.admission.draining, self._runtime.stopper
         is_signalled = stopper is not None and stopper.is_signalled
         limit = (self._notifier.watchdog_seconds or 2 * EXTENSION_SECONDS) / 2
-        stuck = self._loops.stuck(now, limit)
+        stuck = self._stuck(now, limit)
         if first_ready:
             lines += ["READY=1", f"STATUS=worker {self._runtime.worker_id} takes work"]
         if drains and not self._drains:
@@ -128,6 +113,13 @@ class ServiceWatch(threading.Thread):
         if is_signalled or not self._is_ready:
             lines.append(f"EXTEND_TIMEOUT_USEC={EXTENSION_SECONDS * 1e6:.0f}")
         return lines
+
+    def _stuck(self, now: float, within_seconds: float) -> str:
+        """Return the loop that has not gone on within this time, or ""."""
+        runtime = self._runtime
+        if runtime.presence is not None and now - runtime.presence.turned_at > within_seconds:
+            return "the heartbeat thread"
+        return "the consumer loop" if not runtime.connecting and now - runtime.leases.ticked_at > within_seconds else ""
 
     def _is_overdue(self, now: float) -> bool:
         """Whether the worker should have gone by now."""

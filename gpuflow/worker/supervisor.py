@@ -324,10 +324,8 @@ class Delivery:
         Where a limit of this worker may be the cause, the error names its setting.
         """
         if outcome.error is not None and outcome.stop is None:
-            held = self.limits.enforced.get("memoryMib") if self.limits.by == "address-space" else None
             settings = self.runtime.app.settings
-            if held is not None and settings.child_max_memory is not None:
-                held = held if held < settings.child_max_memory >> 20 else None  # the lower one is what was hit
+            held = self.limits.address_space_mib(settings.child_max_memory)
             outcome = replace(outcome, error=explained(outcome.error, settings, outcome.log_tail, held_to_mib=held))
         if outcome.completed:
             result = named_by_engine(outcome.result, start.engine, merged=MERGED in self.spec)

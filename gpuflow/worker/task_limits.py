@@ -63,6 +63,11 @@ class LimitPlan:
         memory = self.enforced.get("memoryMib") if self.by == "address-space" else None
         return {} if memory is None else {"RLIMIT_DATA": int(memory) << 20}
 
+    def address_space_mib(self, other_bytes: int | None) -> float | None:
+        """Return what each process is held to, unless a limit of others, in bytes, is lower and was hit before."""
+        memory = self.enforced.get("memoryMib") if self.by == "address-space" else None
+        return None if memory is None or (other_bytes is not None and other_bytes >> 20 <= memory) else memory
+
     def report(self) -> dict[str, Any]:
         """Return what stands in the result: empty for a task that declares nothing."""
         if not self.declared:

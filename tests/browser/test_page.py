@@ -10,7 +10,6 @@ import contextlib
 import http.server
 import json
 import os
-import shutil
 import signal
 import subprocess
 import threading
@@ -24,10 +23,10 @@ import pytest
 
 from gpuflow.gateway.login import read_login
 from tests.integration.test_cli import Shell
+from tests.support.browser_page import browser_program
 from tests.support.waiting import eventually, patient
 
 PAGE: Final = (Path(__file__).parent / "page.html").read_text()
-BROWSERS: Final = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 #: A name of another site, which resolves to this machine.
 REBOUND: Final = "rebound.example"
 TASK: Final = {"args": [], "kwargs": {"spec": {"taskType": "echo", "echo": {"output": "by a page"}}}}
@@ -78,10 +77,7 @@ class Site:
 @contextlib.contextmanager
 def browser(folder: Path, *urls: str) -> Iterator[None]:
     """Open pages in Chromium, in a profile of their own."""
-    program = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if program is None:
-        assert os.environ.get("CI") != "true", f"no browser is installed; install one of {', '.join(BROWSERS)}"
-        pytest.skip(f"no browser is installed; install one of {', '.join(BROWSERS)}")
+    program = browser_program()
     rules = f"MAP {REBOUND} 127.0.0.1, MAP evil.example 127.0.0.1"
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
                "--remote-debugging-port=0", f"--user-data-dir={folder}", f"--host-resolver-rules={rules}"]  # fmt: skip

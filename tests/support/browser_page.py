@@ -81,13 +81,19 @@ class BrowserPage:
         path.write_bytes(base64.b64decode(answer["data"]))
 
 
-@contextlib.asynccontextmanager
-async def browser_page(folder: Path) -> AsyncIterator[BrowserPage]:
-    """Start a browser with a profile of its own, and open an empty page."""
+def browser_program() -> str:
+    """Return the browser of this machine; without one CI fails, and elsewhere the test is left out."""
     program = next(filter(None, map(shutil.which, BROWSERS)), None)
     if program is None:
         assert os.environ.get("CI") != "true", f"no browser is installed; install one of {', '.join(BROWSERS)}"
         pytest.skip(f"no browser is installed; install one of {', '.join(BROWSERS)}")
+    return program
+
+
+@contextlib.asynccontextmanager
+async def browser_page(folder: Path) -> AsyncIterator[BrowserPage]:
+    """Start a browser with a profile of its own, and open an empty page."""
+    program = browser_program()
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
                "--hide-scrollbars", "--remote-debugging-port=0", f"--user-data-dir={folder}"]  # fmt: skip
     port = folder / "DevToolsActivePort"

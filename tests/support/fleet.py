@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import secrets
 import shutil
@@ -287,9 +286,7 @@ class TestFleet:
             stack.callback(self.broker.close)
             stack.callback(self.app.redis.close)
             stack.callback(self.app.close)
-            # A result object that is collected later, when the broker is gone, has nothing to look for there.
-            stack.callback(self.app.backend.result_consumer.subscribed_to.clear)
-            stack.callback(gc.collect)
+            stack.callback(self.app.backend.result_consumer.stop)
             for worker in self.workers:
                 stack.callback(worker.close)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from jsonschema import Draft202012Validator
@@ -153,3 +155,30 @@ def test_a_grammar_that_takes_too_long_is_given_up(monkeypatch):
     endless = json.dumps({"json": {"type": "array", "items": {"type": "integer"}, "maxItems": 100_000_000}})
     with pytest.raises(ExecutorError, match="cannot be kept to"):
         structured.Grammars(None, [0], 8).check(endless)
+
+
+def test_a_grammar_that_takes_long_holds_up_no_other_answer(monkeypatch, tiny_model):
+    from transformers import AutoTokenizer
+
+    from executors.generation import structured
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    grammars = structured.Grammars(tokenizer, [tokenizer.eos_token_id], len(tokenizer))
+    quick, slow = json.dumps({"regex": "a+"}), json.dumps({"regex": "b+"})
+    grammars.check(quick)
+    is_tried, may_end = threading.Event(), threading.Event()
+
+    def held(grammar):
+        is_tried.set()
+        assert may_end.wait(60)
+
+    monkeypatch.setattr(structured, "_try", held)
+    with ThreadPoolExecutor(2) as pool:
+        try:
+            compiling = pool.submit(grammars.row, slow)
+            assert is_tried.wait(60)
+            assert pool.submit(grammars.row, quick).result(timeout=60).allowed(len(tokenizer)).any()
+            assert not compiling.done()
+        finally:
+            may_end.set()
+        assert compiling.result(timeout=60).allowed(len(tokenizer)).any()
