@@ -105,8 +105,8 @@ def _as_run(app: GPUFlow, records: Sequence[TaskRecord]) -> list[TaskRecord]:
 
 
 def explain_queues(app: GPUFlow) -> list[dict[str, Any]]:
-    """Return every queue (`fleet.queue_rows`) with `oldestAt`, when its oldest message was sent (Unix seconds), and
-    `why`: the verdict on the task that is next in it. None where nothing waits, or it is not known. Read-only.
+    """Return every queue (`fleet.queue_rows`) with `why`: the verdict on the task that is next in it; None where
+    nothing waits, or it is not known. Read-only.
     """
     now = server_time(app)
     fleet = Fleet(app.redis, app.keys)
@@ -117,13 +117,11 @@ def explain_queues(app: GPUFlow) -> list[dict[str, Any]]:
     heads = next_tasks(app.redis, app.keys, [row["name"] for row in waiting])
     records = dict(zip(heads, app.ledger.find_many(list(heads.values())), strict=True)) if heads else {}
     for row in rows:
-        row["oldestAt"] = row["why"] = None
+        row["why"] = None
         if not row["waiting"]:
             continue
-        name = row["name"]
-        queue = queue_view(app.redis, app.keys, app.ledger, name, "", now)
-        row["oldestAt"] = None if queue.oldest_seconds is None else now - queue.oldest_seconds
-        record = records.get(name)
+        queue = QueueView(name=row["name"], depth=row["waiting"])
+        record = records.get(row["name"])
         if record is not None and row["requirement"] is not None:
             try:
                 ask = Requirement.from_dict(record.requirement or row["requirement"])

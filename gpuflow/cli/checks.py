@@ -27,6 +27,16 @@ FAIL_FREE_GIB: Final = 1.0
 _BEAT_SECONDS: Final = 90.0
 #: Clocks that differ by less are as good as the same.
 _SKEW_SECONDS: Final = 5.0
+#: What is to be done about workers, by how they stand (`fleet.standing`).
+_OF_WORKERS: Final = {
+    "silent": "look after their machines and their way to the broker; what they run starts elsewhere when leases end",
+    "disk-full": "make room in RESULTS_DIR there; below GPUFLOW_DISK_FLOOR_BYTES they take no task",
+    "no-driver": "run `nvidia-smi` there; in a container, start it with the NVIDIA container toolkit (--gpus all)",
+    "gpu-problem": "run `gpuflow hardware` and `nvidia-smi` there",
+    "low-memory": "see what uses it there; tasks may ask for `resources.hardware.memory`",
+    "clock-skewed": "synchronise it there: timedatectl set-ntp true",
+    "outdated": "drain and upgrade them (docs/howto/upgrade-and-rotate.md)",
+}
 #: The oldest server whose commands we use (Redis; every Valkey is newer).
 _OLDEST_SERVER: Final = (6, 2)
 _LIBRARIES: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
@@ -232,23 +242,25 @@ def _workers(client: Any, settings: Settings) -> list[Check]:
     from gpuflow.broker.keys import Keys
     from gpuflow.cli.checks_locks import shared_by_all
     from gpuflow.fleet.registry import Fleet
-    from gpuflow.fleet.worker_views import capability_of
+    from gpuflow.fleet.standing import by_kind, unreadable_text
 
-    alive = [worker for worker in Fleet(client, Keys(settings.key_prefix)).workers() if str(worker.state) != "OFFLINE"]
+    known, unreadable = Fleet(client, Keys(settings.key_prefix)).readable()
+    alive = [worker for worker in known if not worker.is_gone]
+    found = []
     if alive:
         names = ", ".join(worker.id for worker in alive[:5])
-        found = [Check(name="workers", status="ok", detail=f"{len(alive)}: {names}")]
-        silent = [f"{worker.id} ({worker.seen_seconds:.0f} s ago)" for worker in alive if not worker.is_there]
-        if silent:
-            detail = f"last heard of: {', '.join(silent[:5])}; what they run starts elsewhere when its lease ends"
-            mend = "look after their machines and their way to the broker"
-            found.append(Check(name="silent workers", status="warn", detail=detail, mend=mend))
-        full = [worker.id for worker in alive if capability_of(worker).lacks_disk]
-        if full:
-            detail = f"{', '.join(full[:5])}: less free disk than GPUFLOW_DISK_FLOOR_BYTES, so no task is taken there"
-            found.append(
-                Check(name="workers' disks", status="warn", detail=detail, mend="make room in RESULTS_DIR there")
-            )
+        found.append(Check(name="workers", status="ok", detail=f"{len(alive)}: {names}"))
+    if unreadable:
+        mend = "upgrade gpuflow here, or remove the entry: gpuflow workers delete NAME"
+        found.append(Check(name="unreadable workers", status="warn", detail=unreadable_text(unreadable), mend=mend))
+    for kind, standing in by_kind(alive).items():
+        if not standing[0][1].needs_a_look:
+            continue
+        detail = "; ".join(f"{worker} {one.text}" for worker, one in standing[:5])
+        more = f"; and {len(standing) - 5} more" if len(standing) > 5 else ""
+        name = f"{standing[0][1].label} workers"
+        found.append(Check(name=name, status="warn", detail=detail + more, mend=_OF_WORKERS[kind]))
+    if found:
         return [*found, *shared_by_all((worker.id, worker.load) for worker in alive)]
     mend = "start one with `celery -A gpuflow worker`, or `gpuflow up`"
     return [Check(name="workers", status="warn", detail="no worker is there", mend=mend)]
@@ -256,14 +268,14 @@ def _workers(client: Any, settings: Settings) -> list[Check]:
 
 def gpus() -> list[Check]:
     """Check the driver and the GPUs. No GPU is a fact, unless the kernel has a device that the driver does not show."""
-    from gpuflow.fleet.hardware import probe
+    from gpuflow.fleet.hardware import has_device, probe
 
     found = probe()
     problems = [Check(name="gpus", status="warn", detail=problem) for problem in found.problems]
     if found.gpus:
         names = ", ".join(f"{gpu.name} ({gpu.total_mib} MiB)" for gpu in found.gpus)
         return [Check(name="gpus", status="ok", detail=f"driver {found.driver_version}: {names}"), *problems]
-    if Path("/dev/nvidia0").exists():
+    if has_device():
         mend = "run `nvidia-smi`; in a container, start it with the NVIDIA container toolkit (--gpus all)"
         detail = f"there is an NVIDIA device, but no GPU can be used: {found.nvml or 'all are hidden'}"
         return [Check(name="gpus", status="fail", detail=detail, mend=mend), *problems]

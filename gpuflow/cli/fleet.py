@@ -4,50 +4,71 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from gpuflow.cli.options import json_option
 from gpuflow.cli.worker_tokens import create_worker, delete_worker, rotate_worker_token
+from gpuflow.routing.describe import ago
 
 if TYPE_CHECKING:
     from gpuflow.fleet.orders import Order
     from gpuflow.fleet.registry import WorkerEntry
 
-_OFFLINE: Final = "OFFLINE"
-
 
 @click.command(short_help="List the queues.")
+@click.option("--all", "everyone", is_flag=True, help="Also those in which nothing waits or runs.")
 @click.option("--merged", is_flag=True, help="Only what the merge layer has done.")
 @json_option
-def queues(merged: bool, as_json: bool) -> None:
-    """List the queues: what each asks for, what waits, what runs, and how many workers serve it.
+def queues(everyone: bool, merged: bool, as_json: bool) -> None:
+    """List the queues: what waits, how long the oldest has waited, what runs, and how many workers serve it. Those
+    that wait and nobody serves come first, then those that wait longest.
 
-    Below them, or by itself with --merged: how many calls were merged, and what that saved.
+    Below them, or by itself with --merged: how many calls were merged, and what that saved. --json lists all queues.
     """
     from gpuflow.cli import output
     from gpuflow.cli.session import connected
     from gpuflow.client import reachable
+    from gpuflow.explaining import server_time
     from gpuflow.fleet.queue_rows import queue_rows
 
     with connected() as app, reachable():
         rows = [] if merged else queue_rows(app.redis, app.keys, app.settings.task_topic)
         counts = app.merger.store.counts()
+        now = server_time(app)
     if as_json:
         output.emit_json(counts if merged else rows)
         return
     if merged:
         output.line(merge_line(counts))
         return
+    shown = [row for row in rows if everyone or row["waiting"] or row["running"]]
     output.table(
-        ["queue", "waiting", "running", "workers"],
-        [[row["name"], row["waiting"], row["running"], len(row["workers"]) or "none"] for row in rows],
-        empty="no queue yet; the first task makes one",
+        ["queue", "waiting", "oldest", "running", "workers"],
+        [[*queue_cells(row, now), row["running"], len(row["workers"]) or "none"] for row in by_need(shown)],
+        empty="nothing waits or runs",
     )
+    if len(rows) > len(shown):
+        output.note(f"{len(rows) - len(shown)} more are empty; --all lists them")
     if counts:
         output.line(merge_line(counts))
+
+
+def by_need(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return queues in the order in which they need somebody: those that wait and nobody serves, then the oldest."""
+
+    def need(row: Mapping[str, Any]) -> tuple[Any, ...]:
+        return (not row["waiting"] or bool(row["workers"]), not row["waiting"], row["oldestAt"] or 0.0, row["name"])
+
+    return sorted(rows, key=need)
+
+
+def queue_cells(row: Mapping[str, Any], now: float) -> list[object]:
+    """Return name, depth and oldest wait of a queue for a table; `now` is the server's."""
+    oldest = "" if row["oldestAt"] is None else ago(max(0.0, now - row["oldestAt"]))
+    return [row["name"], row["waiting"], oldest]
 
 
 def merge_line(counts: Mapping[str, int]) -> str:
@@ -89,20 +110,27 @@ def list_workers(everyone: bool = False, as_json: bool = False) -> None:
     from gpuflow.cli.session import connected
     from gpuflow.client import reachable
     from gpuflow.fleet.registry import Fleet
+    from gpuflow.fleet.standing import public, standings, unreadable_text
 
     with connected() as app, reachable():
-        known = Fleet(app.redis, app.keys).workers()
-    shown = [worker for worker in known if everyone or str(worker.state) != _OFFLINE]
+        known, unreadable = Fleet(app.redis, app.keys).readable()
+    shown = [worker for worker in known if everyone or not worker.is_gone]
     if as_json:
-        output.emit_json([worker.public() for worker in shown])
+        output.emit_json([public(worker) for worker in shown])
         return
     output.table(
-        ["worker", "state", "host", "gpus", "cpus", "labels", "tasks", "seen"],
+        ["worker", "state", "host", "gpus", "cpus", "labels", "tasks", "seen", "version"],
         [_row(worker) for worker in shown],
         empty="no worker is there; start one with `celery -A gpuflow worker`, or `gpuflow up`",
     )
+    for worker in shown:
+        for one in standings(worker):
+            if one.needs_a_look:
+                output.note(f"{worker.id} {one.text}")
     if len(known) > len(shown):
         output.note(f"{len(known) - len(shown)} more have gone; --all lists them")
+    if unreadable:
+        output.note(unreadable_text(unreadable))
 
 
 @workers.command("show")
@@ -114,17 +142,22 @@ def show_worker(worker_id: str, as_json: bool) -> None:
     from gpuflow.cli.errors import bad_input
     from gpuflow.cli.session import connected
     from gpuflow.client import reachable
-    from gpuflow.fleet.registry import Fleet
+    from gpuflow.fleet.registry import UNREADABLE, Fleet
+    from gpuflow.fleet.standing import public, unreadable_text
 
     with connected() as app, reachable():
-        worker = Fleet(app.redis, app.keys).find(worker_id)
+        try:
+            worker = Fleet(app.redis, app.keys).find(worker_id)
+            shown = {} if worker is None else public(worker)
+        except UNREADABLE:
+            raise bad_input(unreadable_text([worker_id])) from None
     if worker is None:
         raise bad_input(f"no worker {worker_id!r}; `gpuflow workers list --all` lists them")
-    shown = worker.public()
     if as_json:
         output.emit_json(shown)
         return
     capability, load = shown.pop("capability"), shown.pop("load")
+    shown["standing"] = "; ".join(one["text"] for one in shown["standing"]) or "well"
     times = {"startedAt": "started", "heartbeatAt": "heartbeat"}
     output.pairs({times.get(key, key): output.when(value) if key in times else value for key, value in shown.items()})
     output.pairs({"gpus": gpu_text(worker), "labels": _labels(worker)})
@@ -212,7 +245,7 @@ def drain_worker(worker_id: str, deadline: str | None, waiting: bool) -> None:
         output.line(f"{worker_id} takes nothing new{tasks}")
         while waiting:
             worker = fleet.find(worker_id)
-            if worker is None or str(worker.state) == _OFFLINE:
+            if worker is None or worker.is_gone:
                 output.line(f"{worker_id} has stopped")
                 return
             time.sleep(0.5)
@@ -225,30 +258,20 @@ def gpu_text(worker: WorkerEntry) -> str:
 
 
 def _row(worker: WorkerEntry) -> list[object]:
-    from gpuflow.fleet.worker_views import capability_of
+    from gpuflow.fleet.standing import heard_seconds, state_text
 
-    ago = worker.seen_seconds if worker.seen_seconds is not None else max(0.0, time.time() - worker.heartbeat_at)
+    heard = heard_seconds(worker)
     return [
         worker.id,
-        _state_text(worker, full=capability_of(worker).lacks_disk),
+        state_text(worker),
         worker.hostname,
         gpu_text(worker),
         f"{worker.capability.get('cpu_count', 0):g}",
         _labels(worker),
         len(worker.tasks),
-        f"{ago:.0f} s ago",
+        "never" if heard is None else f"{ago(heard)} ago",
+        worker.version,
     ]
-
-
-def _state_text(worker: WorkerEntry, *, full: bool) -> str:
-    """Return the state for people, with who disabled it and why."""
-    parts = [str(worker.state), "disk full" if full else ""]
-    if not worker.takes_work:
-        why = worker.desired.text()
-        parts.append(f"disabled ({why})" if why else "disabled")
-    elif worker.desired.by_hand and not worker.desired.ends:
-        parts.append("enabled by hand")
-    return ", ".join(filter(None, parts))
 
 
 def _labels(worker: WorkerEntry) -> str:

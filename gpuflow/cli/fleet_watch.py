@@ -29,13 +29,17 @@ REFRESH_SECONDS: Final = 2.0
 RATE_SECONDS: Final = 60.0
 #: Rows of each table at most.
 MOST_ROWS: Final = 15
+#: What keeps workers from work that their states do not tell.
+_COUNTED: Final = ("disabled", "disk-full")
 #: How long a broker may be away while somebody watches, in seconds.
 PATIENCE_SECONDS: Final = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class FleetLook:
-    """The fleet at one moment. `ended` counts tasks by final state since the fleet began; `now` is by the server."""
+    """The fleet at one moment. `ended` counts tasks by final state since the fleet began; `now` is by the server;
+    `unreadable` workers have entries that this version cannot read, and are in nothing else.
+    """
 
     now: float
     workers: Sequence[WorkerEntry]
@@ -43,6 +47,7 @@ class FleetLook:
     running: Sequence[TaskRecord]
     running_count: int
     ended: Mapping[str, int]
+    unreadable: int = 0
 
 
 class Rates:
@@ -66,12 +71,13 @@ class Rates:
 def read(app: GPUFlow) -> FleetLook:
     """Read the fleet. Raises redis errors."""
     from gpuflow.fleet.queue_rows import queue_rows
-    from gpuflow.fleet.registry import Fleet, WorkerState
+    from gpuflow.fleet.registry import Fleet
     from gpuflow.metrics.counters import parse
 
     client: Any = app.redis
     seconds, micros = client.time()
-    workers = [one for one in Fleet(client, app.keys).workers() if one.state is not WorkerState.OFFLINE]
+    entries, unreadable = Fleet(client, app.keys).readable()
+    workers = [one for one in entries if not one.is_gone]
     ids = sorted({task for worker in workers for task in worker.tasks})
     ended: Counter[str] = Counter()
     for count in parse(client.hgetall(app.keys.metrics)):
@@ -81,15 +87,20 @@ def read(app: GPUFlow) -> FleetLook:
         now=seconds + micros / 1e6,
         workers=workers,
         queues=queue_rows(client, app.keys, app.settings.task_topic),
-        running=[record for record in app.ledger.find_many(ids[:MOST_ROWS]) if record is not None],
+        running=app.ledger.as_seen(app.ledger.find_many(ids[:MOST_ROWS])),
+        unreadable=len(unreadable),
         running_count=len(ids),
         ended=ended,
     )
 
 
 def summary(look: FleetLook, rates: Mapping[str, float]) -> str:
-    """Return the fleet in one line."""
+    """Return the fleet in one line; a worker is counted with its state, and with what keeps it from work beside."""
+    from gpuflow.fleet.standing import standings
+
     states = Counter(str(worker.state).lower() for worker in look.workers)
+    states.update(one.label for worker in look.workers for one in standings(worker) if one.kind in _COUNTED)
+    states.update({"unreadable": look.unreadable} if look.unreadable else {})
     workers = ", ".join(f"{count} {state}" for state, count in sorted(states.items())) or "none"
     waiting = sum(int(queue["waiting"]) for queue in look.queues)
     ended = ", ".join(f"{count} {state.lower()}" for state, count in sorted(look.ended.items())) or "none"
@@ -104,16 +115,23 @@ def view(look: FleetLook, rates: Mapping[str, float]) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    from gpuflow.cli.fleet import gpu_text
+    from gpuflow.cli.fleet import by_need, gpu_text, queue_cells
+    from gpuflow.fleet.standing import state_text
 
     workers = [
-        [one.id, str(one.state), gpu_text(one), _gpus_in_use(one), len(one.tasks), f"{one.seen_seconds or 0:.0f} s ago"]
+        [
+            one.id,
+            state_text(one),
+            gpu_text(one),
+            _gpus_in_use(one),
+            len(one.tasks),
+            f"{one.seen_seconds or 0:.0f} s ago",
+        ]
         for one in look.workers
     ]
     queues = [
-        [row["name"], row["waiting"], row["running"], len(row["workers"]) or "none"]
-        for row in sorted(look.queues, key=lambda row: (-row["waiting"] - row["running"], row["name"]))
-        if row["waiting"] or row["running"]
+        [*queue_cells(row, look.now), row["running"], len(row["workers"]) or "none"]
+        for row in by_need([row for row in look.queues if row["waiting"] or row["running"]])
     ]
     tasks = [
         [one.id, one.name, str(one.state), one.worker or "", _took(one, look.now), _progress(one)]
@@ -123,7 +141,7 @@ def view(look: FleetLook, rates: Mapping[str, float]) -> RenderableType:
     return Group(
         Text(f"{at}  {summary(look, rates)}", style="bold"),
         _table("worker,state,gpus,in use,tasks,seen", workers, len(workers)),
-        _table("queue,waiting,running,workers", queues, len(queues)),
+        _table("queue,waiting,oldest,running,workers", queues, len(queues)),
         _table("task,name,state,worker,took,progress", tasks, look.running_count),
         Text("Ctrl-C ends the view and changes nothing", style="dim"),
     )

@@ -89,7 +89,8 @@ def _pipeline(app: GPUFlow, pipeline_id: str) -> PipelineRun:
 def _workers(app: GPUFlow) -> bool:
     """Whether a live worker could take the pipeline's stages."""
     from gpuflow.client import reachable
-    from gpuflow.fleet.registry import Fleet, WorkerState
+    from gpuflow.fleet.registry import Fleet
 
     with reachable():
-        return any(worker.state is not WorkerState.OFFLINE for worker in Fleet(app.redis, app.keys).workers())
+        there, unreadable = Fleet(app.redis, app.keys).readable()
+        return bool(unreadable) or any(not worker.is_gone for worker in there)

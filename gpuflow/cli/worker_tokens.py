@@ -80,7 +80,7 @@ def delete_worker(name: str, force: bool) -> None:
     with connected() as app, reachable():
         fleet = Fleet(app.redis, app.keys)
         entry = fleet.find(name)
-        if entry is not None and str(entry.state) != "OFFLINE" and not force:
+        if entry is not None and not entry.is_gone and not force:
             raise bad_input(
                 f"worker {name} is {entry.state}; stop it first (`gpuflow workers drain {name}`), or add --force"
             )

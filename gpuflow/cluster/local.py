@@ -30,7 +30,7 @@ from gpuflow.errors import BrokerUnavailable, GPUFlowError
 from gpuflow.filelocks import try_lock
 from gpuflow.fleet.hardware import probe
 from gpuflow.fleet.identity import fleet_id, fleet_tag
-from gpuflow.fleet.registry import Fleet, WorkerState
+from gpuflow.fleet.registry import Fleet
 from gpuflow.gateway.login import TOKEN_VARIABLE, URL_VARIABLE, login_of_another, make_login, remove_login
 from gpuflow.routing.families import CONTROL_QUEUE
 from gpuflow.scaling.provisioners import ProvisionerError
@@ -328,7 +328,7 @@ class LocalCluster:
             entry = self._fleet().find(worker_id)
         except redis.RedisError:
             return False
-        return entry is not None and entry.state is not WorkerState.OFFLINE and CONTROL_QUEUE in entry.queues
+        return entry is not None and not entry.is_gone and CONTROL_QUEUE in entry.queues
 
     def _end_launched(self) -> None:
         """End the workers that beat has launched; they are no children of ours. Not those of another cluster."""

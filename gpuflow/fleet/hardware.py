@@ -12,6 +12,7 @@ import os
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
 from gpuflow.errors import GPUFlowError
@@ -34,6 +35,9 @@ __all__ = [
 #: Means "read CUDA_VISIBLE_DEVICES of this process"; None means "no restriction".
 FROM_ENVIRONMENT: Final = "\0environment"
 
+#: The first NVIDIA device, as the kernel makes it.
+_DEVICE: Final = Path("/dev/nvidia0")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
@@ -54,9 +58,19 @@ class Hardware:
     nvml: str | None = None
     problems: tuple[str, ...] = ()
 
+    @property
+    def driver_problem(self) -> str:
+        """Why the NVIDIA devices of this machine cannot be used; "": one can, or there is none."""
+        return self.nvml or "" if not self.gpus and has_device() else ""
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
         return asdict(self)
+
+
+def has_device() -> bool:
+    """Whether the kernel has an NVIDIA device, whatever the driver's library says."""
+    return _DEVICE.exists()
 
 
 def probe(visible: str | None = FROM_ENVIRONMENT, only: str | None = None) -> Hardware:

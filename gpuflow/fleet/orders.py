@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from gpuflow.fleet.desired import DesiredState
-from gpuflow.fleet.registry import Fleet, WorkerEntry, WorkerState
+from gpuflow.fleet.registry import Fleet, WorkerEntry
 
 #: `release` leaves the worker to the autoscaler again.
 Order = Literal["enabled", "disabled", "release"]
@@ -21,7 +21,7 @@ class OrderRefused(Exception):
 def find_running(fleet: Fleet, worker_id: str) -> WorkerEntry:
     """Return a worker that has not gone. Raises OrderRefused."""
     found = fleet.find(worker_id)
-    if found is None or found.state is WorkerState.OFFLINE:
+    if found is None or found.is_gone:
         raise OrderRefused(f"no worker {worker_id!r} is there; `gpuflow workers` lists them")
     return found
 

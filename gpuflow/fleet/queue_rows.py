@@ -1,6 +1,6 @@
-"""Every queue of a fleet: what it asks for, what waits, what runs, and who serves it. Read-only.
+"""Every queue of a fleet: what it asks for, what waits and how long, what runs, and who serves it. Read-only.
 
-Used by `gpuflow queues` and by the gateway.
+Used by `gpuflow queues`, by the gateway and by the monitor.
 """
 
 from __future__ import annotations
@@ -11,36 +11,41 @@ from typing import Any
 
 import redis
 
+from gpuflow.broker.depths import read_depths
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.leases import held_leases
-from gpuflow.broker.priorities import list_keys, queue_of
+from gpuflow.broker.priorities import queue_of
 from gpuflow.fleet.registry import Fleet, WorkerEntry
+from gpuflow.fleet.standing import takes_new
 from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUES
 
 
 def queue_rows(
     client: redis.Redis, keys: Keys, plain_queue: str, entries: Sequence[WorkerEntry] | None = None
 ) -> list[dict[str, Any]]:
-    """Return every queue with its requirement (None: a plain Celery queue), depth, running tasks and the workers that
-    may be counted on and take work, without those whose entries cannot be read. `plain_queue` is that of plain Celery
-    tasks, `entries` are the workers where they have been read already. Raises redis errors.
+    """Return every queue with its requirement (None: a plain Celery queue), depth, `oldestAt` (when its oldest message
+    was sent, Unix seconds; None: nothing waits), running tasks and the workers that take new work (`standing`), without
+    those whose entries cannot be read. `plain_queue` is that of plain Celery tasks, `entries` are the workers where
+    they have been read already. Raises redis errors.
     """
     fleet = Fleet(client, keys)
     registered = fleet.queues()
     entries = fleet.readable()[0] if entries is None else entries
-    workers = [worker for worker in entries if worker.is_there and worker.takes_work]
+    workers = [worker for worker in entries if takes_new(worker)]
     serving = fleet.serving_classes(list(registered), workers)
     running: Counter[str] = Counter()
     lost: Counter[str] = Counter()  # they wait, but for a sweep
     for list_key, is_live in held_leases(client, keys):
         (running if is_live else lost)[queue_of(list_key.removeprefix(keys.prefix))] += 1
     names = [*registered, CONTROL_QUEUE, *NOTICE_QUEUES, plain_queue]
-    depths = _depths(client, keys, names)
+    waits = read_depths(client, keys, names)
+    depths = {queue.name: queue for queue in waits.queues}
     return [
         {
             "name": name,
             "requirement": registered.get(name),
-            "waiting": depths[name] + lost[name],
+            "waiting": depths[name].depth + lost[name],
+            "oldestAt": None if (age := depths[name].oldest_seconds) is None else round(waits.now - age, 3),
             "running": running[name],
             "workers": [
                 worker.id for worker in workers if name in worker.queues or worker.class_name in serving.get(name, ())
@@ -48,15 +53,3 @@ def queue_rows(
         }
         for name in names
     ]
-
-
-def _depths(client: redis.Redis, keys: Keys, names: Sequence[str]) -> dict[str, int]:
-    """Return how many messages wait in each queue, of all priorities."""
-    pipe = client.pipeline(transaction=False)
-    lists = [(name, key) for name in names for key in list_keys([name])]
-    for _, key in lists:
-        pipe.llen(f"{keys.prefix}{key}")
-    depths = dict.fromkeys(names, 0)
-    for (name, _), length in zip(lists, pipe.execute(), strict=True):
-        depths[name] += length
-    return depths

@@ -88,6 +88,8 @@ class WorkerEntry:
     interval_seconds: float = 0.0
     timeout_seconds: float = 0.0
     seen_seconds: float | None = None
+    #: How far its clock is ahead of the server's, in seconds; None: not known.
+    skew_seconds: float | None = None
     version: str = ""
     schema: int = WORKER_SCHEMA
     #: What it is to be, as it stands in Redis; `enabled` is what it follows.
@@ -99,9 +101,19 @@ class WorkerEntry:
         return self.enabled and self.desired.state is not DesiredState.DISABLED
 
     @property
+    def is_gone(self) -> bool:
+        """Whether it has gone."""
+        return self.state is WorkerState.OFFLINE
+
+    @property
     def is_there(self) -> bool:
         """Whether somebody may count on it: it is neither gone nor SILENT."""
         return self.state not in (WorkerState.OFFLINE, WorkerState.SILENT)
+
+    @property
+    def drains(self) -> bool:
+        """Whether it drains, or is to."""
+        return not self.is_gone and (self.state is WorkerState.DRAINING or self.desired.ends)
 
     def to_hash(self) -> dict[str, str]:
         """Return the entry as Redis hash fields; `newer_load` begins anew."""
@@ -129,14 +141,16 @@ class WorkerEntry:
         }
 
     @classmethod
-    def from_hash(cls, raw: Mapping[str, str], *, left_ms: int) -> WorkerEntry:
-        """Read an entry. `left_ms`: when its heartbeat expires, in milliseconds; below 0: it has."""
+    def from_hash(cls, raw: Mapping[str, str], *, left_ms: int, now: float | None = None) -> WorkerEntry:
+        """Read an entry. `left_ms`: when its heartbeat expires, in milliseconds; below 0: it has. `now`: Unix seconds
+        on the server's clock."""
         newer = _newer_load(raw)
         interval, timeout = (float(raw.get(f"{name}_seconds") or 0) for name in ("interval", "timeout"))
         seen = max(0.0, timeout - left_ms / 1000) if timeout and left_ms >= 0 else None
         state = WorkerState(raw["state"]) if left_ms >= 0 else WorkerState.OFFLINE
         if state is WorkerState.IDLE and newer.get("jobs"):
             state = WorkerState.BUSY
+        heartbeat = float(raw.get("heartbeat_at", "0"))
         overdue = (seen or 0.0) - interval
         if state is not WorkerState.OFFLINE and overdue > max(OVERDUE_SECONDS, OVERDUE_SHARE * interval):
             state = WorkerState.SILENT
@@ -155,10 +169,11 @@ class WorkerEntry:
             load={**json.loads(raw.get("load") or "{}"), **newer},
             bandwidth_bytes_per_second=int(raw.get("bandwidth_bytes_per_second") or 0) or None,
             started_at=float(raw.get("started_at", "0")),
-            heartbeat_at=float(raw.get("heartbeat_at", "0")),
+            heartbeat_at=heartbeat,
             interval_seconds=interval,
             timeout_seconds=timeout,
             seen_seconds=seen,
+            skew_seconds=None if now is None or seen is None or not heartbeat else heartbeat - (now - seen),
             version=raw.get("version", ""),
             schema=int(raw.get("schema", WORKER_SCHEMA)),
             desired=Desired.from_hash(raw),
@@ -183,6 +198,7 @@ class WorkerEntry:
             "startedAt": self.started_at,
             "heartbeatAt": self.heartbeat_at,
             "seenSecondsAgo": None if self.seen_seconds is None else round(self.seen_seconds, 1),
+            "clockAheadSeconds": None if self.skew_seconds is None else round(self.skew_seconds, 1),
             "version": self.version,
         }
 
@@ -197,10 +213,10 @@ def _newer_load(raw: Mapping[str, str]) -> dict[str, Any]:
         return {}
 
 
-def _readable(raw: Mapping[str, str], left_ms: int) -> WorkerEntry | None:
+def _readable(raw: Mapping[str, str], left_ms: int, now: float) -> WorkerEntry | None:
     """Return an entry; None for one of another form, such as that of a newer version."""
     try:
-        entry = WorkerEntry.from_hash(raw, left_ms=left_ms)
+        entry = WorkerEntry.from_hash(raw, left_ms=left_ms, now=now)
         able = Capability.from_dict({**entry.capability, "schema": CAPABILITY_SCHEMA})
     except UNREADABLE:
         return None
@@ -264,8 +280,8 @@ class Fleet:
         now = time.time()
         gone = [
             entry.id
-            for entry in self.workers()
-            if entry.state is WorkerState.OFFLINE
+            for entry in self.readable()[0]
+            if entry.is_gone
             and now - entry.heartbeat_at > (ephemeral_seconds if entry.ephemeral else persistent_seconds)
         ]
         for worker_id in gone:
@@ -345,43 +361,47 @@ class Fleet:
 
     def find(self, worker_id: str) -> WorkerEntry | None:
         """Return one worker, or None."""
-        raw = self.client.hgetall(self.keys.worker(worker_id))
-        if not raw.get("state"):
-            return None
-        return WorkerEntry.from_hash(raw, left_ms=self.client.pttl(self.keys.heartbeat(worker_id)))
+        pipe = self.client.pipeline(transaction=False)
+        pipe.time()
+        pipe.hgetall(self.keys.worker(worker_id))
+        pipe.pttl(self.keys.heartbeat(worker_id))
+        (seconds, micros), raw, left = pipe.execute()
+        return WorkerEntry.from_hash(raw, left_ms=left, now=seconds + micros / 1e6) if raw.get("state") else None
 
     def workers(self) -> list[WorkerEntry]:
-        """Return all known workers, by id. Raises where the entry of one cannot be read."""
-        return [WorkerEntry.from_hash(raw, left_ms=left) for _, raw, left in self._entries()]
+        """Return all known workers, by id. Raises where the entry of one cannot be read: for who decides by the whole
+        fleet. Who shows it, or goes on with what is known, takes `readable`.
+        """
+        return [WorkerEntry.from_hash(raw, left_ms=left, now=now) for _, raw, left, now in self._entries()]
 
     def readable(self) -> tuple[list[WorkerEntry], list[str]]:
-        """Return the workers whose entries this version can read, and the ids of the others: for who only looks."""
-        found = [(worker_id, _readable(raw, left)) for worker_id, raw, left in self._entries()]
+        """Return the workers whose entries this version can read, and the ids of the others."""
+        found = [(worker_id, _readable(raw, left, now)) for worker_id, raw, left, now in self._entries()]
         there = [entry for _, entry in found if entry is not None]
         return there, [worker_id for worker_id, entry in found if entry is None]
 
-    def _entries(self) -> list[tuple[str, Mapping[str, str], int]]:
-        """Return id, hash, and milliseconds until the heartbeat expires, of all known workers."""
+    def _entries(self) -> list[tuple[str, Mapping[str, str], int, float]]:
+        """Return id, hash, milliseconds until the heartbeat expires, and the server's time then, of all workers."""
         ids = sorted(self.client.smembers(self.keys.workers))
         pipe = self.client.pipeline(transaction=False)
+        pipe.time()
         for worker_id in ids:
             pipe.hgetall(self.keys.worker(worker_id))
             pipe.pttl(self.keys.heartbeat(worker_id))
-        answers = pipe.execute()
+        (seconds, micros), *answers = pipe.execute()
         found = zip(ids, answers[::2], answers[1::2], strict=True)
-        return [(worker_id, raw, left) for worker_id, raw, left in found if raw.get("state")]
+        return [(worker_id, raw, left, seconds + micros / 1e6) for worker_id, raw, left in found if raw.get("state")]
 
     def capabilities(self) -> list[Capability]:
         """Return what each worker can do that may be counted on."""
-        return [
-            Capability.from_dict(entry.capability) for entry in self.workers() if entry.is_there and entry.capability
-        ]
+        there = [entry.capability for entry in self.readable()[0] if entry.is_there and entry.capability]
+        return [Capability.from_dict({**capability, "schema": CAPABILITY_SCHEMA}) for capability in there]
 
     def serves_beside(self, worker_id: str, queue: str) -> bool:
         """Whether a worker other than `worker_id` is there to take tasks of `queue`."""
         there = [
             entry
-            for entry in self.workers()
+            for entry in self.readable()[0]
             if entry.id != worker_id and entry.takes_work and entry.state in (WorkerState.IDLE, WorkerState.BUSY)
         ]
         classes = self.serving_classes([queue], there)[queue]
@@ -405,7 +425,8 @@ class Fleet:
 
     def forget_classes(self) -> list[str]:
         """Forget the classes that no worker is of any more; return them."""
-        gone = set(self.client.smembers(self.keys.classes)).difference(entry.class_name for entry in self.workers())
+        known = {raw.get("class", "") for _, raw, _, _ in self._entries()}
+        gone = set(self.client.smembers(self.keys.classes)).difference(known)
         if not gone:
             return []
         pipe = self.client.pipeline(transaction=False)

@@ -20,7 +20,9 @@ What a worker does not tell is None there. Read from the entry's `load`, beside 
 | `reservation` | {task, gpus: [UUID], since} or null | the waiting task that GPUs are kept for; `since` may lack |
 | `protocol` | {fleet, oldest, record} | what its version reads and works beside (`fleet.versions`) |
 | `limits` | {by, why} | what holds tasks to the memory and CPUs that they ask for (`worker.task_limits`) |
-| `diskFreeMib` | number | free where results are written |
+| `diskFreeMib`, `memoryAvailableMib` | number | free where results are written; left of the machine's memory |
+| `driverProblem` | text | why the NVIDIA devices of the machine cannot be used; '': one can, or there is none |
+| `gpuProblems` | list of text | what is to be mended about its GPUs (`fleet.hardware`) |
 | `idleSeconds` | number, or null | how long it had held nothing but control tasks; null: it works (for scaling) |
 | `maxJobs`, `costPerHour` | number, or null | its --max-jobs and --cost (for scaling) |
 """
@@ -125,7 +127,7 @@ def view_of(entry: WorkerEntry, records: Mapping[str, TaskRecord], now: float) -
     return WorkerView(
         id=entry.id,
         capability=capability_of(entry),
-        state=str(entry.state),
+        state="DRAINING" if entry.drains and entry.is_there else str(entry.state),
         enabled=entry.takes_work,
         disabled_by=entry.desired.text() if not entry.takes_work else "",
         idled=entry.desired.state is DesiredState.DISABLED and entry.desired.by == AUTOMATIC,

@@ -55,7 +55,7 @@ def _add_workers(router: APIRouter, calls: Calls) -> None:
         """List the workers that have a token of their own, with the state of each."""
 
         def listed(app: GPUFlow) -> list[dict[str, Any]]:
-            states = {worker.id: str(worker.state) for worker in Fleet(app.redis, app.keys).workers()}
+            states = {worker.id: str(worker.state) for worker in Fleet(app.redis, app.keys).readable()[0]}
             found = TokenStore(app.redis, app.keys).all(Kind.WORKER)
             return [{**record.public(), "state": states.get(record.name, "OFFLINE")} for record in found]
 
@@ -93,7 +93,7 @@ def _add_workers(router: APIRouter, calls: Calls) -> None:
             if is_id(id) and TokenStore(app.redis, app.keys).find_worker(id) is None:
                 raise _no_worker(id)
             entry = fleet.find(id) if is_id(id) else None
-            if entry is not None and str(entry.state) != "OFFLINE" and not force:
+            if entry is not None and not entry.is_gone and not force:
                 detail = f"worker {id} is {entry.state}; drain it first, or add force=true"
                 raise Problem(409, "worker-is-there", detail)
             _tokens(app).delete(id)
@@ -213,7 +213,7 @@ async def _steered(
     def steered(app: GPUFlow) -> str:
         fleet = Fleet(app.redis, app.keys)
         entry = fleet.find(id) if is_id(id) else None
-        if entry is None or str(entry.state) == "OFFLINE":
+        if entry is None or entry.is_gone:
             raise _no_worker(id)
         answer = fleet.desire(id, state, reason=f"asked for by {caller.actor}", deadline_seconds=deadline_seconds)
         if answer == "gone":

@@ -15,6 +15,7 @@ from gpuflow.celery_app import GPUFlow
 from gpuflow.client import submit
 from gpuflow.fleet.queue_rows import queue_rows
 from gpuflow.fleet.registry import Fleet, WorkerEntry
+from gpuflow.fleet.standing import public
 from gpuflow.gateway.auth import Gatekeeper
 from gpuflow.gateway.bodies import idempotency_key, model_of, other_body, same_work
 from gpuflow.gateway.documents import answers, body
@@ -63,9 +64,8 @@ def fleet_router(calls: Calls, gatekeeper: Gatekeeper) -> APIRouter:
         """List the workers that are there, with what they can do and what they run."""
 
         def listed(app: GPUFlow) -> list[dict[str, Any]]:
-            known = Fleet(app.redis, app.keys).workers()
-            shown = [worker for worker in known if everyone or str(worker.state) != "OFFLINE"]
-            return as_seen(app, shown, caller)
+            known, _ = Fleet(app.redis, app.keys).readable()
+            return as_seen(app, [worker for worker in known if everyone or not worker.is_gone], caller)
 
         return JSONResponse({"workers": await calls.run(listed)})
 
@@ -92,7 +92,7 @@ def fleet_router(calls: Calls, gatekeeper: Gatekeeper) -> APIRouter:
 
 def as_seen(app: GPUFlow, workers: Sequence[WorkerEntry], caller: Grant) -> list[dict[str, Any]]:
     """Return workers as the caller may see them: of one owner's callers, without others' tasks, models and waits."""
-    shown = [worker.public() for worker in workers]
+    shown = [public(worker) for worker in workers]
     if caller.scope is None:
         return shown
     ids = sorted({task for worker in workers for task in worker.tasks})

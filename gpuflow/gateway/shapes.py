@@ -144,11 +144,20 @@ class QueueSubmit(BaseModel):
     )  # fmt: skip
 
 
+class StandingShape(Shape):
+    """One thing that is to be known of a worker."""
+
+    kind: str = Field(examples=["disk-full"])
+    text: str = Field(description="Goes on after the worker's name", examples=["is silent: last heard of 12 s ago"])
+    takes_nothing: bool = Field(alias="takesNothing", description="Whether it takes nothing new while this lasts")
+
+
 class WorkerShape(Shape):
     """One worker."""
 
     id: str
     state: str = Field(examples=["IDLE"])
+    standing: list[StandingShape] = Field(description="What is to be known of it beside IDLE and BUSY")
     enabled: bool
     hostname: str
     tasks: list[str]
@@ -185,8 +194,11 @@ class QueueShape(Shape):
     name: str
     requirement: dict[str, Any] | None = Field(None, description="What its tasks ask for; null: plain Celery tasks")
     waiting: int
+    oldest_at: float | None = Field(
+        None, alias="oldestAt", description="When its oldest message was sent, Unix seconds; null: none waits"
+    )
     running: int
-    workers: list[str] = Field(description="Ids of the workers that serve it")
+    workers: list[str] = Field(description="Ids of the workers that serve it and take new work")
 
 
 class QueueList(BaseModel):

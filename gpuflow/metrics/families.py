@@ -21,6 +21,7 @@ from prometheus_client.utils import floatToGoString
 
 from gpuflow import __version__
 from gpuflow.fleet.registry import WorkerEntry, WorkerState
+from gpuflow.fleet.standing import KINDS, by_kind
 from gpuflow.metrics.counters import BUCKETS, durations, parse
 from gpuflow.metrics.reading import Readings
 from gpuflow.metrics.table import METRICS
@@ -43,6 +44,8 @@ _MERGE: Final = {
     "saved_generations": "merge_saved_generations",
     "saved_tokens": "merge_saved_tokens",
 }
+#: What `gpuflow_workers` tells by state.
+_AS_STATE: Final = frozenset({"offline", "silent", "draining", "connecting"})
 #: What attempts have used -> metric, and how many of the counted unit make one of the metric's.
 _USED: Final = {
     "gpu_ms": ("gpu_seconds", 1e3),
@@ -136,7 +139,9 @@ def _queues(readings: Readings, found: Found) -> None:
 def _workers(readings: Readings, found: Found) -> None:
     states = Counter(str(worker.state) for worker in readings.workers)
     found["workers"] = {(str(state),): states[str(state)] for state in WorkerState}
-    there = [worker for worker in readings.workers if worker.state is not WorkerState.OFFLINE]
+    there = [worker for worker in readings.workers if not worker.is_gone]
+    standing = by_kind(there)
+    found["workers_standing"] = {(kind,): len(standing.get(kind, ())) for kind in KINDS if kind not in _AS_STATE}
     found["workers_disabled"][()] = sum(not worker.takes_work for worker in there)
     found["workers_unreadable"][()] = readings.unreadable_workers
     for worker in there[:MOST_WORKERS]:
@@ -152,7 +157,7 @@ def _gpus(readings: Readings, found: Found) -> None:
     newest: dict[tuple[str, str], tuple[float, str, WorkerEntry]] = {}
     first: dict[tuple[str, str], str] = {}
     for worker in readings.workers[:MOST_WORKERS]:
-        if worker.state is WorkerState.OFFLINE:
+        if worker.is_gone:
             continue
         for gpu in worker.capability.get("gpus") or ():
             key, at = (worker.hostname, str(gpu.get("uuid"))), _number(worker.load.get("gpusSeenAt")) or 0.0

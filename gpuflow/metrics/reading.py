@@ -10,12 +10,13 @@ from typing import Any
 
 from redis.exceptions import ResponseError
 
+from gpuflow.broker.depths import read_depths
 from gpuflow.broker.keys import RECONCILED_AT, Keys
 from gpuflow.broker.leases import UNSWEPT_SECONDS
 from gpuflow.broker.priorities import queue_of
-from gpuflow.broker.scripts import load_script, script_text
 from gpuflow.fleet.registry import Fleet, WorkerEntry
 from gpuflow.fleet.serving import serving_classes
+from gpuflow.fleet.standing import takes_new
 from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUES
 from gpuflow.routing.queues import is_demand_queue
 
@@ -131,26 +132,26 @@ def _queues(
     lost: Counter[str],
 ) -> tuple[QueueReading, ...]:
     """Return every queue in which something waits or runs, and those that are always there."""
-    step = load_script("gpuflow.scaling", "depths", script_text("gpuflow.broker", "common"))
     named = {CONTROL_QUEUE, *NOTICE_QUEUES, plain_queue, *running, *lost}
     named |= {queue for worker in workers for queue in worker.queues if not is_demand_queue(queue)}
-    time_text, _, *rows = step(client, [keys.ready, keys.sweep], sorted(named))
-    able = [worker for worker in workers if worker.is_there and worker.takes_work]
+    queues = read_depths(client, keys, named).queues
+    able = [worker for worker in workers if takes_new(worker)]
     present = [worker for worker in workers if worker.is_there]
-    serving = serving_classes(able, {row[0]: row[1] or None for row in rows if is_demand_queue(row[0])})
+    serving = serving_classes(able, {one.name: one.requirement or None for one in queues if is_demand_queue(one.name)})
     by_class = Counter(worker.class_name for worker in able)
     by_name = Counter(queue for worker in able for queue in set(worker.queues) if not is_demand_queue(queue))
     found = []
-    for name, _, _, oldest, *depths in rows:
+    for queue in queues:
+        name = queue.name
         served_by = sum(by_class[one] for one in serving.get(name, ())) if is_demand_queue(name) else by_name[name]
         if name in (CONTROL_QUEUE, *NOTICE_QUEUES):
             served_by = len(present)
         found.append(
             QueueReading(
                 name=name,
-                waiting=sum(map(int, depths)) + lost[name],
+                waiting=queue.depth + lost[name],
                 running=running[name],
-                oldest_seconds=max(0.0, float(time_text) - float(oldest)) if oldest else 0.0,
+                oldest_seconds=queue.oldest_seconds or 0.0,
                 workers=served_by,
             )
         )

@@ -52,6 +52,7 @@ _ROWS: Final = (
     _row("leases_lost", "gauge", "", "Messages whose lease has ended and that wait for a sweep"),
     # workers
     _row("workers", "gauge", "state", "Workers by state"),
+    _row("workers_standing", "gauge", "standing", "Workers by what is to be known of them beside their state"),
     _row("workers_disabled", "gauge", "", "Workers that are there and take no work"),
     _row(
         "workers_unreadable", "gauge", "", "Entries of workers that this version cannot read; no other metric has them"

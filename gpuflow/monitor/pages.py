@@ -104,7 +104,7 @@ def fleet_rows(renderer: Renderer, app: GPUFlow) -> Rows:
         states=sorted(states.items()),
         gpus=len(gpus),
         leased=sum(gpu.leased_mib > 0 for gpu in gpus),
-        tasks=sum(len(one.entry.tasks) for one in workers if one.entry.state != "OFFLINE"),
+        tasks=sum(len(one.entry.tasks) for one in workers if not one.entry.is_gone),
         disabled=sum(not one.entry.takes_work for one in workers if one.entry.is_there),
     )
     rows = [(one.entry.id, renderer.render("fleet_row.html", row=one, bar=drawing.memory_bar)) for one in workers]
@@ -217,9 +217,7 @@ def scaling_rows(renderer: Renderer, app: GPUFlow) -> Rows:
     """Return what scales the fleet, its machines, what is wanted of each worker, and the newest decisions."""
     status = scaling_status(app.redis, app.keys)
     decisions = ScalingStore(app.redis, app.keys).decisions(MOST_DECISIONS)
-    wanted = [
-        one for one in read_fleet(app).workers if one.entry.state != "OFFLINE" and one.entry.desired.at is not None
-    ]
+    wanted = [one for one in read_fleet(app).workers if not one.entry.is_gone and one.entry.desired.at is not None]
     return {
         "summary": [("summary", renderer.render("scaling_summary.html", status=status))],
         "machines": [(one["id"], renderer.render("machine_row.html", machine=one)) for one in status["machines"]]

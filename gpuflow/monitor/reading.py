@@ -13,8 +13,8 @@ from typing import Any, Final
 from gpuflow.celery_app import GPUFlow
 from gpuflow.event_text import message
 from gpuflow.explaining import server_time
-from gpuflow.fleet.registry import UNREADABLE, Fleet, WorkerEntry, WorkerState
-from gpuflow.fleet.worker_views import capability_of
+from gpuflow.fleet.registry import UNREADABLE, Fleet, WorkerEntry
+from gpuflow.fleet.standing import Standing, standings
 from gpuflow.handles import PipelineRun
 from gpuflow.ledger.eventlog import LoggedEvent
 from gpuflow.monitor.drawing import Bar, Node
@@ -59,7 +59,7 @@ class WorkerRow:
     labels: Mapping[str, str]
     tasks: tuple[tuple[str, str], ...]
     seen_at: int | None
-    disk_full: bool
+    standings: tuple[Standing, ...]
 
     @property
     def more_tasks(self) -> int:
@@ -79,21 +79,17 @@ def read_fleet(app: GPUFlow) -> FleetRows:
     """Return the workers: those that need a look first, then by id, those that have gone last."""
     now = server_time(app)
     entries, unreadable = Fleet(app.redis, app.keys).readable()
-    gone = sorted((one for one in entries if _is_gone(one)), key=lambda one: -one.heartbeat_at)[:MOST_GONE]
-    shown = [one for one in entries if not _is_gone(one)] + gone
+    gone = sorted((one for one in entries if one.is_gone), key=lambda one: -one.heartbeat_at)[:MOST_GONE]
+    shown = [one for one in entries if not one.is_gone] + gone
     names = app.ledger.names([task for one in shown for task in one.tasks[:MOST_TASKS]])
-    shown.sort(key=lambda one: (_is_gone(one), one.state is not WorkerState.SILENT, one.id))
     rows = []
     for one in shown:
         try:
             rows.append(worker_row(one, names, now))
         except UNREADABLE:
             unreadable.append(one.id)
+    rows.sort(key=lambda row: (row.entry.is_gone, not any(one.needs_a_look for one in row.standings), row.entry.id))
     return FleetRows(workers=rows, unreadable=sorted(unreadable))
-
-
-def _is_gone(entry: WorkerEntry) -> bool:
-    return entry.state is WorkerState.OFFLINE
 
 
 def worker_row(entry: WorkerEntry, names: Mapping[str, str], now: float) -> WorkerRow:
@@ -106,7 +102,7 @@ def worker_row(entry: WorkerEntry, names: Mapping[str, str], now: float) -> Work
         labels={str(key): str(value) for key, value in labels.items()} if isinstance(labels, Mapping) else {},
         tasks=tuple((task, names.get(task, "")) for task in entry.tasks[:MOST_TASKS]),
         seen_at=round(seen) if seen else None,
-        disk_full=capability_of(entry).lacks_disk,
+        standings=standings(entry),
     )
 
 
@@ -119,7 +115,7 @@ def _gpu_rows(entry: WorkerEntry) -> Iterable[GpuRow]:
         found = _mapping(loads.get(uuid))
         left = _amount(found.get("freeMib"))
         leased = 0
-        if isinstance(free, list) and uuid not in free and not _is_gone(entry):
+        if isinstance(free, list) and uuid not in free and not entry.is_gone:
             leased = total - min(total, _amount(room.get(uuid)) or 0)
         yield GpuRow(
             name=str((gpu.get("names") or ["GPU"])[0]),

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from gpuflow.broker.depths import QueueDepth, read_depths
 from gpuflow.broker.keys import Keys
-from gpuflow.broker.priorities import HIGHEST_PRIORITY, queue_of
-from gpuflow.broker.scripts import load_script, script_text
+from gpuflow.broker.priorities import queue_of
 from gpuflow.errors import GPUFlowError
-from gpuflow.fleet.registry import Fleet, WorkerEntry, WorkerState
+from gpuflow.fleet.registry import Fleet, WorkerEntry
 from gpuflow.fleet.worker_views import capability_of
 from gpuflow.routing.capability import Capability
 from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUES
@@ -40,25 +40,23 @@ class Seen:
 def read(client: Any, keys: Keys, plain_queue: str) -> Seen:
     """Read the fleet; `plain_queue` is that of plain Celery tasks. Raises redis errors."""
     began = time.monotonic()
-    entries = [entry for entry in Fleet(client, keys).workers() if entry.state is not WorkerState.OFFLINE]
+    entries = [entry for entry in Fleet(client, keys).workers() if not entry.is_gone]
     owners = client.hvals(keys.owners)
     held, running = _leases(owners, keys.prefix)
     plain = {plain_queue, *(name for entry in entries for name in _plain_queues(entry))}
-    step = load_script("gpuflow.scaling", "depths", script_text("gpuflow.broker", "common"))
-    wanted = [*plain, *(name for name in running if name not in _OURS)]
-    time_text, gathering, *rows = step(client, [keys.ready, keys.sweep], wanted)
-    now = float(time_text)
+    waits = read_depths(client, keys, [*plain, *(name for name in running if name not in _OURS)])
+    now = waits.now
     store = ScalingStore(client, keys)
     machines, counts = store.machines(), store.counts()
     snapshot = Snapshot(
         workers=tuple(_worker(entry, held[entry.id], now) for entry in entries),
-        demands=tuple(demand for row in rows if (demand := _demand(row, running, now)) is not None),
+        demands=tuple(demand for queue in waits.queues if (demand := _demand(queue, running)) is not None),
         machines=tuple(_machine(machine, now) for machine in machines),
         held_back={
             name.removeprefix("retry_at:"): at - now for name, at in counts.items() if name.startswith("retry_at:")
         },
         age_seconds=time.monotonic() - began,
-        gathering=bool(int(gathering)),
+        gathering=waits.gathering,
     )
     return Seen(snapshot, now, machines, held)
 
@@ -93,7 +91,7 @@ def _worker(entry: WorkerEntry, leases: int, now: float) -> WorkerFacts:
         capability=_alike(capability_of(entry)),
         alive=entry.is_there,
         enabled=desired.state != "disabled",
-        draining=desired.ends or entry.state is WorkerState.DRAINING,
+        draining=entry.drains,
         by_hand=desired.by_hand,
         ephemeral=entry.ephemeral,
         families=None if families is None else tuple(map(str, families)),
@@ -112,19 +110,18 @@ def _alike(capability: Capability) -> Capability:
     return replace(capability, gpus=gpus)
 
 
-def _demand(row: Sequence[Any], running: Mapping[str, int], now: float) -> Demand | None:
-    """Read a queue; None for a demand queue of which nobody can tell what it asks for."""
-    name, requirement, took, oldest, *depths = row
-    asked = _requirement(name, requirement)
-    if asked is None and is_demand_queue(name):
+def _demand(queue: QueueDepth, running: Mapping[str, int]) -> Demand | None:
+    """Return what a queue asks for; None for a demand queue of which nobody can tell that."""
+    asked = _requirement(queue.name, queue.requirement)
+    if asked is None and is_demand_queue(queue.name):
         return None
     return Demand(
-        queue=name,
+        queue=queue.name,
         requirement=asked,
-        waiting={HIGHEST_PRIORITY - place: int(depth) for place, depth in enumerate(depths) if int(depth)},
-        running=running.get(name, 0),
-        oldest_seconds=max(0.0, now - float(oldest)) if oldest else 0.0,
-        task_seconds=float(took) if took else None,
+        waiting=queue.waiting,
+        running=running.get(queue.name, 0),
+        oldest_seconds=queue.oldest_seconds or 0.0,
+        task_seconds=queue.task_seconds,
     )
 
 

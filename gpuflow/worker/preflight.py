@@ -11,7 +11,7 @@ import redis
 from redis.exceptions import ResponseError
 
 from gpuflow.errors import GPUFlowError
-from gpuflow.fleet.registry import Fleet, WorkerEntry, WorkerState
+from gpuflow.fleet.registry import Fleet, WorkerEntry
 from gpuflow.logs import get_logger
 from gpuflow.settings import Settings
 
@@ -58,7 +58,7 @@ def require_own_id(fleet: Fleet, worker_id: str, hostname: str, timeout_seconds:
     is awaited for `timeout_seconds`, after which its entry has expired.
     """
     entry = fleet.find(worker_id)
-    if entry is None or entry.state is WorkerState.OFFLINE:
+    if entry is None or entry.is_gone:
         return
     taken = (
         f"worker id {worker_id!r} is in use by process {entry.pid} on {entry.hostname}; "
@@ -74,7 +74,7 @@ def require_own_id(fleet: Fleet, worker_id: str, hostname: str, timeout_seconds:
     while time.monotonic() < deadline:
         pause.wait(_LOOK_SECONDS)
         newest = fleet.find(worker_id)
-        if newest is None or newest.state is WorkerState.OFFLINE:
+        if newest is None or newest.is_gone:
             return
         if newest.heartbeat_at != entry.heartbeat_at:
             raise GPUFlowError(taken)

@@ -282,6 +282,8 @@ class PresenceThread(threading.Thread):
             "cpuPercent": psutil.cpu_percent(),
             "memoryAvailableMib": memory.available >> 20,
             "diskFreeMib": free_mib(self.runtime.app.settings.results_dir),
+            "driverProblem": hardware.driver_problem,
+            "gpuProblems": list(hardware.problems),
             **self._held_load(),
             "freeGpus": [],
             "idleSeconds": None if not admission.idle() else round(time.monotonic() - self._worked_at, 1),

@@ -14,21 +14,21 @@ from gpuflow.errors import BrokerUnavailable
 from gpuflow.fleet.registry import WorkerEntry, WorkerState
 from gpuflow.ledger.records import TaskRecord
 from gpuflow.ledger.states import TaskState
+from gpuflow.routing.capability import Capability, GpuCapability
 
 
 def look(now: float = 1000.0, **changes: Any) -> FleetLook:
-    card = {"uuid": "GPU-0", "names": ["a100"], "vram_gb": 80.0, "total_mib": 81920}
+    card = GpuCapability(uuid="GPU-0", index=0, names=("a100",), vram_gb=80.0, total_mib=81920)
+    able = Capability(gpus=(card,), cpu_count=8, memory_mib=65536).to_dict()
     load = {"freeGpus": [], "gpus": {"GPU-0": {"utilizationPercent": 90}}}
-    worker = WorkerEntry(
-        id="w1", state=WorkerState.BUSY, capability={"gpus": [card]}, load=load, tasks=("t1",), seen_seconds=3
-    )
+    worker = WorkerEntry(id="w1", state=WorkerState.BUSY, capability=able, load=load, tasks=("t1",), seen_seconds=3)
     task = TaskRecord(
         id="t1", state=TaskState.RUNNING, name="tune\x1b[31m", worker="w1", started_at=now - 65,
         progress={"current": 3, "total": 60},
     )  # fmt: skip
     queues = [
-        {"name": "gpu-a100", "waiting": 4, "running": 1, "workers": ["w1"]},
-        {"name": "idle", "waiting": 0, "running": 0, "workers": []},
+        {"name": "gpu-a100", "waiting": 4, "oldestAt": now - 180, "running": 1, "workers": ["w1"]},
+        {"name": "idle", "waiting": 0, "oldestAt": None, "running": 0, "workers": []},
     ]
     values = {"workers": [worker], "queues": queues, "running": [task], "running_count": 1, "ended": {"SUCCEEDED": 10}}
     return FleetLook(now=now, **{**values, **changes})
@@ -51,7 +51,7 @@ def test_the_summary_is_one_line() -> None:
 
 def test_the_view_has_workers_queues_and_tasks() -> None:
     text = shown(look())
-    for part in ("w1", "BUSY", "1 of 1, 90 %", "gpu-a100", "t1", "1m 05s", "3/60", "3 s ago"):
+    for part in ("w1", "BUSY", "1 of 1, 90 %", "gpu-a100", "t1", "1m 05s", "3/60", "3 s ago", "3 min"):
         assert part in text
     assert "idle" not in text, "a queue in which nothing is"
     assert "\x1b" not in text, "a name steers the terminal"

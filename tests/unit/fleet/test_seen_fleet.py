@@ -28,13 +28,15 @@ class Registry:
     def pipeline(self, **_: Any) -> Registry:
         return self
 
+    def time(self) -> None: ...
+
     def hgetall(self, key: str) -> None: ...
 
     def pttl(self, key: str) -> None: ...
 
     def execute(self) -> list[Any]:
         self.now += self.takes
-        answers: list[Any] = []
+        answers: list[Any] = [(int(self.now), 0)]
         for number, capability in enumerate(self.capabilities):
             entry = WorkerEntry(id=str(number), state=WorkerState.IDLE, capability=capability.to_dict())
             answers += [entry.to_hash(), 60_000]

@@ -72,7 +72,7 @@ class Worker:
             app=SimpleNamespace(redis=self.server, keys=Keys(), settings=Settings()),
             admission=admission,
             machine_gpus=MachineGpus(()),
-            hardware=SimpleNamespace(hostname="box", gpus=()),
+            hardware=SimpleNamespace(hostname="box", gpus=(), driver_problem="", problems=()),
             offering=SimpleNamespace(to_dict=dict, secrets=()),
             worker_id="w",
             ephemeral=False,
