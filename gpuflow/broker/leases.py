@@ -61,17 +61,6 @@ def live_leases(client: Any, keys: Keys, tags: Sequence[str]) -> set[str]:
     return {tag for tag, end in zip(tags, ends, strict=True) if end is not None and end > seconds - UNSWEPT_SECONDS}
 
 
-def held_leases(client: Any, keys: Keys) -> list[tuple[str, bool]]:
-    """Return of each leased message the list it came from, and whether somebody holds it still. Raises redis errors."""
-    pipe = client.pipeline()
-    pipe.time()
-    pipe.hgetall(keys.owners)
-    pipe.zrange(keys.leases, 0, -1, withscores=True)
-    (seconds, _), owners, ends = pipe.execute()
-    live = {tag for tag, end in ends if end > seconds - UNSWEPT_SECONDS}
-    return [(owner.partition("\n")[2], tag in live) for tag, owner in owners.items()]
-
-
 class LeaseTable:
     """Every lease of this process under one owner token.
 

@@ -34,3 +34,9 @@ def list_keys(queues: list[str]) -> list[str]:
 def queue_of(key: str) -> str:
     """Return the queue that a list belongs to."""
     return key.split(SEPARATOR, 1)[0]
+
+
+def priority_of(key: str) -> int:
+    """Return the priority of the messages of a list."""
+    step = key.partition(SEPARATOR)[2]
+    return int(step) % 10 if step.isdecimal() else DEFAULT_PRIORITY

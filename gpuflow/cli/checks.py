@@ -27,16 +27,6 @@ FAIL_FREE_GIB: Final = 1.0
 _BEAT_SECONDS: Final = 90.0
 #: Clocks that differ by less are as good as the same.
 _SKEW_SECONDS: Final = 5.0
-#: What is to be done about workers, by how they stand (`fleet.standing`).
-_OF_WORKERS: Final = {
-    "silent": "look after their machines and their way to the broker; what they run starts elsewhere when leases end",
-    "disk-full": "make room in RESULTS_DIR there; below GPUFLOW_DISK_FLOOR_BYTES they take no task",
-    "no-driver": "run `nvidia-smi` there; in a container, start it with the NVIDIA container toolkit (--gpus all)",
-    "gpu-problem": "run `gpuflow hardware` and `nvidia-smi` there",
-    "low-memory": "see what uses it there; tasks may ask for `resources.hardware.memory`",
-    "clock-skewed": "synchronise it there: timedatectl set-ntp true",
-    "outdated": "drain and upgrade them (docs/howto/upgrade-and-rotate.md)",
-}
 #: The oldest server whose commands we use (Redis; every Valkey is newer).
 _OLDEST_SERVER: Final = (6, 2)
 _LIBRARIES: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
@@ -138,6 +128,8 @@ def server(url: str, settings: Settings) -> list[Check]:
     from redis.backoff import NoBackoff
     from redis.retry import Retry
 
+    from gpuflow.cli.checks_fleet import fleet_checks
+
     client = redis.Redis.from_url(
         url, decode_responses=True, socket_connect_timeout=3, socket_timeout=5, retry=Retry(NoBackoff(), 0)
     )
@@ -148,7 +140,7 @@ def server(url: str, settings: Settings) -> list[Check]:
         found.append(_eviction(info, settings))
         found.append(_beat(client, settings))
         found.extend(_clocks(client))
-        found.extend(_workers(client, settings))
+        found.extend(fleet_checks(client, settings))
     except (redis.RedisError, OSError) as error:
         mend = "check REDIS_URL, its password and the network, or start one with `gpuflow up`"
         return [Check(name="broker", status="fail", detail=f"{shown} cannot be used: {error}", mend=mend)]
@@ -236,34 +228,6 @@ def _clocks(client: Any) -> list[Check]:
     side = "ahead of" if skew > 0 else "behind"
     detail = f"this machine's is {duration(abs(skew))} {side} the broker's; times of logs and certificates are off"
     return [Check(name="clock", status="warn", detail=detail, mend="synchronise it: timedatectl set-ntp true")]
-
-
-def _workers(client: Any, settings: Settings) -> list[Check]:
-    from gpuflow.broker.keys import Keys
-    from gpuflow.cli.checks_locks import shared_by_all
-    from gpuflow.fleet.registry import Fleet
-    from gpuflow.fleet.standing import by_kind, unreadable_text
-
-    known, unreadable = Fleet(client, Keys(settings.key_prefix)).readable()
-    alive = [worker for worker in known if not worker.is_gone]
-    found = []
-    if alive:
-        names = ", ".join(worker.id for worker in alive[:5])
-        found.append(Check(name="workers", status="ok", detail=f"{len(alive)}: {names}"))
-    if unreadable:
-        mend = "upgrade gpuflow here, or remove the entry: gpuflow workers delete NAME"
-        found.append(Check(name="unreadable workers", status="warn", detail=unreadable_text(unreadable), mend=mend))
-    for kind, standing in by_kind(alive).items():
-        if not standing[0][1].needs_a_look:
-            continue
-        detail = "; ".join(f"{worker} {one.text}" for worker, one in standing[:5])
-        more = f"; and {len(standing) - 5} more" if len(standing) > 5 else ""
-        name = f"{standing[0][1].label} workers"
-        found.append(Check(name=name, status="warn", detail=detail + more, mend=_OF_WORKERS[kind]))
-    if found:
-        return [*found, *shared_by_all((worker.id, worker.load) for worker in alive)]
-    mend = "start one with `celery -A gpuflow worker`, or `gpuflow up`"
-    return [Check(name="workers", status="warn", detail="no worker is there", mend=mend)]
 
 
 def gpus() -> list[Check]:

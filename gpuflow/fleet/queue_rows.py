@@ -12,9 +12,8 @@ from typing import Any
 import redis
 
 from gpuflow.broker.depths import read_depths
+from gpuflow.broker.held import held_leases
 from gpuflow.broker.keys import Keys
-from gpuflow.broker.leases import held_leases
-from gpuflow.broker.priorities import queue_of
 from gpuflow.fleet.registry import Fleet, WorkerEntry
 from gpuflow.fleet.standing import takes_new
 from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUES
@@ -30,13 +29,13 @@ def queue_rows(
     """
     fleet = Fleet(client, keys)
     registered = fleet.queues()
-    entries = fleet.readable()[0] if entries is None else entries
+    entries = fleet.workers() if entries is None else entries
     workers = [worker for worker in entries if takes_new(worker)]
     serving = fleet.serving_classes(list(registered), workers)
     running: Counter[str] = Counter()
     lost: Counter[str] = Counter()  # they wait, but for a sweep
-    for list_key, is_live in held_leases(client, keys):
-        (running if is_live else lost)[queue_of(list_key.removeprefix(keys.prefix))] += 1
+    for lease in held_leases(client, keys):
+        (running if lease.is_live else lost)[lease.queue] += 1
     names = [*registered, CONTROL_QUEUE, *NOTICE_QUEUES, plain_queue]
     waits = read_depths(client, keys, names)
     depths = {queue.name: queue for queue in waits.queues}

@@ -260,7 +260,7 @@ class Fleet:
 
     def note_silent(self) -> list[str]:
         """Write OFFLINE into the entries of workers whose heartbeat has expired; return their ids."""
-        ids = sorted(self.client.smembers(self.keys.workers))
+        ids = self.ids()
         pipe = self.client.pipeline(transaction=False)
         for worker_id in ids:
             pipe.hget(self.keys.worker(worker_id), "state")
@@ -280,7 +280,7 @@ class Fleet:
         now = time.time()
         gone = [
             entry.id
-            for entry in self.readable()[0]
+            for entry in self.workers()
             if entry.is_gone
             and now - entry.heartbeat_at > (ephemeral_seconds if entry.ephemeral else persistent_seconds)
         ]
@@ -356,7 +356,7 @@ class Fleet:
 
     def release_forsaken(self) -> int:
         """Enable the workers that the autoscaler has disabled; return how many, -1 while a beat leads."""
-        workers = [self.keys.worker(worker_id) for worker_id in sorted(self.client.smembers(self.keys.workers))]
+        workers = [self.keys.worker(worker_id) for worker_id in self.ids()]
         return int(_automatic_step("release_forsaken")(self.client, [self.keys.scaling_leader, *workers], []))
 
     def find(self, worker_id: str) -> WorkerEntry | None:
@@ -368,11 +368,13 @@ class Fleet:
         (seconds, micros), raw, left = pipe.execute()
         return WorkerEntry.from_hash(raw, left_ms=left, now=seconds + micros / 1e6) if raw.get("state") else None
 
+    def ids(self) -> list[str]:
+        """Return the ids of all known workers."""
+        return sorted(self.client.smembers(self.keys.workers))
+
     def workers(self) -> list[WorkerEntry]:
-        """Return all known workers, by id. Raises where the entry of one cannot be read: for who decides by the whole
-        fleet. Who shows it, or goes on with what is known, takes `readable`.
-        """
-        return [WorkerEntry.from_hash(raw, left_ms=left, now=now) for _, raw, left, now in self._entries()]
+        """Return the known workers whose entries this version can read, by id."""
+        return self.readable()[0]
 
     def readable(self) -> tuple[list[WorkerEntry], list[str]]:
         """Return the workers whose entries this version can read, and the ids of the others."""
@@ -382,7 +384,7 @@ class Fleet:
 
     def _entries(self) -> list[tuple[str, Mapping[str, str], int, float]]:
         """Return id, hash, milliseconds until the heartbeat expires, and the server's time then, of all workers."""
-        ids = sorted(self.client.smembers(self.keys.workers))
+        ids = self.ids()
         pipe = self.client.pipeline(transaction=False)
         pipe.time()
         for worker_id in ids:
@@ -394,14 +396,14 @@ class Fleet:
 
     def capabilities(self) -> list[Capability]:
         """Return what each worker can do that may be counted on."""
-        there = [entry.capability for entry in self.readable()[0] if entry.is_there and entry.capability]
+        there = [entry.capability for entry in self.workers() if entry.is_there and entry.capability]
         return [Capability.from_dict({**capability, "schema": CAPABILITY_SCHEMA}) for capability in there]
 
     def serves_beside(self, worker_id: str, queue: str) -> bool:
         """Whether a worker other than `worker_id` is there to take tasks of `queue`."""
         there = [
             entry
-            for entry in self.readable()[0]
+            for entry in self.workers()
             if entry.id != worker_id and entry.takes_work and entry.state in (WorkerState.IDLE, WorkerState.BUSY)
         ]
         classes = self.serving_classes([queue], there)[queue]

@@ -55,7 +55,7 @@ def worker_views(
     A worker whose entry cannot be read is left out. With a ledger, the tasks that they run have names and times.
     `entries` are the workers where they have been read already.
     """
-    entries = fleet.readable()[0] if entries is None else entries
+    entries = fleet.workers() if entries is None else entries
     reserved = [found["task"] for entry in entries if (found := _mapping(entry.load.get("reservation"))).get("task")]
     ids = sorted({*(task for entry in entries for task in entry.tasks), *map(str, reserved)})
     records: dict[str, TaskRecord] = {}

@@ -55,7 +55,7 @@ def _add_workers(router: APIRouter, calls: Calls) -> None:
         """List the workers that have a token of their own, with the state of each."""
 
         def listed(app: GPUFlow) -> list[dict[str, Any]]:
-            states = {worker.id: str(worker.state) for worker in Fleet(app.redis, app.keys).readable()[0]}
+            states = {worker.id: str(worker.state) for worker in Fleet(app.redis, app.keys).workers()}
             found = TokenStore(app.redis, app.keys).all(Kind.WORKER)
             return [{**record.public(), "state": states.get(record.name, "OFFLINE")} for record in found]
 

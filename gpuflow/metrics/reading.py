@@ -11,9 +11,8 @@ from typing import Any
 from redis.exceptions import ResponseError
 
 from gpuflow.broker.depths import read_depths
+from gpuflow.broker.held import leases_of
 from gpuflow.broker.keys import RECONCILED_AT, Keys
-from gpuflow.broker.leases import UNSWEPT_SECONDS
-from gpuflow.broker.priorities import queue_of
 from gpuflow.fleet.registry import Fleet, WorkerEntry
 from gpuflow.fleet.serving import serving_classes
 from gpuflow.fleet.standing import takes_new
@@ -89,8 +88,9 @@ def read(client: Any, keys: Keys, plain_queue: str) -> Readings:
     now = seconds + micros / 1e6
     readable, others = Fleet(client, keys).readable()
     workers = tuple(readable)
-    live = {tag for tag, end in ends if end > now - UNSWEPT_SECONDS}
-    running, lost = _held(owners, live, keys.prefix)
+    held = leases_of(owners, ends, now, keys.prefix)
+    running = Counter(lease.queue for lease in held if lease.is_live)
+    lost = Counter(lease.queue for lease in held if not lease.is_live)
     return Readings(
         now=now,
         counts=counts,
@@ -102,8 +102,8 @@ def read(client: Any, keys: Keys, plain_queue: str) -> Readings:
         delayed=delayed,
         dead=dead,
         unreadable=unreadable,
-        leases=len(live),
-        lost_leases=len(ends) - len(live),
+        leases=running.total(),
+        lost_leases=lost.total(),
         is_led=float(led_until or 0) > now,
         machines=tuple(json.loads(text) for text in machines.values()),
         workers=workers,
@@ -111,16 +111,6 @@ def read(client: Any, keys: Keys, plain_queue: str) -> Readings:
         info=info,
         unreadable_workers=len(others),
     )
-
-
-def _held(owners: Mapping[str, str], live: set[str], prefix: str) -> tuple[Counter[str], Counter[str]]:
-    """Return how many messages of each queue are held, and how many were lost and wait for a sweep."""
-    running: Counter[str] = Counter()
-    lost: Counter[str] = Counter()
-    for tag, owner in owners.items():
-        queue = queue_of(owner.partition("\n")[2].removeprefix(prefix))
-        (running if tag in live else lost)[queue] += 1
-    return running, lost
 
 
 def _queues(

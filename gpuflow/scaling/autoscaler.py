@@ -372,9 +372,7 @@ class Releaser(threading.Thread):
             count = self._fleet.release_forsaken()
             if count > 0:
                 log.info("enabled_again", workers=count, cause="nothing scales this fleet any more")
-                self._control.broadcast(
-                    "gpuflow_follow", arguments={"worker_ids": [entry.id for entry in self._fleet.workers()]}
-                )
+                self._control.broadcast("gpuflow_follow", arguments={"worker_ids": self._fleet.ids()})
         except (RedisError, OperationalError) as error:
             log.warning("workers_not_released", cause=str(error))
             return False

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from gpuflow.broker.depths import QueueDepth, read_depths
+from gpuflow.broker.held import held_leases
 from gpuflow.broker.keys import Keys
-from gpuflow.broker.priorities import queue_of
 from gpuflow.errors import GPUFlowError
 from gpuflow.fleet.registry import Fleet, WorkerEntry
 from gpuflow.fleet.worker_views import capability_of
@@ -40,17 +40,23 @@ class Seen:
 def read(client: Any, keys: Keys, plain_queue: str) -> Seen:
     """Read the fleet; `plain_queue` is that of plain Celery tasks. Raises redis errors."""
     began = time.monotonic()
-    entries = [entry for entry in Fleet(client, keys).workers() if not entry.is_gone]
-    owners = client.hvals(keys.owners)
-    held, running = _leases(owners, keys.prefix)
+    known, unreadable = Fleet(client, keys).readable()
+    entries = [entry for entry in known if not entry.is_gone]
+    leases = [lease for lease in held_leases(client, keys) if lease.queue not in _OURS]
+    held = Counter(lease.worker for lease in leases)
+    running = Counter(lease.queue for lease in leases if lease.is_live)
+    lost = Counter((lease.queue, lease.priority) for lease in leases if not lease.is_live)  # they wait, but for a sweep
     plain = {plain_queue, *(name for entry in entries for name in _plain_queues(entry))}
-    waits = read_depths(client, keys, [*plain, *(name for name in running if name not in _OURS)])
+    waits = read_depths(client, keys, plain | {lease.queue for lease in leases})
     now = waits.now
     store = ScalingStore(client, keys)
     machines, counts = store.machines(), store.counts()
     snapshot = Snapshot(
-        workers=tuple(_worker(entry, held[entry.id], now) for entry in entries),
-        demands=tuple(demand for queue in waits.queues if (demand := _demand(queue, running)) is not None),
+        workers=(
+            *(_worker(entry, held[entry.id], now) for entry in entries),
+            *(_unknown(worker_id) for worker_id in unreadable if client.exists(keys.heartbeat(worker_id))),
+        ),
+        demands=tuple(demand for queue in waits.queues if (demand := _demand(queue, running, lost)) is not None),
         machines=tuple(_machine(machine, now) for machine in machines),
         held_back={
             name.removeprefix("retry_at:"): at - now for name, at in counts.items() if name.startswith("retry_at:")
@@ -59,22 +65,6 @@ def read(client: Any, keys: Keys, plain_queue: str) -> Seen:
         gathering=waits.gathering,
     )
     return Seen(snapshot, now, machines, held)
-
-
-def _leases(owners: Iterable[str], prefix: str) -> tuple[Counter[str], Counter[str]]:
-    """Return how many messages each worker holds, and how many of each queue are held.
-
-    An owner is `<worker id>:<token>`; control tasks and notices hold nothing that matters here.
-    """
-    held: Counter[str] = Counter()
-    running: Counter[str] = Counter()
-    for text in owners:
-        owner, _, key = text.partition("\n")
-        queue = queue_of(key.removeprefix(prefix))
-        if queue not in _OURS:
-            held[owner.rpartition(":")[0]] += 1
-            running[queue] += 1
-    return held, running
 
 
 def _plain_queues(entry: WorkerEntry) -> tuple[str, ...]:
@@ -104,21 +94,28 @@ def _worker(entry: WorkerEntry, leases: int, now: float) -> WorkerFacts:
     )
 
 
+def _unknown(worker_id: str) -> WorkerFacts:
+    """Return a worker of which nothing can be read but that it lives: it serves nothing, and nobody touches it."""
+    return WorkerFacts(id=worker_id, capability=Capability(), by_hand=True, families=(), leases=1)
+
+
 def _alike(capability: Capability) -> Capability:
     """Return the same machine with its GPUs numbered: what fits it fits every machine of its kind."""
     gpus = tuple(replace(gpu, uuid=f"GPU-{number}") for number, gpu in enumerate(capability.gpus))
     return replace(capability, gpus=gpus)
 
 
-def _demand(queue: QueueDepth, running: Mapping[str, int]) -> Demand | None:
+def _demand(queue: QueueDepth, running: Mapping[str, int], lost: Mapping[tuple[str, int], int]) -> Demand | None:
     """Return what a queue asks for; None for a demand queue of which nobody can tell that."""
     asked = _requirement(queue.name, queue.requirement)
     if asked is None and is_demand_queue(queue.name):
         return None
+    waiting = Counter(queue.waiting)
+    waiting.update({priority: count for (name, priority), count in lost.items() if name == queue.name})
     return Demand(
         queue=queue.name,
         requirement=asked,
-        waiting=queue.waiting,
+        waiting=waiting,
         running=running.get(queue.name, 0),
         oldest_seconds=queue.oldest_seconds or 0.0,
         task_seconds=queue.task_seconds,

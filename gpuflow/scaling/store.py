@@ -200,7 +200,7 @@ def decision_text(leader: Leadership, **fields: Any) -> str:
 def scaling_status(client: redis.Redis, keys: Keys) -> dict[str, Any]:
     """Return what scales a fleet, with counts and costs, JSON-able. Raises redis errors."""
     store = ScalingStore(client, keys)
-    workers = [worker for worker in Fleet(client, keys).readable()[0] if worker.is_there]
+    workers = [worker for worker in Fleet(client, keys).workers() if worker.is_there]
     serving = {worker.id for worker in workers}
     machines = store.machines()
     counts = store.counts()

@@ -110,4 +110,5 @@ def test_every_view_says_the_same_of_a_worker_that_is_gone(fleet: TestFleet, how
     assert (queue["waiting"], queue["running"], queue["workers"]) == (1, 0, [])
     (told,) = shown(fleet, "explain", task.id)
     assert (told["outcome"], told["workers"][0]["situation"]) == ("cannot", "silent")
-    assert "w1 is silent" in next(one for one in shown(fleet, "doctor")["checks"] if one["name"] == "silent workers")["detail"]
+    (check,) = (one for one in shown(fleet, "doctor")["checks"] if one["name"] == "silent workers")
+    assert "w1 is silent" in check["detail"]

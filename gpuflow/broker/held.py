@@ -1,0 +1,46 @@
+"""Which messages workers hold, and which nobody holds any more. Read-only; for all who show it or count on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gpuflow.broker.keys import Keys
+from gpuflow.broker.leases import UNSWEPT_SECONDS
+from gpuflow.broker.priorities import priority_of, queue_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldLease:
+    """A message that a worker took; unless `is_live` nobody holds it any more, and it waits but for a sweep."""
+
+    worker: str
+    queue: str
+    priority: int
+    is_live: bool
+
+
+def held_leases(client: Any, keys: Keys) -> list[HeldLease]:
+    """Return every leased message, at one moment. Raises redis errors."""
+    pipe = client.pipeline()
+    pipe.time()
+    pipe.hgetall(keys.owners)
+    pipe.zrange(keys.leases, 0, -1, withscores=True)
+    (seconds, _), owners, ends = pipe.execute()
+    return leases_of(owners, ends, seconds, keys.prefix)
+
+
+def leases_of(owners: Mapping[str, str], ends: Iterable[tuple[str, float]], now: float, prefix: str) -> list[HeldLease]:
+    """Return the leases from `gpuflow.owners` and from the members of `gpuflow.leases` with their ends. Pure.
+
+    An owner is `<worker id>:<token>`, a newline, and the list that the message came from.
+    """
+    live = {tag for tag, end in ends if end > now - UNSWEPT_SECONDS}
+    found = []
+    for tag, text in owners.items():
+        owner, _, key = text.partition("\n")
+        key = key.removeprefix(prefix)
+        worker = owner.rpartition(":")[0]
+        found.append(HeldLease(worker=worker, queue=queue_of(key), priority=priority_of(key), is_live=tag in live))
+    return found
