@@ -7,7 +7,7 @@ too. Configuration is read when it is first needed, so that importing this modul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Final
 
@@ -29,8 +29,8 @@ from gpuflow.errors import BrokerUnavailable
 from gpuflow.ledger.backend import Attempts, LedgerBackend
 from gpuflow.ledger.eventlog import EventLog
 from gpuflow.ledger.joining import joining_here
-from gpuflow.ledger.ledger import Ledger
-from gpuflow.ledger.records import RECORD_SCHEMA, SCHEMA_HEADER, TaskRecord
+from gpuflow.ledger.ledger import Ledger, RecordPart
+from gpuflow.ledger.records import RECORD_SCHEMA, SCHEMA_HEADER
 from gpuflow.ledger.states import TaskState
 from gpuflow.merge.completion import Merger
 from gpuflow.merge.store import MergeStore
@@ -171,29 +171,37 @@ class GPUFlow(Celery):  # type: ignore[misc]
                 self.control.broadcast("gpuflow_cancel", arguments={"task_id": task_id})
         self.tell_cancelled([task_id for task_id, verdict in verdicts.items() if verdict == "cancelled"], reason)
         requested = [task_id for task_id, verdict in verdicts.items() if verdict == "requested"]
-        records = [record for record in self.ledger.heads(requested) if record is not None]
-        self._follow_cancel(records)
+        self._follow_cancel(self.ledger.parts(requested))
         return verdicts
 
     def tell_cancelled(self, task_ids: Sequence[str], reason: str = "cancelled by a user") -> int:
         """Tell Celery, runs and pipelines of tasks that are cancelled; return of how many. It may be done again.
 
-        Of what was queued again since then nobody is told.
+        Of what was queued again since then nobody is told. Those of which Celery keeps an entry and no more are told in
+        one round trip.
         """
-        heads = self.ledger.heads(task_ids)
-        records = [record for record in heads if record is not None and record.state is TaskState.CANCELLED]
-        for record in records:
-            self.backend.mark_as_revoked(record.id, reason, request=self._request_of(record.id))
-        self._follow_cancel(records)
+        found = zip(task_ids, self.ledger.parts(task_ids), strict=True)
+        cancelled = {task_id: part for task_id, part in found if part.state == TaskState.CANCELLED}
+        entries: dict[str, str] = {}
+        for task_id, part in cancelled.items():
+            request = _request_of(part.message)
+            entry = self.backend.revoked_entry(task_id, reason, request)
+            if entry is None:
+                self.backend.mark_as_revoked(task_id, reason, request=request)
+            else:
+                entries[task_id] = entry
+        self.ledger.tell_cancelled(entries, int(self.backend.expires or 0))
+        self._follow_cancel(cancelled.values())
         self.ledger.told(task_ids)
-        return len(records)
+        return len(cancelled)
 
-    def _follow_cancel(self, records: Sequence[TaskRecord]) -> None:
+    def _follow_cancel(self, parts: Iterable[RecordPart]) -> None:
         """Stop runs that have lost their last caller, and settle the pipelines, each once."""
-        for run in {record.run for record in records if record.run}:
+        known = list(parts)
+        for run in {part.run for part in known if part.run}:
             if self.ledger.is_to_be_cancelled(run):
                 self.control.broadcast("gpuflow_cancel", arguments={"task_id": run})
-        for pipeline in {record.pipeline for record in records if record.pipeline}:
+        for pipeline in {part.pipeline for part in known if part.pipeline}:
             self.send_task(SETTLE_TASK, args=(pipeline,), queue=CONTROL_QUEUE, ignore_result=True)
 
     def _is_untold(self, task_id: str) -> bool:
@@ -201,24 +209,13 @@ class GPUFlow(Celery):  # type: ignore[misc]
 
         Of a task that ran its worker may be telling just now.
         """
-        record, request = self.ledger.find(task_id), self._request_of(task_id)
+        record, request = self.ledger.find(task_id), _request_of(self.ledger.parts([task_id])[0].message)
         if record is None or request is None or request.ignore_result:
             return False
         now = float(self.redis.time()[0])
         if record.attempt and now - (record.finished_at or now) < 2 * self.settings.lease_seconds:
             return False
         return not self.redis.exists(self.keys.celery_result(task_id))
-
-    def _request_of(self, task_id: str) -> Any:
-        """Return the Celery request of a task's stored message, so that its chord can be counted.
-
-        None where there is no message, or none that can be read.
-        """
-        raw = self.redis.hget(self.keys.task(task_id), "message")
-        try:
-            return request_of(read_message(str(raw))[0]) if raw else None
-        except ValueError:
-            return None
 
     def broker_address(self) -> str:
         """Return REDIS_URL, or the address of this user's running embedded server. Raises BrokerUnavailable."""
@@ -321,6 +318,17 @@ class GPUFlow(Celery):  # type: ignore[misc]
             "redbeat_key_prefix": f"{settings.key_prefix}redbeat:",
             "timezone": "UTC",
         }
+
+
+def _request_of(message: str) -> Any:
+    """Return the Celery request of a stored message, so that its chord can be counted.
+
+    None where there is no message, or none that can be read.
+    """
+    try:
+        return request_of(read_message(message)[0]) if message else None
+    except ValueError:
+        return None
 
 
 def worker_options() -> list[CeleryOption]:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpuflow.broker.keys import Keys
-from gpuflow.broker.priorities import HIGHEST_PRIORITY
-from gpuflow.broker.scripts import broker_script
+from gpuflow.broker.priorities import HIGHEST_PRIORITY, SEPARATOR
+from gpuflow.broker.scripts import load_script
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,9 @@ class Depths:
 
 def read_depths(client: Any, keys: Keys, also: Iterable[str]) -> Depths:
     """Return every demand queue in which something waits, and those named in `also`. Raises redis errors."""
-    time_text, gathering, *rows = broker_script("depths")(client, [keys.ready, keys.sweep], sorted(set(also)))
+    time_text, gathering, *rows = load_script("gpuflow.broker", "depths")(
+        client, [], [keys.prefix, keys.ready, keys.sweep, SEPARATOR, *sorted(set(also))]
+    )
     now = float(time_text)
     return Depths(now=now, gathering=bool(int(gathering)), queues=tuple(_queue(row, now) for row in rows))
 

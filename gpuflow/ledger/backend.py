@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from celery import states
 from celery.backends.redis import CHORD_CLEANUP_LUA, RedisBackend
+from celery.exceptions import TaskRevokedError
 from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
@@ -111,6 +112,18 @@ def _until_told(request: Any, tail: Callable[[], Any]) -> Any:
                 raise
             log.warning("end_not_told_yet", task=request.id, cause=str(error).strip())
             table.wait(TAIL_PAUSE_SECONDS)
+
+
+def _notices(request: Any, state: TaskState) -> list[Mapping[str, Any]]:
+    """Return the entries of `notify` that are to be called for this end of a task, the first few of them."""
+    args, kwargs = getattr(request, "args", None), getattr(request, "kwargs", None)
+    spec = kwargs.get("spec") if isinstance(kwargs, Mapping) else None
+    if spec is None and isinstance(args, list | tuple) and args:
+        spec = args[0]
+    if not isinstance(spec, Mapping):
+        return []
+    named = [entry for entry in spec.get("notify") or () if {str(state).lower(), "finished"} & set(entry["on"])]
+    return named[:MAX_NOTICES]
 
 
 class LedgerBackend(RedisBackend):  # type: ignore[misc]
@@ -230,6 +243,24 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
         )
         self._complete_calls(task_id, request)
         return answer
+
+    def revoked_entry(self, task_id: str, reason: str, request: Any) -> str | None:
+        """Return Celery's entry of a task that was cancelled before it ran, for `Ledger.tell_cancelled`.
+
+        None where more than that entry has to be written or sent, which is for `mark_as_revoked`: its chord is counted,
+        its end is notified, it belongs to merged calls, or its message cannot be read.
+        """
+        if request is None or request.task not in SUPERVISED_TASKS or request.ignore_result:
+            return None
+        if request.chord or getattr(request, RUN_HEADER, None) or getattr(request, FETCH_HEADER, None):
+            return None
+        if _notices(request, TaskState.CANCELLED):
+            return None
+        error = self.encode_result(TaskRevokedError(reason), states.REVOKED)
+        entry = self._get_result_meta(result=error, state=states.REVOKED, traceback=None, request=request)
+        entry["task_id"] = task_id
+        text: str = self.encode(entry)
+        return text
 
     def _tell_end(self, task_id: str, request: Any) -> None:
         """Store the end of a merged call, by its record, and count its chord."""
@@ -359,15 +390,8 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
 
     def _notify(self, task_id: str, state: TaskState, request: Any) -> None:
         """Have the URLs called that the task names for this end; under fixed ids, for this may be a replay."""
-        args, kwargs = getattr(request, "args", None), getattr(request, "kwargs", None)
-        spec = kwargs.get("spec") if isinstance(kwargs, Mapping) else None
-        if spec is None and isinstance(args, list | tuple) and args:
-            spec = args[0]
-        if not isinstance(spec, Mapping):
-            return
-        named = [entry for entry in spec.get("notify") or () if {str(state).lower(), "finished"} & set(entry["on"])]
-        for number in range(min(len(named), MAX_NOTICES)):
-            name, queue = notice_task(named[number])
+        for number, named in enumerate(_notices(request, state)):
+            name, queue = notice_task(named)
             self.app.send_task(
                 name,
                 args=(task_id, number),

@@ -6,7 +6,7 @@ import json
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import redis
 from redis.client import NEVER_DECODE
@@ -64,6 +64,15 @@ def _unreadable(entry: str) -> dict[str, Any]:
         return {name: told[name] for name in ("at", "list", "why", "message")}
     except (ValueError, KeyError, TypeError, RecursionError):
         return {"at": 0, "list": "", "why": "it is not JSON with a delivery tag", "message": entry}
+
+
+class RecordPart(NamedTuple):
+    """Some fields of a task's record, as they are stored: `message` is that which its attempts begin from."""
+
+    state: str
+    run: str
+    pipeline: str
+    message: str
 
 
 class Ledger:
@@ -464,6 +473,25 @@ class Ledger:
         until = self.now() - least_age_seconds
         found: list[str] = self.client.zrangebyscore(self.keys.untold, "-inf", until, start=0, num=limit)
         return found
+
+    def parts(self, task_ids: Sequence[str]) -> list[RecordPart]:
+        """Return what Celery has to be told tasks by, in one round trip; empty where there is no record."""
+        pipe = self.client.pipeline(transaction=False)
+        for task_id in task_ids:
+            pipe.hmget(self.keys.task(task_id), "state", "run", "pipeline", "message")
+        return [RecordPart(*(text or "" for text in texts)) for texts in pipe.execute()]
+
+    def tell_cancelled(self, entries: Mapping[str, str], expires_seconds: int) -> None:
+        """Store Celery's entries of cancelled tasks, in one round trip; not of those that were queued again since."""
+        calls: list[tuple[list[str], list[str | int]]] = [
+            (
+                [self.keys.task(task_id), self.keys.celery_result(task_id), self.keys.untold],
+                [entry, expires_seconds, task_id],
+            )
+            for task_id, entry in entries.items()
+        ]
+        if calls:
+            ledger_script("tell_cancelled").many(self.client, calls)
 
     def told(self, task_ids: Sequence[str]) -> None:
         """Note that Celery has been told of the end of cancelled tasks."""
