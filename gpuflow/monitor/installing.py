@@ -16,9 +16,9 @@ from flower import urls
 from tornado.template import Loader
 from tornado.web import StaticFileHandler, url
 
-from gpuflow.broker.connection import tls_options
 from gpuflow.celery_app import GPUFlow
 from gpuflow.errors import InvalidSettings
+from gpuflow.monitor.broker import with_queues_of_fleet
 from gpuflow.monitor.feeds import Feeds
 from gpuflow.monitor.handlers import ActionHandler, Monitor, OnePipeline, PageHandler, PipelineUpdates, Updates
 from gpuflow.monitor.pages import PAGES
@@ -72,9 +72,8 @@ def _add_pages(app: GPUFlow, roles: Roles) -> None:
         url(f"{ASSETS_PATH}(.*)", StaticFileHandler, {"path": str(ASSETS)}),
     ]
     urls.handlers[-1:-1] = ours
+    urls.handlers[:] = with_queues_of_fleet(urls.handlers, monitor)
     urls.settings["template_loader"] = FlowerTemplates(urls.settings["template_path"])
-    if options := tls_options(app.settings.redis_url or ""):
-        app.conf.broker_use_ssl = options  # Flower's page of the broker connects by these, and not by the address
     if only_reads:
         # Its wish for their events, too, goes by this; workers of a fleet send them unasked.
         app.control.broadcast = _no_broadcast
