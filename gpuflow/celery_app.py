@@ -410,9 +410,9 @@ def _pages_option() -> CeleryOption:
 
 
 def _on_command(ctx: Any, param: Any, wanted: bool) -> None:
-    """Add the pages of the fleet to Flower, before it begins."""
-    if ctx.command.name == "flower" and wanted and not ctx.resilient_parsing and isinstance(ctx.obj.app, GPUFlow):
-        symbol_by_name("gpuflow.monitor.installing:install")(ctx.obj.app)
+    """Add the pages of the fleet, and the roles of its users, to Flower before it begins."""
+    if ctx.command.name == "flower" and not ctx.resilient_parsing and isinstance(ctx.obj.app, GPUFlow):
+        symbol_by_name("gpuflow.monitor.installing:install")(ctx.obj.app, with_pages=wanted)
 
 
 def _on_beat(sender: Any, **_: Any) -> None:

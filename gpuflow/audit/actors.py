@@ -1,4 +1,4 @@
-"""Who acts: `user@host`, `token:ID ADDRESS`, `gateway:ADDRESS` (the fleet's own token), `flower:ADDRESS`,
+"""Who acts: `user@host`, `token:ID ADDRESS`, `gateway:ADDRESS` (the fleet's own token), `flower:USER ADDRESS`,
 `worker:ID`, `beat:HOST` or `autoscaler`.
 
 A gateway sets the actor of each request (`act_as`), a worker or beat that of its process (`acts_as_process`);

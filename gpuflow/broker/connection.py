@@ -38,14 +38,6 @@ def socket_url(url: str) -> str | None:
     return f"socket://{login}{parts.path}?virtual_host={query.get('db', ['0'])[-1]}"
 
 
-def tls_options(url: str) -> dict[str, str]:
-    """Return the parameters of TLS in the address of a broker (`ssl_ca_certs`, ...), as redis-py takes them."""
-    parts = urlsplit(url)
-    if parts.scheme != "rediss":
-        return {}
-    return {name: values[-1] for name, values in parse_qs(parts.query).items() if name.startswith("ssl_")}
-
-
 class LeasedConnection(Connection):  # type: ignore[misc]
     """A broker connection of the gpuflow app."""
 

@@ -2,7 +2,7 @@
 that blocks is done in threads of the feeds.
 
 Pages may be seen by who passes Flower's login. An action needs a login to be configured, a request of our own page
-(xsrf token, and same origin where the browser says), and a Flower that is not read-only.
+(xsrf token, and same origin where the browser says), a Flower that is not read-only, and a user whose role includes it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote, urlsplit
@@ -29,9 +30,9 @@ from gpuflow.logs import get_logger
 from gpuflow.monitor.actions import ACTIONS, ActionRefused
 from gpuflow.monitor.feeds import Body, Feed, Feeds, Rows
 from gpuflow.monitor.pages import PAGES, Page, Renderer, one_pipeline
+from gpuflow.monitor.roles import ACTION_PATH, ASSETS_PATH, Roles, has_login, user_of
 from gpuflow.terminal import one_line
 
-ASSETS_PATH: Final = "/monitor-assets/"
 #: Everything is of this server, and nothing inline runs.
 POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -48,11 +49,12 @@ log = get_logger("gpuflow.monitor")
 
 
 class Monitor:
-    """What the handlers share: the app of the fleet, its feeds, and the version of the assets."""
+    """What the handlers share: the app of the fleet, its feeds, the roles of users, and the version of the assets."""
 
-    def __init__(self, app: GPUFlow, feeds: Feeds) -> None:
+    def __init__(self, app: GPUFlow, feeds: Feeds, roles: Roles) -> None:
         self.app = app
         self.feeds = feeds
+        self.roles = roles
         folder = Path(__file__).parent / "static"
         digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()))
         self.assets_version = digest.hexdigest()[:12]
@@ -61,7 +63,7 @@ class Monitor:
         """Return why nobody may act, empty where who has logged in may."""
         if self.app.settings.flower_read_only or options.read_only:
             return READ_ONLY
-        return "" if options.basic_auth or options.auth else NO_LOGIN
+        return "" if has_login(options) else NO_LOGIN
 
     async def feed(self, key: str, read: Callable[[], Rows]) -> Feed:
         """Return a feed as it was a moment ago. Raises HTTPError 503, 404."""
@@ -109,22 +111,24 @@ class MonitorHandler(BaseHandler):  # type: ignore[misc]
 
     @property
     def why_read_only(self) -> str:
-        """Why nobody may act."""
-        return self.monitor.why_read_only(self.application.options)
+        """Why the user of this request may not act, empty where the user may. Raises HTTPError 401."""
+        return self.monitor.why_read_only(self.application.options) or self.monitor.roles.why_not(self)
 
     def renderer(self) -> Renderer:
-        """Return what renders the rows of this Flower: for everybody the same."""
+        """Return what renders the rows of this request: the same for all who may act, and for all who may not."""
         return Renderer(can_act=not self.why_read_only, prefix=self.prefix)
 
     async def feed_of(self, page: Page) -> Feed:
         """Return the feed of a page of the bar."""
-        renderer, app = self.renderer(), self.monitor.app
-        return await self.monitor.feed(page.path, lambda: page.read(renderer, app))
+        return await self._feed(page.path, page.read)
 
     async def feed_of_pipeline(self, pipeline_id: str) -> Feed:
         """Return the feed of one pipeline's page."""
+        return await self._feed(f"pipelines/{pipeline_id}", partial(one_pipeline, pipeline_id=pipeline_id))
+
+    async def _feed(self, path: str, read: Callable[[Renderer, GPUFlow], Rows]) -> Feed:
         renderer, app = self.renderer(), self.monitor.app
-        return await self.monitor.feed(f"pipelines/{pipeline_id}", lambda: one_pipeline(renderer, app, pipeline_id))
+        return await self.monitor.feed(f"{path} can_act={renderer.can_act}", lambda: read(renderer, app))
 
     async def send_page(self, template: str, title: str, path: str, feed: Feed) -> None:
         """Send a whole page with the rows of a feed."""
@@ -135,7 +139,7 @@ class MonitorHandler(BaseHandler):  # type: ignore[misc]
             pages=PAGES,
             feed=feed,
             updates=f"{self.prefix}/{quote(path)}/updates",
-            action=f"{self.prefix}/monitor/action",
+            action=f"{self.prefix}{ACTION_PATH}",
             assets=f"{self.prefix}{ASSETS_PATH}",
             assets_version=self.monitor.assets_version,
             favicon=self.static_url("favicon.ico"),
@@ -258,8 +262,7 @@ class ActionHandler(MonitorHandler):
             raise HTTPError(400, f"no action {one_line(name, 40)!r}; there are {', '.join(ACTIONS)}")
         app = self.monitor.app
         loop = asyncio.get_running_loop()
-        user = f"{self.current_user} " if isinstance(self.current_user, str) else ""  # True for a basic login
-        actor = f"flower:{user}{self.request.remote_ip}"
+        actor = "flower:" + " ".join(part for part in (user_of(self), self.request.remote_ip) if part)
 
         def done() -> str:
             with acting(actor):

@@ -1,7 +1,8 @@
 """Adds the pages to Flower before it begins. Flower has no plug-in point, but a list of handlers that it reads then.
 
-Nothing of Flower is replaced: its list of handlers gets ours before its last one, and its templates are loaded by a
-loader that adds our links to its navigation bar.
+Nothing of Flower is changed but that list: it gets ours before its last one, and with GPUFLOW_FLOWER_ROLES each of its
+handlers is a subclass that checks the role of the user. Its templates are loaded by a loader that adds our links to its
+navigation bar.
 """
 
 from __future__ import annotations
@@ -10,23 +11,18 @@ import os
 from pathlib import Path
 from typing import Any, Final
 
+from click import ClickException
 from flower import urls
 from tornado.template import Loader
 from tornado.web import StaticFileHandler, url
 
-from gpuflow.broker.connection import tls_options
 from gpuflow.celery_app import GPUFlow
+from gpuflow.errors import InvalidSettings
+from gpuflow.monitor.broker import with_queues_of_fleet
 from gpuflow.monitor.feeds import Feeds
-from gpuflow.monitor.handlers import (
-    ASSETS_PATH,
-    ActionHandler,
-    Monitor,
-    OnePipeline,
-    PageHandler,
-    PipelineUpdates,
-    Updates,
-)
+from gpuflow.monitor.handlers import ActionHandler, Monitor, OnePipeline, PageHandler, PipelineUpdates, Updates
 from gpuflow.monitor.pages import PAGES
+from gpuflow.monitor.roles import ACTION_PATH, ASSETS_PATH, ONE_PIPELINE, Roles, guarded
 from gpuflow.tokens.service_users import ServiceRole, role_of_login
 
 ASSETS: Final = Path(__file__).parent / "static"
@@ -35,29 +31,49 @@ _BAR: Final = "navbar.html"
 _LIST_END: Final = "</ul>"
 
 
-def install(app: GPUFlow) -> None:
-    """Add the pages, once. With GPUFLOW_FLOWER_READ_ONLY Flower's own pages and API are read-only, too.
+class CannotStart(ClickException):
+    """Flower cannot start with these settings; shown without a traceback, exit code 2."""
+
+    exit_code = 2
+
+
+def install(app: GPUFlow, *, with_pages: bool) -> None:
+    """Add the pages, once, and let each handler check the role of the user where there are roles. Raises CannotStart.
+
+    Roles hold without the pages, too: `--no-fleet-pages` opens nothing to a viewer.
+    """
+    try:
+        roles = Roles(app.settings.flower_roles)
+    except InvalidSettings as error:
+        raise CannotStart(str(error)) from None
+    if with_pages:
+        _add_pages(app, roles)
+    if roles:
+        urls.handlers[:] = guarded(urls.handlers, roles)
+
+
+def _add_pages(app: GPUFlow, roles: Roles) -> None:
+    """Add the pages. With GPUFLOW_FLOWER_READ_ONLY Flower's own pages and API are read-only, too.
 
     So they are with the broker's user for a Flower that only reads. Such a Flower asks workers nothing, as its user may
     not: who may ask a worker for its state may also tell it to stop.
     """
     only_reads = role_of_login(app.settings.redis_url) is ServiceRole.FLOWER
-    monitor = Monitor(app, Feeds())
+    monitor = Monitor(app, Feeds(), roles)
     shared = {"monitor": monitor}
     ours: list[Any] = []
     for page in PAGES:
         ours.append(url(f"/{page.path}", PageHandler, {**shared, "page": page}, name=f"gpuflow-{page.path}"))
         ours.append(url(f"/{page.path}/updates", Updates, {**shared, "page": page}))
     ours += [
-        url(r"/pipelines/([^/]{1,200})", OnePipeline, shared),
-        url(r"/pipelines/([^/]{1,200})/updates", PipelineUpdates, shared),
-        url(r"/monitor/action", ActionHandler, shared, name="gpuflow-action"),
-        url(rf"{ASSETS_PATH}(.*)", StaticFileHandler, {"path": str(ASSETS)}),
+        url(ONE_PIPELINE, OnePipeline, shared),
+        url(f"{ONE_PIPELINE}/updates", PipelineUpdates, shared),
+        url(ACTION_PATH, ActionHandler, shared, name="gpuflow-action"),
+        url(f"{ASSETS_PATH}(.*)", StaticFileHandler, {"path": str(ASSETS)}),
     ]
     urls.handlers[-1:-1] = ours
+    urls.handlers[:] = with_queues_of_fleet(urls.handlers, monitor)
     urls.settings["template_loader"] = FlowerTemplates(urls.settings["template_path"])
-    if options := tls_options(app.settings.redis_url or ""):
-        app.conf.broker_use_ssl = options  # Flower's page of the broker connects by these, and not by the address
     if only_reads:
         # Its wish for their events, too, goes by this; workers of a fleet send them unasked.
         app.control.broadcast = _no_broadcast
@@ -92,4 +108,4 @@ def with_links(bar: str) -> str:
     return bar.replace(_LIST_END, links + _LIST_END, 1)
 
 
-__all__ = ["FlowerTemplates", "install", "with_links"]
+__all__ = ["CannotStart", "FlowerTemplates", "install", "with_links"]

@@ -28,6 +28,7 @@ from pydantic.config import JsonDict
 
 from gpuflow.errors import InvalidSettings
 from gpuflow.settings import sources
+from gpuflow.settings.flower_roles import ROLES, roles_by_user
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,14 @@ def _split(value: Any) -> Any:
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
     return value
+
+
+def _split_some(value: Any) -> Any:
+    """Split as `_split`; a text that holds nothing but commas is a mistake."""
+    parts = _split(value)
+    if isinstance(value, str) and not parts:
+        raise ValueError("it names nobody")
+    return parts
 
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
@@ -129,6 +138,11 @@ class Settings(BaseModel):
         "GPUFLOW_STORE_URL", None, "file:///shared/folder, https://host/api/v1/results or s3://bucket/prefix"
     )
     flower_read_only: bool = _setting("GPUFLOW_FLOWER_READ_ONLY", False, "true or false")
+    flower_roles: Annotated[tuple[str, ...], BeforeValidator(_split_some)] = _setting(
+        "GPUFLOW_FLOWER_ROLES",
+        (),
+        f"user=role by commas, with the roles {' and '.join(ROLES)}, such as ana=operator,ben=viewer,*=viewer",
+    )
     gateway_max_file_bytes: PositiveCount = _setting(
         "GPUFLOW_GATEWAY_MAX_FILE_BYTES", 512 * 1024**3, "bytes, such as 549755813888"
     )
@@ -299,6 +313,12 @@ class Settings(BaseModel):
         bad = [root for root in value if not root.startswith("/") or root.strip("/") == ""]
         if bad:
             raise ValueError(f"{bad[0]!r} is no absolute path below /")
+        return value
+
+    @field_validator("flower_roles")
+    @classmethod
+    def _roles(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        roles_by_user(value)
         return value
 
     @field_validator("allow_hosts")

@@ -11,6 +11,7 @@ import pytest
 
 from gpuflow.client import submit, submit_pipeline
 from gpuflow.errors import TaskDead, TaskFailed
+from gpuflow.fleet.queue_rows import queue_rows
 from gpuflow.fleet.registry import Fleet, WorkerEntry, WorkerState
 from tests.support.fleet import TestFleet
 from tests.support.monitored_fleet import HOSTILE, FlowerProcess
@@ -117,6 +118,36 @@ def test_a_queue_says_why_nothing_moves(fleet: TestFleet, user: httpx.Client) ->
     assert act(user, "cancel", task.id).json() == {"message": f"{task.id} is cancelled"}
     assert fleet.state(task.id) == "CANCELLED"
     assert act(user, "cancel", task.id).status_code == 409
+
+
+def test_the_broker_page_of_flower_shows_the_queues_that_there_are(fleet: TestFleet, user: httpx.Client) -> None:
+    def lengths() -> dict[str, dict[str, Any]]:
+        return {row["name"]: row for row in user.get("/api/queues/length").json()["active_queues"]}
+
+    # Given a queue that appears with what is asked for, which nobody serves
+    assert not [name for name in lengths() if "h200" in name]
+    ask = {**fleet.echo(message="x"), "resources": {"hardware": {"gpu": {"type": "h200", "count": 4}}}}
+    tasks = [submit({**ask, "priority": priority}, app=fleet.app) for priority in (1, 5, 9)]
+    queue = fleet.app.ledger.get(tasks[0].id).queue
+    # Then it is there, of all priorities, before those in which nothing waits
+    found = lengths()
+    assert found[queue] == {
+        "name": queue, "messages": 3, "messages_ready": 3, "messages_unacknowledged": 0, "consumers": 0,
+    }  # fmt: skip
+    assert next(iter(found)) == queue
+    # and so are those that the worker serves, as `gpuflow queues` says
+    rows = queue_rows(fleet.app.redis, fleet.app.keys, fleet.app.settings.task_topic)
+    assert {name: row["consumers"] for name, row in found.items() if name != queue} == {
+        row["name"]: len(row["workers"]) for row in rows if row["workers"]
+    }
+    page = user.get("/broker").text
+    for name in found:
+        assert f"<td>{name}</td>" in page
+    # When nothing waits in it any more, it goes
+    for task in tasks:
+        task.cancel()
+    assert queue not in lengths()
+    assert f"<td>{queue}</td>" not in user.get("/broker").text
 
 
 def test_a_pipeline_is_shown_with_its_stages_and_resumed(fleet: TestFleet, user: httpx.Client) -> None:

@@ -27,9 +27,11 @@ _KINDS: Final = (("a100", 80, 4), ("rtx4090", 24, 2), ("h100", 80, 8), ("", 0, 0
 
 
 class FlowerProcess:
-    """One `celery -A gpuflow flower` process; `url` is its address. A context manager."""
+    """One `celery -A gpuflow flower` process with these options; `url` is its address. A context manager."""
 
-    def __init__(self, fleet: TestFleet, name: str = "flower", *, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, fleet: TestFleet, name: str = "flower", *options: str, env: Mapping[str, str] | None = None
+    ) -> None:
         self.log_path = fleet.folder / f"{name}.log"
         keep_log(self)
         kept = {key: value for key, value in os.environ.items() if not key.startswith("FLOWER_")}
@@ -44,7 +46,17 @@ class FlowerProcess:
             del environment["FLOWER_BASIC_AUTH"]
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "celery", "-A", "gpuflow", "flower", "--address=127.0.0.1", "--port=0"],
+                [
+                    sys.executable,
+                    "-m",
+                    "celery",
+                    "-A",
+                    "gpuflow",
+                    "flower",
+                    "--address=127.0.0.1",
+                    "--port=0",
+                    *options,
+                ],
                 env=environment,
                 cwd=fleet.folder,
                 stdout=log,

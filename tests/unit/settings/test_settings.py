@@ -41,6 +41,7 @@ DOCUMENTED = {
     "GPUFLOW_GATEWAY_URL": None,
     "GPUFLOW_DOWNLOAD_MAX_BYTES": 549_755_813_888,
     "GPUFLOW_FLOWER_READ_ONLY": False,
+    "GPUFLOW_FLOWER_ROLES": (),
     "GPUFLOW_GATEWAY_MAX_FILE_BYTES": 549_755_813_888,
     "GPUFLOW_GATEWAY_MAX_UPLOADS": 256,
     "GPUFLOW_GATEWAY_MAX_STREAMS": 2000,
@@ -314,3 +315,33 @@ def test_a_trusted_proxy_is_an_address_or_a_network(load, value):
     with pytest.raises(InvalidSettings, match="GPUFLOW_TRUSTED_PROXIES"):
         load(GPUFLOW_TRUSTED_PROXIES=value)
     assert load(GPUFLOW_TRUSTED_PROXIES="10.0.0.7, fd00::/8").trusted_proxies == ("10.0.0.7", "fd00::/8")
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("ana", "'ana' is not of the form user=role"),
+        ("=viewer", "'=viewer' is not of the form user=role"),
+        ("ana=", "'' is no role"),
+        ("ana=admin", "'admin' is no role"),
+        ("ana=Viewer", "'Viewer' is no role"),
+        ("ana=viewer,ana=operator", "'ana' is named twice"),
+        ("ana@x.org=viewer,Ana@X.org=operator", "'Ana@X.org' is named twice"),
+        ("*@x.org=operator", "'*@x.org' is no user"),
+        ("ana:word=operator", "'ana:word' is no user"),
+        (" , ,", "it names nobody"),
+    ],
+)
+def test_a_bad_role_of_a_user_of_flower_is_named(load, text, cause):
+    with pytest.raises(InvalidSettings) as caught:
+        load(GPUFLOW_FLOWER_ROLES=text)
+    assert str(caught.value).startswith("GPUFLOW_FLOWER_ROLES is ")
+    assert cause in str(caught.value)
+    assert "give user=role by commas, with the roles viewer and operator, such as ana=operator" in str(caught.value)
+
+
+def test_roles_of_the_users_of_flower(load):
+    assert load(GPUFLOW_FLOWER_ROLES="").flower_roles == ()
+    entries = ("ana@x.org=operator", "a=b=viewer", "*=viewer")
+    assert load(GPUFLOW_FLOWER_ROLES="ana@x.org=operator, a=b=viewer,*=viewer,").flower_roles == entries
+    assert load('flower_roles = ["ana@x.org=operator", "a=b=viewer", "*=viewer"]').flower_roles == entries
