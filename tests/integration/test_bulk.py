@@ -8,15 +8,19 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from celery import chord
+from celery.exceptions import TaskRevokedError
 from celery.result import AsyncResult
 from click.testing import CliRunner, Result
 
 from gpuflow.bulk import cancel_many, retry_many
 from gpuflow.cli import cli
 from gpuflow.client import submit, submit_pipeline
+from gpuflow.ledger import result_consumer
 from gpuflow.ledger.selection import Selection, select
 from gpuflow.ledger.states import TaskState
 from gpuflow.upkeep.reconciler import Reconciler
@@ -188,3 +192,45 @@ def test_a_dry_run_lists_pipelines_too(fleet: TestFleet, command: Command) -> No
     dry = json.loads(command("cancel", run.id, "--dry-run", "--json").stdout)
     assert [one["id"] for one in dry["pipelines"]] == [run.id] and dry["tasks"] == []
     assert not run.record().state.final
+
+
+def test_who_waits_for_a_task_of_many_hears_of_its_cancel_at_once(
+    fleet: TestFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(result_consumer, "FIRST_LOOK_SECONDS", 3600.0)  # what is not published is not found in time
+    app = fleet.app
+    tasks = [submit(fleet.echo(output=number), app=app) for number in range(5)]
+    waited = app.AsyncResult(tasks[3].id)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(waited.get, timeout=patient(60))
+        key = app.keys.celery_result(waited.id)
+        eventually(lambda: key in fleet.broker.client.pubsub_channels(), what="the subscription")
+        cancel_many(app, [task.id for task in tasks])
+        with pytest.raises(TaskRevokedError, match="cancelled by a user"):
+            waiting.result(timeout=patient(60))
+    ttl = fleet.broker.client.ttl(app.keys.celery_result(tasks[0].id))
+    assert 0 < ttl <= app.backend.expires
+    assert fleet.broker.client.zcard(app.keys.untold) == 0
+
+
+def test_what_was_queued_again_since_its_cancel_is_not_called_revoked(fleet: TestFleet) -> None:
+    app = fleet.app
+    task = submit(fleet.echo(output=1), app=app)
+    app.ledger.cancel(task.id)
+    assert app.ledger.requeue(task.id)
+    app.ledger.tell_cancelled({task.id: "{}"}, 60)
+    assert not fleet.broker.client.exists(app.keys.celery_result(task.id))
+    assert app.ledger.untold(least_age_seconds=-60) == []
+
+
+def test_a_cancelled_task_of_many_counts_its_chord(fleet: TestFleet) -> None:
+    """What needs more than Celery's entry is told of one by one."""
+    app = fleet.app
+    fleet.start_worker("w1", "--max-jobs", "4", "--include", "plain_tasks")
+    gpu = {"hardware": {"gpu": {"type": "h100", "count": 8}}}
+    parts = [app.signature("gpuflow.echo", kwargs={"spec": {**fleet.echo(output=n), "resources": gpu}}) for n in (1, 2)]
+    joined = chord(parts)(app.signature("plain_tasks.add", args=(40, 2), immutable=True))
+    ids = [part.id for part in joined.parent.results]
+    verdicts = cancel_many(app, ids)
+    assert set(verdicts.values()) == {"cancelled"}
+    eventually(lambda: joined.state == "FAILURE", within=60, what="the failure of what joins them")
