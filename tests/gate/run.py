@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -26,7 +27,10 @@ from tests.gate.builds import BUILDS
 ROOT: Final = Path(__file__).resolve().parents[2]
 FOLDER: Final = ROOT / ".tox" / "gate"
 TRIES: Final = 2
-TOX_RESULT: Final = "tox.json"
+#: Where tox tells what came of each of its runs: a suite reads all other JSON files of FOLDER.
+TOX_RESULTS: Final = FOLDER / "tox"
+#: These wait for others most of their time: they run beside that one, and are printed when both have ended.
+BESIDE: Final[dict[str, tuple[str, ...]]] = {"vllm": ("browser", "tls")}
 
 
 def main(names: list[str]) -> int:
@@ -37,7 +41,7 @@ def main(names: list[str]) -> int:
     os.environ.setdefault("TEST_PATIENCE", "4")
     os.environ[leftovers.VARIABLE] = run
     shutil.rmtree(FOLDER, ignore_errors=True)
-    FOLDER.mkdir(parents=True)
+    TOX_RESULTS.mkdir(parents=True)
     _say("preflight", began)
     for line in preflight.lines(FOLDER):
         print(line, flush=True)
@@ -45,15 +49,12 @@ def main(names: list[str]) -> int:
     builds = _build_all(names, began)
     _say("tests", began)
     built = [one.name for one in builds if not one.error]
-    result = FOLDER / TOX_RESULT
-    tox_code = 0
-    if built:
-        tox_code = _tox("run", "--skip-pkg-install", "--result-json", str(result), "-e", ",".join(built))
+    tox_code = _test_all(built)
     left = leftovers.find(run, whole_run=True)
     leftovers.end(left)
     lines, code = report.end_of_run(
         builds=builds,
-        environments=json.loads(result.read_text())["testenvs"] if result.exists() else {},
+        environments=_environments(),
         expected=built,
         suites=_suites(),
         left=[str(one) for one in left],
@@ -90,9 +91,49 @@ def _build(name: str, *step: str) -> report.Build:
     return report.Build(name=name, seconds=time.monotonic() - began, error=error)
 
 
+def groups(names: Sequence[str]) -> list[tuple[list[str], list[str]]]:
+    """Return in which order environments are tested: some, and what runs beside them. Pure."""
+    found: list[tuple[list[str], list[str]]] = []
+    taken: set[str] = set()
+    for name, others in BESIDE.items():
+        beside = [one for one in others if one in names]
+        if name in names and beside:
+            found.append(([name], beside))
+            taken |= {name, *beside}
+    first = [name for name in names if name not in taken]
+    return [*([(first, [])] if first else []), *found]
+
+
+def _test_all(names: Sequence[str]) -> int:
+    """Test all environments; return 0, or how the first tox that failed has ended."""
+    codes: list[int] = []
+    with ThreadPoolExecutor() as pool:
+        for number, (group, beside) in enumerate(groups(names)):
+            log = FOLDER / f"beside-{number}.log"
+            other = pool.submit(_test, f"{number}-beside", beside, log) if beside else None
+            codes.append(_test(str(number), group))
+            if other is not None:
+                codes.append(other.result())
+                print(log.read_text(errors="replace"), flush=True)
+    return next(filter(None, codes), 0)
+
+
+def _test(number: str, names: Sequence[str], log: Path | None = None) -> int:
+    result = str(TOX_RESULTS / f"{number}.json")
+    return _tox("run", "--skip-pkg-install", "--result-json", result, "-e", ",".join(names), log=log)
+
+
+def _environments() -> dict[str, Any]:
+    """Return what tox tells of each environment."""
+    found: dict[str, Any] = {}
+    for path in sorted(TOX_RESULTS.glob("*.json")):
+        found |= json.loads(path.read_text())["testenvs"]
+    return found
+
+
 def _suites() -> list[dict[str, Any]]:
     """Return what the suites have written, in the order in which they ended."""
-    written = [path for path in FOLDER.glob("*.json") if path.name.count(".") == 1 and path.name != TOX_RESULT]
+    written = [path for path in FOLDER.glob("*.json") if path.name.count(".") == 1]
     return [json.loads(path.read_text()) for path in sorted(written, key=lambda path: path.stat().st_mtime)]
 
 
