@@ -5,8 +5,11 @@ A derived id is the same in every process, so that a worker can name the span of
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Final
 
@@ -46,6 +49,24 @@ def parse(text: object) -> TraceContext | None:
     if version == "ff" or (version == "00" and more) or not context.trace_id or not context.span_id:
         return None
     return context
+
+
+_continued: ContextVar[str] = ContextVar("gpuflow_traceparent", default="")
+
+
+@contextlib.contextmanager
+def continuing(traceparent: str) -> Iterator[None]:
+    """Let submits within the block continue this trace, that of a request from elsewhere, say."""
+    token = _continued.set(traceparent)
+    try:
+        yield
+    finally:
+        _continued.reset(token)
+
+
+def continued_here() -> TraceContext | None:
+    """Return the context that submits continue here; None for none."""
+    return parse(_continued.get())
 
 
 def trace_id_of(record_id: str) -> int:

@@ -23,7 +23,7 @@ from gpuflow.ledger.ledger import StartVerdict
 from gpuflow.ledger.records import AttemptEntry
 from gpuflow.logs import get_logger
 from gpuflow.settings import Settings
-from gpuflow.traces.context import VARIABLE, TraceContext, parse, trace_id_of
+from gpuflow.traces.context import VARIABLE, TraceContext, continued_here, parse, trace_id_of
 from gpuflow.traces.spans import (
     PIPELINE_FIELDS,
     TASK_FIELDS,
@@ -90,7 +90,7 @@ class Traces:
 
     def begin_submit(self, record_id: str, what: str, attributes: Mapping[str, str]) -> Submission:
         """Return the submit of a task or pipeline: below the caller's own span, or the first of a trace of its own."""
-        caller = self._export.current()
+        caller = self._export.current() or continued_here()
         trace_id = trace_id_of(record_id) if caller is None else caller.trace_id
         sampled = self._export.sampled(trace_id) if caller is None else caller.sampled
         context = TraceContext(trace_id=trace_id, span_id=self._export.new_span_id(), sampled=sampled)
@@ -254,12 +254,13 @@ def of_submit(
 
     Without traces only what was given is handed on.
     """
-    if parent := parse(given):
+    parent = parse(given) or (continued_here() if traces is None else None)
+    if parent is not None:
         made = Submission(traceparent=parent.header())
-    elif traces is None:
-        return Submission()
-    else:
+    elif traces is not None:
         made = traces.begin_submit(task_id, what, attributes)
+    else:
+        return Submission()
     below = task_context(task_id, parse(made.traceparent), "", _recorded)
     return Submission(traceparent=made.traceparent, span=made.span, for_run=below.header())
 

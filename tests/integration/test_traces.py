@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 
@@ -16,6 +17,7 @@ from tests.fixtures.fleets import OPTIONS
 from tests.integration.test_pipelines import graph, node
 from tests.support.collector import Collector, SeenSpan
 from tests.support.fleet import TestFleet
+from tests.support.gateway import Gateway
 from tests.support.waiting import eventually, patient
 
 CANARY = "canary-6f1b2c9d40aa"
@@ -139,6 +141,24 @@ def test_the_span_of_the_caller_is_the_parent(traced: TestFleet, collector: Coll
 
     assert {span.trace for span in spans} == {f"{context.trace_id:032x}"}
     assert one(spans, "submit echo").parent == f"{context.span_id:016x}"
+
+
+def test_a_request_to_the_gateway_continues_its_trace(traced: TestFleet, collector: Collector, tmp_path: Path) -> None:
+    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    env = {**traced.env, "REDIS_URL": traced.broker.url, "OTEL_SERVICE_NAME": "the-gateway"}
+    with Gateway(tmp_path, env=env) as gateway:
+        answer = httpx.post(
+            f"{gateway.url}/api/v1/tasks",
+            json=traced.echo(output=1),
+            headers={**gateway.headers, "traceparent": parent},
+            timeout=patient(30),
+        )
+        assert answer.status_code == 201, answer.text
+        spans = with_all(collector, answer.json()["id"], "submit echo", "task echo")
+
+    submitted = one(spans, "submit echo")
+    assert (submitted.trace, submitted.parent) == tuple(parent.split("-")[1:3])
+    assert submitted.service == "the-gateway" and {span.trace for span in spans} == {submitted.trace}
 
 
 def test_a_child_knows_its_span_and_no_token_of_the_collector(traced: TestFleet, collector: Collector) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gpuflow.ledger.records import AttemptEntry
-from gpuflow.traces.context import parse, span_id_of, trace_id_of
+from gpuflow.traces.context import continuing, parse, span_id_of, trace_id_of
 from gpuflow.traces.recording import of_submit, traceparent_of_tasks
 from gpuflow.traces.spans import (
     TaskHead,
@@ -176,3 +176,14 @@ def test_without_traces_a_given_context_is_handed_on_and_none_is_made() -> None:
 
     assert (handed_on.traceparent, handed_on.span) == (CALLER, None)
     assert parse(handed_on.for_run) == task_span(head(traceparent=CALLER)).context
+
+
+def test_a_submit_continues_the_trace_of_its_request() -> None:
+    with continuing(CALLER):
+        inside = of_submit(None, "t1", "", what="echo", attributes={})
+        given = of_submit(None, "t1", CALLER.replace("b7-01", "b8-01"), what="echo", attributes={})
+    with continuing("nonsense"):
+        assert of_submit(None, "t1", "", what="echo", attributes={}).traceparent == ""
+
+    assert inside.traceparent == CALLER and given.traceparent.endswith("b8-01")
+    assert of_submit(None, "t1", "", what="echo", attributes={}).traceparent == ""
