@@ -128,7 +128,7 @@ class GPUFlow(Celery):  # type: ignore[misc]
         with self._traces_lock:
             if "traces" in self.__dict__:  # another thread was faster
                 return self.__dict__["traces"]  # type: ignore[no-any-return]
-            self.__dict__["traces"] = made = begin_traces(self.settings, self.redis, self.keys)
+            self.__dict__["traces"] = made = begin_traces(self.settings, lambda: self.redis, self.keys)
             return made
 
     @cached_property

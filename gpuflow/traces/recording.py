@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -71,12 +71,16 @@ class Submission:
 class Traces:
     """The spans of one app. Its methods raise nothing: no span is worth a task."""
 
-    def __init__(self, client: redis.Redis, keys: Keys, export: SpanExport) -> None:
-        self._client: Any = client
+    def __init__(self, client: Callable[[], redis.Redis], keys: Keys, export: SpanExport) -> None:
+        self._connect = client
         self._keys = keys
         self._export = export
         self._running: OrderedDict[str, _Running] = OrderedDict()
         self._lock = threading.Lock()
+
+    @property
+    def _client(self) -> Any:
+        return self._connect()
 
     def close(self) -> None:
         """Send what waits, for a moment."""
@@ -282,8 +286,8 @@ def _recorded(_: int) -> bool:
     return True
 
 
-def begin_traces(settings: Settings, client: redis.Redis, keys: Keys) -> Traces | None:
-    """Return what makes spans, as GPUFLOW_TRACES says; None for none, also where the extra is not installed."""
+def begin_traces(settings: Settings, client: Callable[[], redis.Redis], keys: Keys) -> Traces | None:
+    """Return what makes spans, as GPUFLOW_TRACES says; None for none, also where the SDK cannot begin."""
     if settings.traces == "none":
         return None
     try:
@@ -291,7 +295,11 @@ def begin_traces(settings: Settings, client: redis.Redis, keys: Keys) -> Traces 
     except ImportError as error:
         log.warning("traces_not_available", cause=str(error), mend="pip install 'gpuflow[traces]'")
         return None
-    return Traces(client, keys, SpanExport())
+    try:
+        return Traces(client, keys, SpanExport())
+    except Exception as error:  # noqa: BLE001  (whatever an OTEL_* variable says, tasks run)
+        log.warning("traces_not_available", cause=str(error), mend="check the OTEL_* variables of this process")
+        return None
 
 
 def _with_values(names: Sequence[str], values: Sequence[str | None]) -> dict[str, str]:
