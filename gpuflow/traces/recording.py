@@ -8,12 +8,13 @@ missing.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, ParamSpec
 
 import redis
 from redis.exceptions import RedisError
@@ -46,6 +47,24 @@ log = get_logger("gpuflow.traces")
 
 #: Attempts of this process of which it is remembered when they began; more than any worker runs at once.
 _MOST_RUNNING: Final = 4096
+
+
+P = ParamSpec("P")
+
+
+def _harmless(step: Callable[P, None]) -> Callable[P, None]:
+    """Let a method raise nothing: it is called in the middle of what tasks depend on."""
+
+    @functools.wraps(step)
+    def tried(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            step(*args, **kwargs)
+        except (RedisError, OSError) as error:
+            log.debug("span_not_made", step=step.__name__, cause=str(error))
+        except Exception:  # no span is worth a task
+            log.exception("span_not_made", step=step.__name__)
+
+    return tried
 
 
 @dataclass(kw_only=True)
@@ -110,6 +129,7 @@ class Traces:
         )
         return Submission(traceparent=context.header(), span=span)
 
+    @_harmless
     def submitted(self, submission: Submission) -> None:
         """Send the span of a submit that has been sent."""
         if submission.span is not None:
@@ -122,11 +142,12 @@ class Traces:
 
     # -- what the ledger has done -------------------------------------------------------------------------------
 
+    @_harmless
     def started(self, task_id: str, verdict: StartVerdict) -> None:
         """Note that an attempt has begun here, or that this delivery has found one lost."""
         begins = verdict.verdict == "begin"
-        if not begins and not verdict.lost:
-            return
+        if self._is_running(task_id, verdict.attempt) if begins else not verdict.lost:
+            return  # the same answer again, or nothing that has begun or ended
         began_at = time.monotonic()
         head, entry = self._read(task_id, verdict.lost)
         if head is None:
@@ -144,18 +165,21 @@ class Traces:
             while len(self._running) > _MOST_RUNNING:
                 self._running.popitem(last=False)
 
+    @_harmless
     def requeued(self, task_id: str, attempt: int) -> None:
         """Note that an attempt has ended and its task waits again."""
         head, entry = self._read(task_id, attempt)
         if head is not None and entry is not None:
             self._end_attempt(head, entry, requeued=True)
 
+    @_harmless
     def lost(self, task_id: str, attempt: int) -> None:
         """Note that an attempt was found lost, and its task waits again."""
         head, entry = self._read(task_id, attempt)
         if head is not None and entry is not None:
             self._send(attempt_span(head, entry))
 
+    @_harmless
     def ended(self, task_id: str, attempt: int = 0) -> None:
         """Note that a task has ended, by its attempt, or without one (0)."""
         head, entry = self._read(task_id, attempt)
@@ -165,6 +189,7 @@ class Traces:
             self._end_attempt(head, entry)
         self._send(task_span(head))
 
+    @_harmless
     def calls_ended(self, task_ids: Sequence[str], run_id: str) -> None:
         """Note that callers of a run of merged calls have ended, as far as they have; each is linked to the run."""
         heads = self._heads([run_id, *task_ids])
@@ -172,18 +197,16 @@ class Traces:
             if caller.run == run_id and caller.finished_at:
                 self._send(task_span(caller, run=heads[0].context))
 
+    @_harmless
     def pipeline_ended(self, pipeline_id: str) -> None:
         """Note that a pipeline has ended."""
-        try:
-            values = self._client.hmget(self._keys.pipeline(pipeline_id), PIPELINE_FIELDS)
-            raw = _with_values(PIPELINE_FIELDS, values)
-            if raw.get("state"):
-                self._send(pipeline_span(raw, self._export.sampled))
-        except (RedisError, OSError, ValueError, KeyError) as error:
-            log.debug("span_not_made", pipeline=pipeline_id, cause=str(error))
+        raw = _with_values(PIPELINE_FIELDS, self._client.hmget(self._keys.pipeline(pipeline_id), PIPELINE_FIELDS))
+        if raw.get("state"):
+            self._send(pipeline_span(raw, self._export.sampled))
 
     # -- the parts of an attempt --------------------------------------------------------------------------------
 
+    @_harmless
     def mark(self, task_id: str, attempt: int, part: str) -> None:
         """Note that an attempt of this process is now at `part`: prepare, run or commit."""
         with self._lock:
@@ -198,6 +221,11 @@ class Traces:
         if running is None or running.attempt != attempt:
             return {}
         return {VARIABLE: running.head.attempt_context(attempt).header()}
+
+    def _is_running(self, task_id: str, attempt: int) -> bool:
+        with self._lock:
+            running = self._running.get(task_id)
+        return running is not None and running.attempt == attempt
 
     def _end_attempt(self, head: TaskHead, entry: AttemptEntry, *, requeued: bool = False) -> None:
         with self._lock:
@@ -215,32 +243,25 @@ class Traces:
 
     def _read(self, task_id: str, attempt: int) -> tuple[TaskHead | None, AttemptEntry | None]:
         """Return a record, and how one of its attempts went, in one round trip; None for what is not there."""
-        try:
-            pipe = self._client.pipeline(transaction=False)
-            pipe.hmget(self._keys.task(task_id), TASK_FIELDS)
-            pipe.hget(self._keys.attempts(task_id), str(attempt))
-            values, entry = pipe.execute()
-            raw = _with_values(TASK_FIELDS, values)
-            if not raw.get("state"):
-                return None, None
-            head = TaskHead.of(raw, self._export.sampled)
-            return head, exact(head, AttemptEntry.from_json(entry)) if entry else None
-        except (RedisError, OSError, ValueError, KeyError) as error:
-            log.debug("span_not_made", task=task_id, cause=str(error))
+        pipe = self._client.pipeline(transaction=False)
+        pipe.hmget(self._keys.task(task_id), TASK_FIELDS)
+        pipe.hget(self._keys.attempts(task_id), str(attempt))
+        values, entry = pipe.execute()
+        raw = _with_values(TASK_FIELDS, values)
+        if not raw.get("state"):
             return None, None
+        head = TaskHead.of(raw, self._export.sampled)
+        return head, exact(head, AttemptEntry.from_json(entry)) if entry else None
 
     def _heads(self, task_ids: Sequence[str]) -> list[TaskHead]:
-        try:
-            pipe = self._client.pipeline(transaction=False)
-            for task_id in task_ids:
-                pipe.hmget(self._keys.task(task_id), TASK_FIELDS)
-            found = [_with_values(TASK_FIELDS, values) for values in pipe.execute()]
-            if not found[0].get("state"):
-                return []
-            return [TaskHead.of(raw, self._export.sampled) for raw in found if raw.get("state")]
-        except (RedisError, OSError, ValueError, KeyError) as error:
-            log.debug("span_not_made", tasks=len(task_ids), cause=str(error))
+        """Return the records that there are; none at all without the first."""
+        pipe = self._client.pipeline(transaction=False)
+        for task_id in task_ids:
+            pipe.hmget(self._keys.task(task_id), TASK_FIELDS)
+        found = [_with_values(TASK_FIELDS, values) for values in pipe.execute()]
+        if not found[0].get("state"):
             return []
+        return [TaskHead.of(raw, self._export.sampled) for raw in found if raw.get("state")]
 
     def _send(self, span: SpanData) -> None:
         self._export.send(span)

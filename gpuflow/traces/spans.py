@@ -181,6 +181,7 @@ def phase_spans(head: TaskHead, entry: AttemptEntry, marks: Sequence[tuple[str, 
     """Return the spans of the parts of an attempt; `marks`: the name of each, and its first second in the attempt."""
     parent = head.attempt_context(entry.attempt)
     starts = [min(entry.started_at + max(0.0, after), entry.ended_at) for _, after in marks]
+    ends = [*starts[1:], entry.ended_at][: len(starts)]
     return [
         SpanData(
             name=name,
@@ -190,7 +191,7 @@ def phase_spans(head: TaskHead, entry: AttemptEntry, marks: Sequence[tuple[str, 
             end=end,
             attributes={"gpuflow.task.id": head.id, "gpuflow.attempt": entry.attempt},
         )
-        for (name, _), start, end in zip(marks, starts, [*starts[1:], entry.ended_at], strict=True)
+        for (name, _), start, end in zip(marks, starts, ends, strict=True)
     ]
 
 

@@ -122,6 +122,7 @@ def test_the_parts_of_an_attempt_follow_each_other_to_its_end() -> None:
         ("commit", 130.0, 130.0),
     ]
     assert {span.parent for span in spans} == {head().attempt_context(1)}
+    assert phase_spans(head(), entry("succeeded"), []) == []
 
 
 def test_times_of_the_record_are_those_of_its_last_attempt() -> None:
