@@ -188,9 +188,11 @@ def test_a_failed_task_is_red_and_no_secret_is_in_any_span(traced: TestFleet, co
     }
 
 
-def test_merged_calls_are_linked_to_their_run(traced: TestFleet, collector: Collector) -> None:
-    spec = {**traced.echo(output=1, sleep_seconds=0.5), "merge": "always"}
+def test_merged_calls_are_linked_to_their_run(traced: TestFleet, collector: Collector, tmp_path: Path) -> None:
+    gate = tmp_path / "go"
+    spec = {**traced.echo(output=1, until_exists=str(gate)), "merge": "always"}
     first, second = (submit(spec, app=traced.app) for _ in range(2))
+    gate.touch()
     for task in (first, second):
         task.get(timeout=patient(30))
     run_id = first.record().run
