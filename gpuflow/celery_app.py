@@ -7,6 +7,7 @@ too. Configuration is read when it is first needed, so that importing this modul
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Final
@@ -40,6 +41,8 @@ from gpuflow.process_guard import guard_process
 from gpuflow.routing.families import CONTROL_QUEUE, SUPERVISED_TASKS
 from gpuflow.settings import Settings
 from gpuflow.submission import demand_header, plain_call_header, submission_header
+from gpuflow.traces.context import TRACEPARENT
+from gpuflow.traces.recording import Submission, Traces, begin_traces
 
 #: An answer that has not come in so many seconds, or in a quarter of a lease, does not come: the line is dead.
 ANSWER_SECONDS: Final = 30.0
@@ -66,6 +69,7 @@ class GPUFlow(Celery):  # type: ignore[misc]
     def __init__(self, *args: Any, settings: Settings | None = None, **kwargs: Any) -> None:
         self._given_settings = settings
         self.attempts = Attempts()
+        self._traces_lock = threading.Lock()
         #: Says of an error of a publish whether it is to be tried again now; a worker sets it (worker/pool.py).
         self.publishes_again: Callable[[Exception], bool] = lambda error: False
         #: Whether a call is the retry of a run that this thread works on, which goes back to its queue by that;
@@ -115,7 +119,17 @@ class GPUFlow(Celery):  # type: ignore[misc]
             events_maxlen=self.settings.events_maxlen,
             events_max_bytes=self.settings.events_max_bytes,
             retention_seconds=int(self.settings.retention_days * 86_400),
+            observer=self.traces,
         )
+
+    @cached_property
+    def traces(self) -> Traces | None:
+        """What makes spans of tasks and pipelines; None without GPUFLOW_TRACES."""
+        with self._traces_lock:
+            if "traces" in self.__dict__:  # another thread was faster
+                return self.__dict__["traces"]  # type: ignore[no-any-return]
+            self.__dict__["traces"] = made = begin_traces(self.settings, lambda: self.redis, self.keys)
+            return made
 
     @cached_property
     def event_log(self) -> EventLog:
@@ -130,6 +144,7 @@ class GPUFlow(Celery):  # type: ignore[misc]
             self.keys,
             events_maxlen=self.settings.events_maxlen,
             retention_seconds=int(self.settings.retention_days * 86_400),
+            observer=self.traces,
         )
 
     @cached_property
@@ -238,8 +253,10 @@ class GPUFlow(Celery):  # type: ignore[misc]
         """
         kwargs = dict(kwargs or {})
         options.setdefault("priority", None)
+        submission = None
         if name in SUPERVISED_TASKS:
             prepared = submission_header(self, name, args, kwargs, options)
+            submission = prepared.submission
             args, kwargs = (), prepared.kwargs
             options["task_id"] = prepared.task_id
             options.update(queue=prepared.queue, argsrepr="()", kwargsrepr=prepared.summary)
@@ -247,6 +264,7 @@ class GPUFlow(Celery):  # type: ignore[misc]
                 **(options.get("headers") or {}),
                 RECORD_HEADER: prepared.header,
                 SCHEMA_HEADER: RECORD_SCHEMA,
+                **({TRACEPARENT: submission.traceparent} if submission.traceparent else {}),
             }
         else:
             options["task_id"] = options.get("task_id") or uuid()  # the same at each try
@@ -264,13 +282,19 @@ class GPUFlow(Celery):  # type: ignore[misc]
             options["priority"] = DEFAULT_PRIORITY
         while True:
             try:
-                return super().send_task(name, args, kwargs, **options)
+                sent = super().send_task(name, args, kwargs, **options)
+                self._note_submitted(submission)
+                return sent
             except (RedisError, OperationalError) as error:
                 join = joining_here()
                 if join is not None:
                     join.refuse(error)
                 if join is not None or not self.publishes_again(error):
                     raise
+
+    def _note_submitted(self, submission: Submission | None) -> None:
+        if submission is not None and submission.span is not None and self.traces is not None:
+            self.traces.submitted(submission)
 
     def _get_backend(self) -> Any:
         return LedgerBackend(app=self, url=self.conf.result_backend)

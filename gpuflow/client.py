@@ -35,6 +35,7 @@ from gpuflow.spec import Template
 from gpuflow.submission import SPLIT, id_for_key
 from gpuflow.submission_checks import warn_at_submit
 from gpuflow.templates import parse
+from gpuflow.traces.recording import of_submit
 
 log = get_logger("gpuflow.client")
 
@@ -171,7 +172,16 @@ def submit_pipeline(
     repeated = fail_fast and idempotency_key is not None and _is_there(lambda: app.pipelines.find(pipeline_id))
     warn_at_submit(app, template, fail_fast=fail_fast and not repeated)
     template = with_data(template, app, uploads)
-    fields = new_pipeline_fields(name=template.name, owner=who, template=template.to_dict())
+    submission = of_submit(
+        app.traces,
+        pipeline_id,
+        "",
+        what="pipeline",
+        attributes={"gpuflow.pipeline.id": pipeline_id, "gpuflow.owner": who},
+    )
+    fields = new_pipeline_fields(
+        name=template.name, owner=who, template=template.to_dict(), traceparent=submission.traceparent
+    )
     header = {"kind": "pipeline", "id": pipeline_id, "fields": fields}
     _until_sent(
         app,
@@ -183,6 +193,8 @@ def submit_pipeline(
             headers={RECORD_HEADER: header},
         ),
     )
+    if app.traces is not None:
+        app.traces.submitted(submission)
     return PipelineRun(pipeline_id, app)
 
 

@@ -26,6 +26,8 @@ from gpuflow.routing.fit import match
 from gpuflow.routing.queues import queue_name
 from gpuflow.routing.requirement import Requirement
 from gpuflow.routing.resources import requirement_from_resources
+from gpuflow.traces.context import TRACEPARENT
+from gpuflow.traces.recording import Submission, of_submit
 
 if TYPE_CHECKING:
     from gpuflow.celery_app import GPUFlow
@@ -53,6 +55,7 @@ class Prepared:
     kwargs: dict[str, Any]
     summary: str
     header: dict[str, Any]
+    submission: Submission
 
 
 def id_for_key(owner: str, key: str, *, pipeline: bool = False) -> str:
@@ -91,6 +94,13 @@ def submission_header(
     queue_text = str(getattr(queue, "name", queue) or queue_name(requirement))
     if options.get("priority") is None:
         options["priority"] = spec.get("priority")
+    submission = of_submit(
+        app.traces,
+        task_id,
+        options.pop(TRACEPARENT, None) or (options.get("headers") or {}).get(TRACEPARENT) or "",
+        what=task_type,
+        attributes={"gpuflow.task.id": task_id, "gpuflow.task.type": task_type, "gpuflow.owner": owner},
+    )
     fields = new_record_fields(
         name=title,
         task_type=task_type,
@@ -100,6 +110,7 @@ def submission_header(
         pipeline=pipeline,
         stage=stage,
         labels=labels,
+        traceparent=submission.traceparent,
     )
     header = {
         "kind": "task",
@@ -114,13 +125,20 @@ def submission_header(
         )
         header["fallback_seconds"] = fields["fallback_seconds"] = str(app.settings.fallback_seconds)
     if not _LIMITS & {name for name, value in options.items() if value is not None}:
-        _note_call(app, spec, owner, queue_text, header)
+        _note_call(app, spec, owner, queue_text, header, submission)
     return Prepared(
-        task_id=task_id, queue=queue_text, kwargs={"spec": portable(spec)}, summary=f"<{task_type}>", header=header
+        task_id=task_id,
+        queue=queue_text,
+        kwargs={"spec": portable(spec)},
+        summary=f"<{task_type}>",
+        header=header,
+        submission=submission,
     )
 
 
-def _note_call(app: GPUFlow, spec: Mapping[str, Any], owner: str, queue: str, header: dict[str, Any]) -> None:
+def _note_call(
+    app: GPUFlow, spec: Mapping[str, Any], owner: str, queue: str, header: dict[str, Any], submission: Submission
+) -> None:
     """Make a call of a task that may be merged: with what its run is, if it begins one (broker/lua/join.lua)."""
     settings, fields = app.settings, header["fields"]
     only = [{"queue": queue, "requirement": header["requirement"]}]
@@ -135,6 +153,8 @@ def _note_call(app: GPUFlow, spec: Mapping[str, Any], owner: str, queue: str, he
     if key is None or not is_safe_id(header["id"]):
         return
     run_fields = {name: value for name, value in fields.items() if name not in ("pipeline", "stage", "labels", "spec")}
+    if submission.for_run:
+        run_fields[TRACEPARENT] = submission.for_run
     stored = whole_text(json.dumps(key.spec, ensure_ascii=False))
     header["kind"] = "call"
     header["call"] = {

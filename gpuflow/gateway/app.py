@@ -9,6 +9,7 @@ from typing import Final
 
 from anyio import to_thread
 from fastapi import FastAPI
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gpuflow.gateway import problems
@@ -28,6 +29,7 @@ from gpuflow.gateway.uploads import Limits, Uploads
 from gpuflow.logs import get_logger
 from gpuflow.secrets import Redactor, known
 from gpuflow.settings import Settings
+from gpuflow.traces.context import TRACEPARENT, continuing
 
 log = get_logger("gpuflow.gateway")
 
@@ -65,6 +67,7 @@ def create_app(settings: Settings, *, limits: Limits | None = None, open_here: b
     problems.install(app)
     calls = Calls(settings)
     requests = OpenRequests(calls.still_valid)
+    app.add_middleware(_Traced)
     app.add_middleware(EndRevoked, requests=requests)
     app.add_middleware(_Stopping)
     peers = Peers(settings.trusted_proxies)
@@ -87,6 +90,18 @@ def create_app(settings: Settings, *, limits: Limits | None = None, open_here: b
 def limits_of(settings: Settings) -> Limits:
     """Return what one gateway takes in, by the settings."""
     return Limits(max_file_bytes=settings.gateway_max_file_bytes, max_uploads=settings.gateway_max_uploads)
+
+
+class _Traced:
+    """Lets what a request submits continue the trace that its `traceparent` names."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = Headers(scope=scope).get(TRACEPARENT, "") if scope["type"] == "http" else ""
+        with continuing(given):
+            await self._app(scope, receive, send)
 
 
 class _Stopping:

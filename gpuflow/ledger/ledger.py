@@ -6,7 +6,7 @@ import json
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import redis
 from redis.client import NEVER_DECODE
@@ -24,6 +24,8 @@ from gpuflow.ledger.states import TaskState, lua_preamble
 
 #: So many lost workers end a task: it may be the task that takes its machines down.
 MAX_LOSSES: Final = 10
+#: Answer of commit.lua for the call that made the task end; a repeat has another one.
+_COMMITTED: Final = 1
 #: Answer of requeue.lua for a run of merged calls.
 _IS_RUN: Final = -2
 
@@ -32,7 +34,8 @@ _IS_RUN: Final = -2
 class StartVerdict:
     """Answer of START: what to do with the delivery, the record's state, the attempt, and failures so far.
 
-    `alone`: a warm session is to answer it by itself.
+    `alone`: a warm session is to answer it by itself. `lost` is the attempt that was found lost, 0 for none;
+    `queued_since` when the task of an attempt that begins began to wait (Unix seconds), 0 where that is not known.
     """
 
     verdict: Literal["begin", "final", "live", "lost", "avoid", "newer", "merged", "gone"]
@@ -40,6 +43,24 @@ class StartVerdict:
     attempt: int
     failures: int = 0
     alone: bool = False
+    lost: int = 0
+    queued_since: float = 0.0
+
+
+class Observer(Protocol):
+    """Is told of each step of this process that began or ended an attempt or a task. Raises nothing."""
+
+    def started(self, task_id: str, verdict: StartVerdict) -> None:
+        """START has answered."""
+
+    def requeued(self, task_id: str, attempt: int) -> None:
+        """An attempt has ended, and its task waits again."""
+
+    def lost(self, task_id: str, attempt: int) -> None:
+        """An attempt was found lost, and its task waits again."""
+
+    def ended(self, task_id: str, attempt: int = 0) -> None:
+        """A task has ended, by this attempt or with it lost (0: without one)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +100,7 @@ class Ledger:
     """The task records of one fleet.
 
     `client` must decode responses. `events_maxlen` and `events_max_bytes` cap each event stream; `retention_seconds` is
-    how long a final record is kept.
+    how long a final record is kept. `observer` is told of what begins and ends.
     """
 
     def __init__(
@@ -89,8 +110,10 @@ class Ledger:
         events_maxlen: int = 10_000,
         events_max_bytes: int = 16 << 20,
         retention_seconds: int = 30 * 86_400,
+        observer: Observer | None = None,
     ) -> None:
         self.client: Any = client
+        self.observer = observer
         self.keys = keys
         self.events_maxlen = events_maxlen
         self.events_max_bytes = events_max_bytes
@@ -214,7 +237,7 @@ class Ledger:
         """
         keys = self.keys
         pairs = [part for item in (new_fields or {}).items() for part in item]
-        verdict, state, attempt, failures, alone = ledger_script("start")(
+        verdict, state, attempt, failures, alone, *found = ledger_script("start")(
             self.client,
             [
                 keys.task(task_id),
@@ -242,9 +265,19 @@ class Ledger:
                 *pairs,
             ],
         )
-        return StartVerdict(
-            verdict=verdict, state=state, attempt=int(attempt), failures=int(failures), alone=bool(alone)
+        lost, _, queued_since = (found[0] if found else "").partition(" ")
+        answer = StartVerdict(
+            verdict=verdict,
+            state=state,
+            attempt=int(attempt),
+            failures=int(failures),
+            alone=bool(alone),
+            lost=int(lost or 0),
+            queued_since=float(queued_since or 0),
         )
+        if self.observer is not None:
+            self.observer.started(task_id, answer)
+        return answer
 
     def report(
         self, task_id: str, holder: Holder, events: Iterable[str] = (), progress: str = "", celery_meta: str = ""
@@ -304,6 +337,8 @@ class Ledger:
                 actor_here(),
             ],
         )
+        if done == _COMMITTED and self.observer is not None:
+            self.observer.ended(task_id, 0 if holder is None else holder.attempt)
         return bool(done)
 
     def give_back(
@@ -357,6 +392,8 @@ class Ledger:
                 "" if usage is None else usage.to_json(),
             ],
         )
+        if answer == "queued" and self.observer is not None:
+            self.observer.requeued(task_id, holder.attempt)
         return answer
 
     def reclaim(self, leases: Mapping[str, Lease], owner: str, lease_seconds: float, *, new_run: bool) -> set[str]:
@@ -380,21 +417,22 @@ class Ledger:
     def restore(self, task_id: str, *, least_age_seconds: float) -> str:
         """Put the message of a task back if it is nowhere; see restore.lua for the answers."""
         keys = self.keys
-        return str(
-            ledger_script("restore")(
-                self.client,
-                [
-                    keys.task(task_id),
-                    keys.events(task_id),
-                    keys.attempts(task_id),
-                    keys.unacked,
-                    keys.parked,
-                    keys.ready,
-                    keys.unfinished,
-                ],
-                [task_id, least_age_seconds, self.events_maxlen, BELL_SECONDS],
-            )
-        )
+        answer, _, lost = ledger_script("restore")(
+            self.client,
+            [
+                keys.task(task_id),
+                keys.events(task_id),
+                keys.attempts(task_id),
+                keys.unacked,
+                keys.parked,
+                keys.ready,
+                keys.unfinished,
+            ],
+            [task_id, least_age_seconds, self.events_maxlen, BELL_SECONDS],
+        ).partition(" ")
+        if lost and self.observer is not None:
+            self.observer.lost(task_id, int(lost))
+        return str(answer)
 
     def unfinished(self) -> list[str]:
         """Return the ids of all tasks that are not final."""
@@ -441,7 +479,8 @@ class Ledger:
 
     def cancel(self, task_id: str, reason: str = "cancelled by a user") -> tuple[str, str]:
         """Cancel: returns (`cancelled`|`requested`|`final`, state). Raises UnknownTask."""
-        verdict, state = ledger_script("cancel")(self.client, *self._cancelling(task_id, reason))
+        answer = ledger_script("cancel")(self.client, *self._cancelling(task_id, reason))
+        verdict, state = self._cancelled(task_id, answer)
         if verdict == "unknown":
             raise UnknownTask(f"no task {task_id!r}; `gpuflow status` lists those of this fleet")
         return verdict, state
@@ -449,7 +488,14 @@ class Ledger:
     def cancel_many(self, task_ids: Sequence[str], reason: str) -> list[tuple[str, str]]:
         """Cancel tasks in one round trip; each answer is that of `cancel`, or (`unknown`, ``)."""
         calls = [self._cancelling(task_id, reason) for task_id in task_ids]
-        return [(verdict, state) for verdict, state in ledger_script("cancel").many(self.client, calls)]
+        answers = ledger_script("cancel").many(self.client, calls)
+        return [self._cancelled(task_id, answer) for task_id, answer in zip(task_ids, answers, strict=True)]
+
+    def _cancelled(self, task_id: str, answer: Sequence[Any]) -> tuple[str, str]:
+        verdict, state, *lost = answer
+        if verdict == "cancelled" and lost and self.observer is not None:  # without: it was done by an earlier call
+            self.observer.ended(task_id, int(lost[0]))
+        return verdict, state
 
     def _cancelling(self, task_id: str, reason: str) -> tuple[list[str], list[str | int]]:
         keys = self.keys

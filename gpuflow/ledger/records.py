@@ -240,6 +240,7 @@ def new_record_fields(
     pipeline: str | None = None,
     stage: str | None = None,
     labels: Mapping[str, str] | None = None,
+    traceparent: str = "",
 ) -> dict[str, str]:
     """Return the fields of a new record as strings, for the publish step."""
     fields = {
@@ -254,5 +255,6 @@ def new_record_fields(
         "pipeline": pipeline or "",
         "stage": stage or "",
         "labels": json.dumps(dict(labels), ensure_ascii=False) if labels else "",
+        "traceparent": traceparent,
     }
     return {key: whole_text(value) for key, value in fields.items() if value != ""}

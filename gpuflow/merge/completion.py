@@ -42,7 +42,7 @@ LOSSES_LEFT: Final = 2
 #: Fields of a run's record that the next run of one of its calls has, too.
 _OF_THE_NEXT_RUN: Final = (
     "schema", "name", "owner", "task_type", "queue", "requirement", "alternatives", "fallback_seconds", "priority",
-    "result_ttl",
+    "result_ttl", "traceparent",
 )  # fmt: skip
 _RUNS: Final = uuid.UUID("5d1c2b5e-3a0f-5c39-9a5f-0c9f2b7a6e11")
 
@@ -140,6 +140,8 @@ class Merger:
                 untold = self.store.complete(
                     run.id, digest, end.state, completions, error=end.error, manifest=end.manifest or run.manifest or ""
                 )
+                if self.app.traces is not None:
+                    self.app.traces.calls_ended([caller.id for caller in callers], run.id)
                 self._tell([caller for caller in callers if caller.id in untold], is_plain_task=not run.spec)
                 self.store.told(run.id, digest, sorted(untold))
                 total += len(callers)

@@ -30,6 +30,8 @@ from gpuflow.pipelines.store import PipelineStore
 from gpuflow.routing.families import CONTROL_QUEUE, task_of
 from gpuflow.spec import Stage, Template
 from gpuflow.spec.conditions import StageSkipped, condition_holds
+from gpuflow.traces.context import TRACEPARENT
+from gpuflow.traces.recording import traceparent_of_tasks
 
 log = get_logger("gpuflow.pipelines")
 
@@ -153,6 +155,7 @@ class Engine:
         template = Template.from_dict(record.template)
         spec_stage = next(item for item in template.stages if item.name == stage.name)
         specs = self._specs_of(record, spec_stage)
+        traceparent = traceparent_of_tasks(record.id, record.traceparent, record.epoch, self.app.traces)
         nudge = self.app.signature(SETTLE_TASK, args=(record.id,), immutable=True, options={"queue": CONTROL_QUEUE})
         header = [
             self.app.signature(
@@ -166,6 +169,7 @@ class Engine:
                     "pipeline": record.id,
                     "stage": stage.name,
                     "link_error": [nudge],
+                    **({TRACEPARENT: traceparent} if traceparent else {}),
                 },
             )
             for task_id, spec in zip(stage.tasks, specs, strict=True)

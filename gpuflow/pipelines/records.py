@@ -83,6 +83,7 @@ class PipelineRecord:
     finished_at: float | None = None
     error: Mapping[str, Any] | None = None
     stages: Mapping[str, StageRecord] = field(default_factory=dict)
+    traceparent: str = ""
     schema: int = PIPELINE_SCHEMA
 
     @classmethod
@@ -99,6 +100,7 @@ class PipelineRecord:
             finished_at=float(raw["finished_at"]) if raw.get("finished_at") else None,
             error=json.loads(raw["error"]) if raw.get("error") else None,
             stages={name: StageRecord.from_json(text) for name, text in stages.items()},
+            traceparent=raw.get("traceparent", ""),
             schema=int(raw.get("schema", PIPELINE_SCHEMA)),
         )
 
@@ -119,9 +121,10 @@ class PipelineRecord:
         return self.stages.get(name) or StageRecord(name=name, epoch=self.epoch)
 
 
-def new_pipeline_fields(*, name: str, owner: str, template: Mapping[str, Any]) -> dict[str, str]:
+def new_pipeline_fields(*, name: str, owner: str, template: Mapping[str, Any], traceparent: str = "") -> dict[str, str]:
     """Return the fields of a new record as strings, for the publish step."""
     return {
+        **({"traceparent": traceparent} if traceparent else {}),
         "schema": str(PIPELINE_SCHEMA),
         "state": str(PipelineState.RUNNING),
         "name": name,

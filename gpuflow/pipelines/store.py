@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import redis
 
@@ -23,11 +23,27 @@ def pipeline_script(name: str) -> Script:
     return load_script("gpuflow.pipelines", name, "".join(shared))
 
 
-class PipelineStore:
-    """The pipelines of one fleet; `client` must decode responses."""
+class PipelineObserver(Protocol):
+    """Is told of the pipelines that this process has ended. Raises nothing."""
 
-    def __init__(self, client: redis.Redis, keys: Keys, *, events_maxlen: int, retention_seconds: int) -> None:
+    def pipeline_ended(self, pipeline_id: str) -> None:
+        """A pipeline has ended."""
+
+
+class PipelineStore:
+    """The pipelines of one fleet; `client` must decode responses. `observer` is told of what ends."""
+
+    def __init__(
+        self,
+        client: redis.Redis,
+        keys: Keys,
+        *,
+        events_maxlen: int,
+        retention_seconds: int,
+        observer: PipelineObserver | None = None,
+    ) -> None:
         self.client: Any = client
+        self.observer = observer
         self.keys = keys
         self.events_maxlen = events_maxlen
         self.retention_seconds = retention_seconds
@@ -81,27 +97,28 @@ class PipelineStore:
         epoch: int | None = None,
     ) -> bool:
         """End a running pipeline; False if it had ended before, or is no more in the round `epoch` (None: any)."""
-        return bool(
-            pipeline_script("pipeline_end")(
-                self.client,
-                [
-                    self.keys.pipeline(pipeline_id),
-                    self.keys.stages(pipeline_id),
-                    self.keys.events(pipeline_id),
-                    self.keys.audit,
-                ],
-                [
-                    str(state),
-                    json.dumps(error) if error else "",
-                    self.events_maxlen,
-                    self.retention_seconds,
-                    "" if epoch is None else epoch,
-                    uuid.uuid4().hex,
-                    actor_here(),
-                    *stage_names,
-                ],
-            )
+        ended = pipeline_script("pipeline_end")(
+            self.client,
+            [
+                self.keys.pipeline(pipeline_id),
+                self.keys.stages(pipeline_id),
+                self.keys.events(pipeline_id),
+                self.keys.audit,
+            ],
+            [
+                str(state),
+                json.dumps(error) if error else "",
+                self.events_maxlen,
+                self.retention_seconds,
+                "" if epoch is None else epoch,
+                uuid.uuid4().hex,
+                actor_here(),
+                *stage_names,
+            ],
         )
+        if ended and self.observer is not None:
+            self.observer.pipeline_ended(pipeline_id)
+        return bool(ended)
 
     def resume(self, pipeline_id: str) -> str:
         """Begin a new round: `resumed`, `running` or `succeeded`. Raises UnknownTask."""

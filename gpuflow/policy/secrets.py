@@ -20,7 +20,9 @@ SETTING: Final = "GPUFLOW_ALLOW_SECRETS"
 #: A variable of the worker that begins so is a secret for tasks, under the rest of its name.
 PREFIX: Final = "GPUFLOW_SECRET_"
 #: Variables that no worker gives to any task, whatever its settings say; globs.
-NEVER: Final = ("REDIS_URL", "GPUFLOW_*TOKEN*", f"{PREFIX}*", "CELERY_*", "CUDA_VISIBLE_DEVICES")
+NEVER: Final = (
+    *("REDIS_URL", "GPUFLOW_*TOKEN*", f"{PREFIX}*", "CELERY_*", "CUDA_VISIBLE_DEVICES", "OTEL_EXPORTER_*HEADERS"),
+)
 #: `user:password@` of a URL.
 _USER_OF_URL: Final = re.compile(r"(?<=://)[^\s/?#]*@")
 #: That of a proxy, whose address may stand without a scheme and has no path.

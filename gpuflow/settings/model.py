@@ -101,6 +101,7 @@ class Settings(BaseModel):
     worker_tags: Names = _setting("WORKER_TAGS", (), "tags separated by commas, such as fast,nvlink")
     log_level: LogLevel = _setting("LOG_LEVEL", "INFO", "DEBUG, INFO, WARNING, ERROR or CRITICAL")
     log_format: Literal["text", "json"] = _setting("LOG_FORMAT", "text", "text or json")
+    traces: Literal["none", "otlp"] = _setting("GPUFLOW_TRACES", "none", "none or otlp")
     orchestrator_base_url: str | None = _setting("ORCHESTRATOR_BASE_URL", None, "a URL such as https://host")
     worker_network_bandwidth_bytes_per_second: PositiveCount | None = _setting(
         "WORKER_NETWORK_BANDWIDTH_BYTES_PER_SEC", None, "bytes per second, such as 125000000"

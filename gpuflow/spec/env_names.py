@@ -21,6 +21,8 @@ REFUSED: Final = (
     *("PYTHON*", "NODE_*", "PERL*", "RUBY*", "JAVA_*", "_JAVA_*", "JDK_JAVA_*", "CLASSPATH", "LUA_*"),
     # tools that run or fetch code
     *("PIP_*", "UV_*", "CONDA_*", "VIRTUAL_ENV", "GIT_*", "SSH_*", "EDITOR", "PAGER", "BROWSER"),
+    # where a program sends its traces, and with which of the operator's tokens
+    *("OTEL_*",),
     # compiled code that is loaded from caches and plugins
     *("TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "CUDA_INJECTION*_PATH"),
     *("CC", "CXX", "TRITON_PTXAS_PATH", "TRITON_LIBCUDA_PATH", "LOCAL_KERNELS", "NUMBA_CACHE_DIR"),

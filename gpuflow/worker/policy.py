@@ -14,7 +14,7 @@ from typing import Any
 
 from gpuflow.errors import NotAllowed
 from gpuflow.merge.specs import MERGED
-from gpuflow.policy import code, secrets
+from gpuflow.policy import code, engine_traces, secrets
 from gpuflow.policy.refusal import Refusal
 from gpuflow.settings import Settings
 from gpuflow.worker.environment import WITH_CREDENTIALS
@@ -62,7 +62,7 @@ def policy_of(settings: Settings, worker: str) -> Policy:
 
 def checks_of(settings: Settings) -> tuple[Check, ...]:
     """Return the checks that these settings make."""
-    return (_code(settings), _secrets(settings))
+    return (_code(settings), _secrets(settings), engine_traces.refusal)
 
 
 def _code(settings: Settings) -> Check:

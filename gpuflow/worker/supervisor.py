@@ -39,14 +39,14 @@ from gpuflow.worker.confinement import explained
 from gpuflow.worker.ends import cause_of, exception_of
 from gpuflow.worker.handed_back import HandedBack
 from gpuflow.worker.judging import stopped
-from gpuflow.worker.preparation import prepare
+from gpuflow.worker.preparation import Prepared, prepare
 from gpuflow.worker.preparing import Preparing, Stopped
 from gpuflow.worker.results import ResultsFolder
 from gpuflow.worker.runtime import Runtime, current
 from gpuflow.worker.secret_sources import scrubbed
 from gpuflow.worker.starting import EnvironmentNotReady, Start
 from gpuflow.worker.steps import until_answered
-from gpuflow.worker.task_limits import LimitPlan
+from gpuflow.worker.task_limits import LimitPlan, Runner
 from gpuflow.worker.usage_meter import UsageMeter, meter_of
 from gpuflow.worker.work import begin_of, hold_of, limits_by_engine, runner_of
 
@@ -119,12 +119,26 @@ class Delivery:
         self.runtime.app.attempts.begin(self.id, holder)
         self.runtime.leases.begin(self.tag, self.id, started.attempt)
         log.info("task_started", task=self.id, attempt=started.attempt, worker=self.runtime.worker_id)
+        self._mark(holder, "prepare")
         if self.is_run:
             self._take_calls(holder)
         outcome = self._attempt(holder)
+        self._mark(holder, "commit")
         if outcome.completed:
             return self._succeed(holder, outcome)
         return self._end(holder, outcome)
+
+    def _mark(self, holder: Holder, part: str) -> None:
+        """Note for traces which part of the attempt begins."""
+        if self.runtime.app.traces is not None:
+            self.runtime.app.traces.mark(self.id, holder.attempt, part)
+
+    def _trace_run(self, holder: Holder, prepared: Prepared, runner: Runner) -> None:
+        """Note for traces that the work itself begins, and give a child of its own the ids of its span."""
+        self._mark(holder, "run")
+        traces = self.runtime.app.traces
+        if traces is not None and runner != "session":  # a session has many tasks, and one environment
+            prepared.environment.update(traces.variables(self.id, holder.attempt))
 
     def _pass_on(self, why: str) -> NoReturn:
         """Leave the task to other workers: its message is back in its queue in a moment."""
@@ -217,6 +231,7 @@ class Delivery:
             )
             asked = allocation.requirement if allocation is not None else None
             runner = runner_of(runtime, allocation, prepared)
+            self._trace_run(holder, prepared, runner)
             self.limits = runtime.limits.plan(asked, runner, limits_by_engine(prepared))
             begin = begin_of(
                 runtime, self.tag, allocation, start, prepared, plan=self.limits, owner=self._owner, alone=self.alone

@@ -8,8 +8,8 @@
 -- ARGV[1] reason  ARGV[2] cap of the event stream  ARGV[3] seconds until a final record expires  ARGV[4] id of this call
 -- ARGV[5] who acts
 --
--- Returns {verdict, state}: 'cancelled' (its message is taken away in the same step), 'requested' (its
--- worker stops it), 'final' (it has ended already), 'unknown'.
+-- Returns {verdict, state, lost}: 'cancelled' (its message is taken away in the same step), 'requested' (its
+-- worker stops it), 'final' (it has ended already), 'unknown'. `lost` is the attempt that this step has found lost, or 0.
 local state = redis.call('HGET', KEYS[1], 'state')
 if not state then return {'unknown', ''} end
 local before = answer_to(KEYS[1], 'cancel', ARGV[4])
@@ -21,6 +21,7 @@ local function noted(verdict)
     'verdict', verdict, 'reason', ARGV[1])
 end
 acting = ARGV[5]
+local lost = 0
 if runs(state) then
   local tag = redis.call('HGET', KEYS[1], 'tag')
   local ends = tag and redis.call('ZSCORE', KEYS[9], tag)
@@ -31,6 +32,7 @@ if runs(state) then
     return {'requested', state}
   end
   remember(KEYS[1], KEYS[3], seconds, 'lost', worker_lost(KEYS[1]), '')
+  lost = tonumber(redis.call('HGET', KEYS[1], 'attempt'))
   if tag then end_lease(KEYS[9], KEYS[10], KEYS[11], tag) end
 end
 noted('cancelled')
@@ -38,4 +40,4 @@ if state ~= 'MERGED' then take_message(KEYS[8], KEYS[5], KEYS[6], KEYS[1]) end
 finish(KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[7], ARGV[2], ARGV[3], seconds, 'CANCELLED', cancelled_error(ARGV[1]))
 note_answer(KEYS[1], 'cancel', ARGV[4], 'cancelled')
 redis.call('ZADD', KEYS[12], seconds, redis.call('HGET', KEYS[1], 'id'))
-return {'cancelled', 'CANCELLED'}
+return {'cancelled', 'CANCELLED', lost}

@@ -18,7 +18,7 @@ local from, to = string.find(message, old, 1, true)
 message = string.sub(message, 1, from - 1) .. ARGV[1] .. string.sub(message, to + 1)
 local seconds = clock()
 if queued_at(message) then message = stamped('{' .. string.gsub(message, '^[^,]*,', ''), seconds, '') end
-redis.call('HSET', KEYS[1], 'state', 'QUEUED', 'message', message, 'updated_at', seconds)
+redis.call('HSET', KEYS[1], 'state', 'QUEUED', 'message', message, 'updated_at', seconds, 'requeued_at', seconds)
 redis.call('HDEL', KEYS[1], 'finished_at', 'error', 'progress', 'result', 'tag', 'owner_token', 'cancel_requested',
   'failures', 'losses', 'preemptions', 'alone', 'not_before', 'avoid_worker', 'avoid_until', 'run', 'call', 'fetches')
 for _, key in ipairs({KEYS[1], KEYS[2], KEYS[5]}) do redis.call('PERSIST', key) end

@@ -16,10 +16,12 @@
 --
 -- A task that a user wants cancelled, and whose attempt was lost, ends here.
 --
--- Returns {verdict, state, attempt, failures, alone}: 'begin'; 'final' (replay the tail and ack); 'live' (another attempt
--- runs: ack and drop); 'lost' (our lease of this delivery has ended: change nothing); 'avoid' (another worker
--- is to take it, give it back); 'newer' (written by a newer version, give it back); 'merged' (a caller that was merged into
--- a run has come for its end); 'gone' (there is no record, and none to create: ack and drop).
+-- Returns {verdict, state, attempt, failures, alone, found}: 'begin'; 'final' (replay the tail and ack);
+-- 'live' (another attempt runs: ack and drop); 'lost' (our lease of this delivery has ended: change nothing); 'avoid'
+-- (another worker is to take it, give it back); 'newer' (written by a newer version, give it back); 'merged' (a caller that
+-- was merged into a run has come for its end); 'gone' (there is no record, and none to create: ack and drop). `found` is
+-- '<attempt> <seconds>', or left out: the attempt that this step has found lost, 0 for none, and when the task of an attempt
+-- that begins began to wait, or nothing.
 local seconds = clock()
 acting = 'worker:' .. ARGV[2]
 local held = redis.call('HGET', KEYS[3], ARGV[4])
@@ -49,7 +51,9 @@ attempt, failures = tonumber(attempt or '0'), tonumber(failures or '0')
 if tonumber(schema or '1') > tonumber(ARGV[7]) then return {'newer', state, attempt, failures, alone} end
 if is_final(state) then return {'final', state, attempt, failures, alone} end
 if state == 'MERGED' or fetches then return {'merged', state, attempt, failures, alone} end
-if runs(state) and tag == ARGV[4] and call == ARGV[10] then return {'begin', state, attempt, failures, alone} end
+if runs(state) and tag == ARGV[4] and call == ARGV[10] then
+  return {'begin', state, attempt, failures, alone, redis.call('HGET', KEYS[1], 'start_found') or ''}
+end
 if runs(state) and tag and tag ~= ARGV[4] then
   local ends = redis.call('ZSCORE', KEYS[2], tag)
   if ends and tonumber(ends) > tonumber(seconds) then return {'live', state, attempt, failures, alone} end
@@ -58,7 +62,7 @@ if redis.call('HEXISTS', KEYS[1], 'cancel_requested') == 1 then
   if runs(state) then remember(KEYS[1], KEYS[6], seconds, 'lost', worker_lost(KEYS[1]), '') end
   finish(KEYS[1], KEYS[4], KEYS[6], KEYS[7], KEYS[8], ARGV[6], ARGV[9], seconds, 'CANCELLED',
     cancelled_error('cancelled by a user'))
-  return {'final', 'CANCELLED', attempt, failures, alone}
+  return {'final', 'CANCELLED', attempt, failures, alone, (runs(state) and attempt or 0) .. ' '}
 end
 if worker == ARGV[2] and tonumber(until_ or '0') > tonumber(seconds) then
   return {'avoid', state, attempt, failures, alone}
@@ -71,19 +75,20 @@ if runs(state) then
     local error = cjson.encode({type = 'WorkerLost', retryable = false,
       message = losses .. ' workers were lost while they ran this task; look for what it does to its machine'})
     finish(KEYS[1], KEYS[4], KEYS[6], KEYS[7], KEYS[8], ARGV[6], ARGV[9], seconds, 'DEAD', error)
-    return {'final', 'DEAD', attempt, failures, alone}
+    return {'final', 'DEAD', attempt, failures, alone, attempt .. ' '}
   end
 end
+local found = (runs(state) and attempt or 0) .. ' ' .. (state == 'QUEUED' and queued_since or '')
 count(prefix_of(KEYS[9]), 1, 'started', '', task_type)
 if state == 'QUEUED' and queued_since then
   observe(prefix_of(KEYS[9]), 'wait', task_type, seconds - math.max(tonumber(queued_since), tonumber(not_before or '0')))
 end
 attempt = math.max(attempt + 1, tonumber(ARGV[5]))
 redis.call('HSET', KEYS[1], 'state', 'STARTING', 'attempt', attempt, 'worker', ARGV[2], 'owner_token', ARGV[3],
-  'tag', ARGV[4], 'start_call', ARGV[10], 'started_at', seconds, 'updated_at', seconds)
+  'tag', ARGV[4], 'start_call', ARGV[10], 'start_found', found, 'started_at', seconds, 'updated_at', seconds)
 redis.call('HDEL', KEYS[1], 'finished_at', 'error', 'progress', 'not_before', 'avoid_worker', 'avoid_until')
 -- Only the worker that failed last is passed over: with two workers both would be, and the task would run nowhere.
 if worker then redis.call('ZREM', prefix_of(KEYS[9]) .. 'gpuflow.avoided', ARGV[4] .. '\n' .. worker) end
 tell(KEYS[4], ARGV[6], {event = 'state', state = 'STARTING', attempt = attempt, worker = ARGV[2]})
 audit(prefix_of(KEYS[9]) .. 'gpuflow.audit', 'attempt.start', acting, 'task:' .. ARGV[1], 'attempt', attempt)
-return {'begin', 'STARTING', attempt, failures, alone}
+return {'begin', 'STARTING', attempt, failures, alone, found}

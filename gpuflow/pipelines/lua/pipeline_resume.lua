@@ -12,7 +12,8 @@ if epoch > tonumber(ARGV[2]) then return {'resumed', epoch} end
 if state == 'RUNNING' then return {'running', epoch} end
 if state == 'SUCCEEDED' then return {'succeeded', epoch} end
 epoch = epoch + 1
-redis.call('HSET', KEYS[1], 'state', 'RUNNING', 'epoch', epoch)
+local now = redis.call('TIME')
+redis.call('HSET', KEYS[1], 'state', 'RUNNING', 'epoch', epoch, 'resumed_at', string.format('%d.%06d', now[1], now[2]))
 redis.call('HDEL', KEYS[1], 'finished_at', 'error')
 for i = 1, 3 do redis.call('PERSIST', KEYS[i]) end
 local stages = redis.call('HGETALL', KEYS[2])

@@ -18,6 +18,7 @@ DOCUMENTED = {
     "WORKER_TAGS": (),
     "LOG_LEVEL": "INFO",
     "LOG_FORMAT": "text",
+    "GPUFLOW_TRACES": "none",
     "ORCHESTRATOR_BASE_URL": None,
     "WORKER_NETWORK_BANDWIDTH_BYTES_PER_SEC": None,
     "ENABLE_TASK_MERGE": True,
