@@ -20,6 +20,7 @@ What a worker does not tell is None there. Read from the entry's `load`, beside 
 | `reservation` | {task, gpus: [UUID], since} or null | the waiting task that GPUs are kept for; `since` may lack |
 | `protocol` | {fleet, oldest, record} | what its version reads and works beside (`fleet.versions`) |
 | `limits` | {by, why} | what holds tasks to the memory and CPUs that they ask for (`worker.task_limits`) |
+| `kept` | session name -> bool | sessions that replicas of served models keep loaded; whether they have GPUs |
 | `diskFreeMib` | number | free where results are written |
 | `idleSeconds` | number, or null | how long it had held nothing but control tasks; null: it works (for scaling) |
 | `maxJobs`, `costPerHour` | number, or null | its --max-jobs and --cost (for scaling) |
@@ -140,6 +141,7 @@ def view_of(entry: WorkerEntry, records: Mapping[str, TaskRecord], now: float) -
         free_gpus=_free_gpus(load),
         limits=_limits(load),
         record_schema=_record_schema(load),
+        kept={name: bool(has_gpus) for name, has_gpus in _mapping(load.get("kept")).items()},
         free_jobs=load["freeJobs"] if isinstance(load.get("freeJobs"), int) else None,
         tasks=tuple(_running(task, records.get(task), now) for task in entry.tasks),
         reservation=_reservation(_mapping(load.get("reservation")), records, now),

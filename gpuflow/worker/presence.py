@@ -314,6 +314,7 @@ class PresenceThread(threading.Thread):
             "jobs": admission.jobs(),
             "freeJobs": admission.free_jobs(),
             "sessions": admission.sessions.to_dict() if admission.sessions is not None else [],
+            "kept": admission.sessions.kept() if admission.sessions is not None else {},
         }
 
     def _held_gpus(self) -> dict[str, Any]:
