@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from gpuflow.audit.reading import AuditLog, Filter
+from gpuflow.cli import cli
 from gpuflow.client import Task, submit
 from gpuflow.errors import GPUFlowError, InvalidTemplate, UnknownTask
 from gpuflow.explaining import explain
@@ -322,3 +323,52 @@ def test_a_secret_that_changes_gets_the_replica_a_session_of_its_own(
     assert lengths == [str(len("first-value")), str(len("second-value-is-longer"))]
     serving.warm("w1")
     eventually(lambda: len(sessions_of(worker)) == 1, what="the first session ended")
+
+
+def test_where_owners_are_kept_apart_a_model_is_served_for_one(
+    fleet: TestFleet, serving: Serving, env: dict[str, str]
+) -> None:
+    """A model that brings code is loaded for one owner, as all are on workers that isolate tasks."""
+    worker = fleet.start_worker("w1", env=env)
+    loaded = {"source": source_of("/models/one"), "vllm": {"trust_remote_code": True}}
+    serving.serve(model(model=loaded))
+    (replica,) = serving.records()
+    eventually(lambda: fleet.state(replica.id) == "FAILED")
+    serving.replicas.reconcile()
+    assert "serve it for one: gpuflow serve MODEL --owner OWNER" in serving.standing().failure.error
+    serving.stop()
+
+    hers = model(model=loaded, owner="ana")
+    serving.serve(hers)
+    serving.warm("w1")
+    assert ask(fleet, hers).get(timeout=patient(30))["items"]
+    assert opened(worker) == 1
+    # The same model for another owner is another session, and closes none
+    call = {"taskType": "inference", "data": {"type": "list", "items": ["echo x"]}}
+    his = submit({**model(model=loaded).call_spec(call)}, owner="bo", app=fleet.app)
+    assert his.get(timeout=patient(30))["items"]
+    assert opened(worker) == 2
+    (replica,) = serving.records()
+    assert (replica.attempt, replica.owner) == (1, "ana")
+    assert serving.warm_on() == ["w1"]
+
+
+def test_the_command_waits_until_the_model_is_loaded_and_says_when_it_cannot_be(
+    fleet: TestFleet, serving: Serving, env: dict[str, str], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    fleet.start_worker("w1", env=env)
+    monkeypatch.setenv("REDIS_URL", fleet.broker.url)
+
+    def command(*arguments: str) -> object:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(args=["serve", *arguments], prog_name="gpuflow")
+        return ended.value.code
+
+    assert command("/models/one", "--name", "one", "--wait") == 0
+    assert serving.warm_on() == ["w1"]
+    assert command("/models/broken", "--name", "broken", "--wait") == 1
+    assert "broken: there is no such model" in capsys.readouterr().err
+    assert command("--list") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[3] for line in lines[1:]] == ["0/1", "1/1"]

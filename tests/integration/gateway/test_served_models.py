@@ -129,3 +129,34 @@ def test_a_model_of_one_owner_is_not_there_for_others(answering: TestFleet, fron
     assert loads(answering) == 1
     with httpx.Client(base_url=front.url) as nobody:
         assert nobody.get("/v1/models").status_code == 401
+
+
+def test_operators_serve_scale_and_stop_over_http(answering: TestFleet, front: Gateway) -> None:
+    store = TokenStore(answering.app.redis, answering.app.keys)
+
+    def headers(role: Role, owner: str | None = None) -> dict[str, str]:
+        return {"Authorization": f"Bearer {store.create_user_token(role, owner=owner)[1].text}"}
+
+    address = "/api/admin/models"
+    ask = {"model": "/models/one", "name": "group/one", "accelerators": "cpu"}
+    with httpx.Client(base_url=front.url, timeout=patient(60), headers=headers(Role.SUBMITTER, "ana")) as submitter:
+        assert submitter.post(address, json=ask).status_code == 403
+        assert submitter.get(address).status_code == 403
+        assert submitter.delete(f"{address}/group/one").status_code == 403
+    assert ServedModels(answering.app.redis, answering.app.keys).all() == {}
+    with httpx.Client(base_url=front.url, timeout=patient(60), headers=headers(Role.OPERATOR)) as operator:
+        made = operator.post(address, json=ask)
+        assert (made.status_code, made.json()["replicas"]) == (201, 1)
+        eventually(lambda: operator.get(address).json()["models"][0]["loaded"] == 1, what="the model loaded")
+        scaled = operator.post(address, json={**ask, "replicas": 2})
+        assert (scaled.status_code, len(scaled.json()["tasks"])) == (201, 2)
+        (listed,) = operator.get(address).json()["models"]
+        assert (listed["name"], listed["workers"], listed["error"]) == ("group/one", ["w1"], "")
+        assert operator.get("/v1/models/group/one").json()["id"] == "group/one"
+        other = operator.post(address, json={**ask, "model": "/models/two"})
+        assert (other.status_code, other.json()["type"]) == (409, "urn:gpuflow:problem:model-served")
+        for bad in ({"model": "two words"}, {"model": "/m", "name": "a b"}, {**ask, "replicas": 0}, {**ask, "x": 1}):
+            assert operator.post(address, json=bad).status_code == 422, bad
+        assert operator.delete(f"{address}/group/one").status_code == 204
+        assert operator.delete(f"{address}/group/one").status_code == 404
+        assert operator.get(address).json() == {"models": []}
