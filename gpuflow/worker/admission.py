@@ -306,6 +306,11 @@ class Admission:
             allocation = self._held.get(tag)
             return allocation is not None and allocation.slot == "replica"
 
+    def replicas(self) -> list[str]:
+        """Return the tags of the messages that keep sessions loaded, or are about to."""
+        with self._lock:
+            return [tag for tag, one in self._held.items() if one.slot == "replica"]
+
     def tags_on(self, uuid: str) -> list[str]:
         """Return the delivery tags of the messages that are worked on by a GPU."""
         with self._lock:
@@ -326,9 +331,7 @@ class Admission:
             )
 
     def unload_idle(self, why: str) -> None:
-        """Close every session that idles, also those that a replica keeps loaded: it moves."""
-        if self.sessions is not None:
-            self.sessions.move_replicas(why)
+        """Close every session that idles."""
         if self.sessions is not None and (idle := self.sessions.idle()):
             self.sessions.evict(idle, why=why)
 

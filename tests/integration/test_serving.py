@@ -21,6 +21,7 @@ from gpuflow.errors import GPUFlowError, InvalidTemplate, UnknownTask
 from gpuflow.explaining import explain
 from gpuflow.fleet.desired import DesiredState
 from gpuflow.ledger.records import TaskRecord
+from gpuflow.scaling.snapshot import read as read_fleet
 from gpuflow.serving.models import ServedModel, served_spec, source_of
 from gpuflow.serving.replicas import Replicas, Standing
 from gpuflow.serving.store import ServedModels
@@ -256,6 +257,12 @@ def test_replicas_are_spread_and_one_too_many_waits_and_says_why(
 
     (why,) = explain(waiting.id, app=fleet.app)
     assert "keeps a replica of this model already" in why.verdict
+    # Scaling sees that one more is wanted, and that the worker which has one does not idle
+    seen = read_fleet(fleet.app.redis, fleet.app.keys, fleet.settings.task_topic).snapshot
+    assert [(demand.queue, sum(demand.waiting.values())) for demand in seen.demands if demand.waiting] == [
+        (waiting.queue, 1)
+    ]
+    assert [(worker.leases, worker.idle_seconds) for worker in seen.workers] == [(1, None)]
 
     fleet.start_worker("w2", env=env)
     serving.warm("w1", "w2")
@@ -277,6 +284,7 @@ def test_a_replica_keeps_its_gpu_and_a_second_one_gets_another_of_the_same_machi
         other = box.submit("A100:1")
         served = model(resources={"accelerators": "A100:1", **labels})
         assert ask(fleet, served).get(timeout=patient(30))["items"]
+        eventually(lambda: "is busy with replica of one" in box.explained(other).verdict, what="why it waits")
         assert other.state == "QUEUED"
         serving.serve(model(resources={"accelerators": "A100:1", **labels}, replicas=1))
         assert other.get(timeout=patient(30))["gpus"]
