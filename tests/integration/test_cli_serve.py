@@ -18,6 +18,8 @@ from gpuflow.serving.models import ServedModel
 from gpuflow.serving.replicas import Replicas
 from gpuflow.serving.store import ServedModels
 from gpuflow.spec import canonical
+from gpuflow.tokens import service_users
+from gpuflow.tokens.service_users import ServiceRole
 from gpuflow.upkeep.duties import Duties
 from tests.support.fleet import TestFleet
 
@@ -134,3 +136,28 @@ def test_calls_have_the_session_of_the_replica(fleet: TestFleet, invoke: Invoke)
         assert {session_name(canonical(model.call_spec(call)), [queue]) for call in calls} == {name}
         assert replica.owner == model.owner
         invoke("serve", "one", "--stop")
+
+
+def test_a_client_of_the_broker_serves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who submits tasks has a user of the broker that may not say what is served; an operator's may."""
+    fleet = TestFleet(tmp_path, env={"GPUFLOW_KEY_PREFIX": "t1:"})
+    try:
+        monkeypatch.setenv("GPUFLOW_KEY_PREFIX", "t1:")
+        codes = {}
+        for role in (ServiceRole.CLIENT, ServiceRole.OPERATOR):
+            login, given = service_users.new_login(
+                role, "main", address=fleet.broker.url, prefix="t1:", database=0, queues=["tasks"]
+            )
+            made = service_users.create(fleet.app.redis, login, given, prefix="t1:", replace=False, only_fleet=False)
+            monkeypatch.setenv("REDIS_URL", made.url)
+            with pytest.raises(SystemExit) as ended:
+                cli.main(args=["serve", "/models/one", "--name", str(role)], prog_name="gpuflow")
+            codes[role] = ended.value.code
+
+        assert codes == {ServiceRole.CLIENT: 1, ServiceRole.OPERATOR: 0}
+        assert "the broker denies this to the user of REDIS_URL" in capsys.readouterr().err
+        assert list(ServedModels(fleet.app.redis, fleet.app.keys).all()) == ["operator"]
+    finally:
+        fleet.close()
