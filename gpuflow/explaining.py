@@ -6,6 +6,7 @@ Python.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -28,6 +29,7 @@ from gpuflow.routing.explain import explain as explain_task
 from gpuflow.routing.offers import asked_name, secrets_asked
 from gpuflow.routing.requirement import Requirement
 from gpuflow.routing.resources import requirement_from_resources
+from gpuflow.routing.session_names import session_name
 from gpuflow.routing.views import QueueView, TaskView, WorkerView
 from gpuflow.spec import Template
 from gpuflow.submission import choose_requirements
@@ -183,7 +185,8 @@ def _looks_like_id(text: str) -> bool:
 
 def _task_view(app: GPUFlow, record: TaskRecord, now: float) -> TaskView:
     client: Any = app.redis
-    avoids, until = client.hmget(app.keys.task(record.id), "avoid_worker", "avoid_until")
+    avoids, until, alternatives = client.hmget(app.keys.task(record.id), "avoid_worker", "avoid_until", "alternatives")
+    queues = [one["queue"] for one in json.loads(alternatives)] if alternatives else [record.queue]
     return TaskView(
         id=record.id,
         name=record.name,
@@ -197,6 +200,7 @@ def _task_view(app: GPUFlow, record: TaskRecord, now: float) -> TaskView:
         avoid_seconds=float(until) - now if until else None,
         worker=record.worker,
         record_schema=record.schema,
+        session=session_name(record.spec, queues),
         running_seconds=None if record.started_at is None else max(0.0, now - record.started_at),
     )
 

@@ -23,6 +23,7 @@ from gpuflow.protocol import is_safe_id, whole_text
 from gpuflow.routing.affinity import hints
 from gpuflow.routing.families import task_of
 from gpuflow.routing.fit import match
+from gpuflow.routing.offers import REPLICA_OF
 from gpuflow.routing.queues import queue_name
 from gpuflow.routing.requirement import Requirement
 from gpuflow.routing.resources import requirement_from_resources
@@ -78,6 +79,9 @@ def submission_header(
         raise InvalidTemplate(f"{name} takes one argument, `spec`: a mapping with taskType; got {type(given).__name__}")
     spec = refer_large(canonical(given), lambda: data_store(app.settings, app.broker_address()))
     _refuse_uploads(spec)
+    replica_of = options.pop("replica_of", None)
+    if replica_of:
+        spec = {**spec, REPLICA_OF: str(replica_of)}
     if shard_count(spec) > 1:
         raise InvalidTemplate(SPLIT)
     task_type = spec["taskType"]
@@ -112,6 +116,8 @@ def submission_header(
         labels=labels,
         traceparent=submission.traceparent,
     )
+    if replica_of:
+        fields["replica_of"] = str(replica_of)
     header = {
         "kind": "task",
         "id": task_id,

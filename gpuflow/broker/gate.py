@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 #: No limit to the time limit of a task.
@@ -34,7 +34,8 @@ class Taste:
     for another secret than those in `secrets` (None: any). None that the sessions in
     `full` alone could answer here. Of its `sessions` (those with a place) and `models` before others; a message whose
     model another worker has is left to that one for `patience_seconds`. `here` are all its sessions: what they answer
-    sooner or later need not be made room for.
+    sooner or later need not be made room for. `kept` are those that a replica of a served model keeps loaded, with
+    whether they have GPUs: a second replica of one is left to other workers, for a time where there are GPUs.
     """
 
     types: tuple[str, ...] | None = None
@@ -45,6 +46,7 @@ class Taste:
     sessions: tuple[str, ...] = ()
     full: tuple[str, ...] = ()
     here: tuple[str, ...] = ()
+    kept: Mapping[str, bool] = field(default_factory=dict)
     patience_seconds: float = 0.0
 
 

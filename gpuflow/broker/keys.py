@@ -55,6 +55,11 @@
 | `gpuflow.audit.chain` | stream | links of its chain (see `audit.chain`) |
 | `gpuflow.audit.sent:<call>` | string | a call has appended to the audit log; expires after two minutes |
 | `gpuflow.machines.unknown` | string | JSON list of machines that may be of another fleet; it expires |
+| `gpuflow.served` | hash | name -> JSON of a served model: what is loaded, for whom (see `serving.models`) |
+| `gpuflow.served.counts` | hash | name -> how many replicas there are to be |
+| `gpuflow.served.replicas` | hash | task id of a replica -> name of its model, newline, `uid` of its record |
+| `gpuflow.served.failures` | hash | name -> JSON of how replicas have failed of late: `count`, `at`, `error` |
+| `gpuflow.served.lock` | string | lock of who submits and cancels replicas |
 | `gpuflow.fleet` | string | the random id of this fleet |
 | `gpuflow.protocol` | zset | `oldest` -> the oldest fleet protocol of workers that may start (see `fleet.versions`) |
 | `gpuflow.schedules` | hash | name -> JSON of a schedule: its cron expression, zone, owner, when it was made |
@@ -293,6 +298,26 @@ class Keys:
     def unknown_machines(self) -> str:
         """Machines that may be of another fleet."""
         return f"{self.prefix}gpuflow.machines.unknown"
+
+    @property
+    def served(self) -> str:
+        """Served models by name."""
+        return f"{self.prefix}gpuflow.served"
+
+    @property
+    def served_counts(self) -> str:
+        """How many replicas of each served model there are to be."""
+        return f"{self.prefix}gpuflow.served.counts"
+
+    @property
+    def served_replicas(self) -> str:
+        """Which tasks are replicas, and of which served model."""
+        return f"{self.prefix}gpuflow.served.replicas"
+
+    @property
+    def served_failures(self) -> str:
+        """How replicas of each served model have failed."""
+        return f"{self.prefix}gpuflow.served.failures"
 
     @property
     def schedules(self) -> str:

@@ -121,6 +121,8 @@ class Look:
             how["warm_only"] = [False] * len(self.plain) + [choice.warm_only for choice in self.chosen]
             how["here"] = taste.here
             how["yields"] = [False] * len(self.plain) + [choice.yields for choice in self.chosen]
+        if taste.kept:
+            how["kept"] = taste.kept
         if taste.secrets is not None:
             how["secrets"] = taste.secrets
         if taste.types is not None:

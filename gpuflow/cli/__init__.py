@@ -45,6 +45,7 @@ SECTIONS: Final[dict[str, dict[str, tuple[str, str, str]]]] = {
         "audit": ("audit", "audit", "List, verify and export what was done to the fleet, and by whom."),
         "gateway": ("gateway", "gateway", "Serve the results of tasks over HTTP."),
         "presets": ("presets", "presets", "List what is shipped: pipelines, models, data sets, environments."),
+        "serve": ("serve", "serve", "Keep models loaded on workers for /v1; list or stop them."),
         "models": ("models", "models", "List, fetch, remove, export and import models."),
         "env": ("env", "env", "Build, list and check the environments of executors."),
         "executor": ("executor", "executor", "List the executors; run one by itself, without a broker."),

@@ -23,6 +23,7 @@ What a worker does not tell is None there. Read from the entry's `load`, beside 
 | `diskFreeMib`, `memoryAvailableMib` | number | free where results are written; left of the machine's memory |
 | `driverProblem` | text | why the NVIDIA devices of the machine cannot be used; '': one can, or there is none |
 | `gpuProblems` | list of text | what is to be mended about its GPUs (`fleet.hardware`) |
+| `kept` | session name -> bool | sessions that replicas of served models keep loaded; whether they have GPUs |
 | `idleSeconds` | number, or null | how long it had held nothing but control tasks; null: it works (for scaling) |
 | `maxJobs`, `costPerHour` | number, or null | its --max-jobs and --cost (for scaling) |
 """
@@ -142,6 +143,7 @@ def view_of(entry: WorkerEntry, records: Mapping[str, TaskRecord], now: float) -
         free_gpus=_free_gpus(load),
         limits=_limits(load),
         record_schema=_record_schema(load),
+        kept={name: bool(has_gpus) for name, has_gpus in _mapping(load.get("kept")).items()},
         free_jobs=load["freeJobs"] if isinstance(load.get("freeJobs"), int) else None,
         tasks=tuple(_running(task, records.get(task), now) for task in entry.tasks),
         reservation=_reservation(_mapping(load.get("reservation")), records, now),

@@ -20,6 +20,7 @@ from gpuflow.gateway.fleet_routes import fleet_router
 from gpuflow.gateway.heads import Heads
 from gpuflow.gateway.openai_routes import openai_router
 from gpuflow.gateway.pipelines import pipelines_router
+from gpuflow.gateway.serving_routes import serving_router
 from gpuflow.gateway.streams import Hub
 from gpuflow.gateway.tasks import tasks_router
 from gpuflow.settings import Settings
@@ -41,6 +42,7 @@ class Api:
         app.include_router(fleet_router(self.calls, gatekeeper))
         app.include_router(audit_router(self.calls, gatekeeper))
         app.include_router(admin_router(self.calls, gatekeeper))
+        app.include_router(serving_router(self.calls, gatekeeper))
         app.include_router(openai_router(settings, self.calls, self.hub, gatekeeper))
         app.add_middleware(Heads)
         documents.install(app, gatekeeper)

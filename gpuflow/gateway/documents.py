@@ -19,7 +19,7 @@ from gpuflow import __version__
 from gpuflow.gateway.auth import Gatekeeper
 from gpuflow.gateway.openai_shapes import Chat, Completion, Embeddings
 from gpuflow.gateway.problems import MEDIA_TYPE
-from gpuflow.gateway.shapes import NewUserToken, NewWorker, ProblemShape, QueueSubmit
+from gpuflow.gateway.shapes import NewServed, NewUserToken, NewWorker, ProblemShape, QueueSubmit
 
 _REF: Final = "#/components/schemas/{model}"
 _MEANINGS: Final = {
@@ -44,7 +44,15 @@ _MEANINGS: Final = {
 #: What any request with a token may be answered.
 COMMON: Final = (400, 401, 403, 429, 500, 503)
 #: Bodies that routes read by themselves.
-_READ: Final[tuple[type[BaseModel], ...]] = (QueueSubmit, Chat, Completion, Embeddings, NewWorker, NewUserToken)
+_READ: Final[tuple[type[BaseModel], ...]] = (
+    QueueSubmit,
+    Chat,
+    Completion,
+    Embeddings,
+    NewWorker,
+    NewUserToken,
+    NewServed,
+)
 _DESCRIPTION: Final = """
 The HTTP API of a gpuflow fleet. Send a token as `Authorization: Bearer TOKEN`; what it may do is its role's. Errors
 are problem+json (RFC 9457);

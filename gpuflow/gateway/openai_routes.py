@@ -1,7 +1,7 @@
 """`/v1` as OpenAI's clients know it: chat, completions, embeddings and models, as tasks of the fleet.
 
-A call becomes one task, which may be merged with others and is cancelled when its client leaves. Models are those of
-GPUFLOW_SERVED_MODELS; others are 404. Called by HTTP alone.
+A call becomes one task, which may be merged with others and is cancelled when its client leaves. Models are those that
+are served (`gpuflow serve`) and those of GPUFLOW_SERVED_MODELS (`openai_models`); others are 404. Called by HTTP alone.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from gpuflow.gateway.bodies import model_of
 from gpuflow.gateway.documents import body_of_model
 from gpuflow.gateway.fleet_calls import Calls
 from gpuflow.gateway.openai_errors import OpenAIRoute, error_of
+from gpuflow.gateway.openai_models import Models
 from gpuflow.gateway.openai_shapes import Chat, Completion, Embeddings, Sampled
 from gpuflow.gateway.openai_tasks import ClientLeft, Shared, TaskCall
 from gpuflow.gateway.problems import Problem
-from gpuflow.gateway.rights import Caller, owner_for
+from gpuflow.gateway.rights import Caller
 from gpuflow.gateway.streams import Hub
 from gpuflow.ledger.eventlog import LoggedEvent
 from gpuflow.settings import Settings
-from gpuflow.spec.presets import list_presets
-from gpuflow.tokens.rights import Grant
 
 _MAX_BYTES: Final = 10 << 20
 _TOLD: Final = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -63,36 +62,35 @@ def openai_router(settings: Settings, calls: Calls, hub: Callable[[], Hub], gate
         responses=_RESPONSES,
     )  # fmt: skip
     shared = Shared(calls=calls, hub=hub)
-    models = served(settings)
+    models = Models(settings, calls)
 
     @router.get("/models", summary="List models")
-    async def list_models() -> dict[str, Any]:
-        """List the models that are served (GPUFLOW_SERVED_MODELS)."""
-        return {"object": "list", "data": [_model(name) for name in models]}
+    async def list_models(caller: Caller) -> dict[str, Any]:
+        """List the models that are kept loaded (`gpuflow serve`) and those of GPUFLOW_SERVED_MODELS."""
+        return {"object": "list", "data": await models.listed(caller)}
 
     @router.get("/models/{name:path}", summary="Show a model")
-    async def show_model(name: str) -> dict[str, Any]:
+    async def show_model(name: str, caller: Caller) -> dict[str, Any]:
         """Show one model."""
-        _source(models, name)
-        return _model(name)
+        return await models.shown(name, caller)
 
     @router.post("/chat/completions", summary="Answer a chat", openapi_extra=body_of_model(Chat))
     async def chat(request: Request, caller: Caller) -> Response:
         """Answer a chat, whole or as a stream of `data:` lines that ends with `[DONE]`."""
         call = await model_of(request, Chat, max_bytes=_MAX_BYTES)
-        return await _generated(request, shared, caller, call, _task(models, call, call.spec()), ChatForm())
+        return await _generated(request, shared, await models.task(call, call.spec(), caller), call, ChatForm())
 
     @router.post("/completions", summary="Continue texts", openapi_extra=body_of_model(Completion))
     async def completions(request: Request, caller: Caller) -> Response:
         """Continue one text or several."""
         call = await model_of(request, Completion, max_bytes=_MAX_BYTES)
-        return await _generated(request, shared, caller, call, _task(models, call, call.spec()), TextForm())
+        return await _generated(request, shared, await models.task(call, call.spec(), caller), call, TextForm())
 
     @router.post("/embeddings", summary="Make vectors of texts", openapi_extra=body_of_model(Embeddings))
     async def embeddings(request: Request, caller: Caller) -> Response:
         """Make a vector of each text; as numbers, or base64 of float32."""
         call = await model_of(request, Embeddings, max_bytes=_MAX_BYTES)
-        async with TaskCall(shared, _task(models, call, call.spec()), owner_for(caller, "")) as task:
+        async with TaskCall(shared, *await models.task(call, call.spec(), caller)) as task:
             try:
                 async for _ in task.events(request):
                     pass
@@ -111,18 +109,6 @@ def openai_router(settings: Settings, calls: Calls, hub: Callable[[], Hub], gate
         return JSONResponse({"object": "list", "data": data, "model": call.model, "usage": usage})
 
     return router
-
-
-def served(settings: Settings) -> dict[str, dict[str, str]]:
-    """Return the served models: name -> where the model comes from, as `model.source` of a task has it."""
-    presets = set(list_presets("models"))
-    found = {}
-    for entry in settings.served_models:
-        name, separator, place = entry.partition("=")
-        place = place if separator else name
-        kind = "local" if place.startswith("/") else "preset" if place in presets else "huggingface"
-        found[name] = {"type": kind, "identifier": place}
-    return found
 
 
 class ChatForm:
@@ -208,16 +194,16 @@ class _Stream(StreamingResponse):
 async def _generated(
     request: Request,
     shared: Shared,
-    caller: Grant,
+    asked: tuple[dict[str, Any], str],
     call: Sampled,
-    spec: dict[str, Any],
     form: ChatForm | TextForm,
 ) -> Response:
+    """Answer a call; `asked` are the spec of its task and whose that is."""
     if call.stream:
-        task = TaskCall(shared, spec, owner_for(caller, ""))
+        task = TaskCall(shared, *asked)
         await task.__aenter__()  # what the fleet refuses is a status, not an event of the stream
         return _Stream(task, _streamed(request, task, call, form))
-    async with TaskCall(shared, spec, owner_for(caller, "")) as task:
+    async with TaskCall(shared, *asked) as task:
         try:
             async for _ in task.events(request):
                 pass
@@ -273,21 +259,6 @@ def _answers(result: Mapping[str, Any], n: int) -> list[tuple[int, str, str]]:
         for sample, (text, reason) in enumerate(zip(texts, reasons, strict=False)):
             found.append((place * n + sample, str(text), str(reason or "stop")))
     return found
-
-
-def _task(models: Mapping[str, Mapping[str, str]], call: Any, spec: dict[str, Any]) -> dict[str, Any]:
-    return {**spec, "model": {"source": dict(_source(models, call.model))}, "priority": call.priority}
-
-
-def _source(models: Mapping[str, Mapping[str, str]], name: str) -> Mapping[str, str]:
-    if name not in models:
-        served_here = ", ".join(models) or "none; set GPUFLOW_SERVED_MODELS where the gateway runs"
-        raise Problem(404, "model_not_found", f"the model {name[:100]!r} is not served here; there are: {served_here}")
-    return models[name]
-
-
-def _model(name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "gpuflow"}
 
 
 def _packed(vector: list[float]) -> str:

@@ -285,6 +285,52 @@ class UserToken(Shape):
     label: str | None = None
 
 
+class NewServed(BaseModel):
+    """A model that is to be served, or the number of its replicas."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str = Field(
+        min_length=1, max_length=300, description="A shipped preset, an id of the hub, or a path on the workers",
+        examples=["Qwen/Qwen3-0.6B"],
+    )  # fmt: skip
+    name: str | None = Field(None, min_length=1, max_length=200, description="How /v1 calls it; as `model` if unset")
+    replicas: int | None = Field(None, ge=1, le=1000, description="1 if unset, or as before")
+    embedding: bool = Field(False, description="It makes vectors, in place of chats and texts")
+    engine: Literal["auto", "vllm", "transformers"] | None = None
+    accelerators: str | None = Field(None, min_length=1, max_length=200, examples=["A100:1"])
+    owner: str | None = Field(None, min_length=1, max_length=200, description="It is there for this owner alone")
+
+
+class ServedReplica(Shape):
+    """A task that keeps a model loaded."""
+
+    id: str
+    state: str
+    worker: str | None = None
+    loaded: bool = Field(description="The model is loaded there")
+
+
+class Served(Shape):
+    """A served model."""
+
+    name: str
+    model: str
+    task_type: str = Field(alias="taskType", examples=["inference"])
+    replicas: int = Field(description="How many there are to be")
+    loaded: int
+    workers: list[str] = Field(description="Where it is loaded")
+    owner: str
+    tasks: list[ServedReplica]
+    error: str = Field(description="Why replicas have failed since one was loaded")
+
+
+class ServedList(BaseModel):
+    """The served models."""
+
+    models: list[Served]
+
+
 class UserTokenList(BaseModel):
     """Tokens of people."""
 

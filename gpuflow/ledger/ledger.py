@@ -28,6 +28,8 @@ MAX_LOSSES: Final = 10
 _COMMITTED: Final = 1
 #: Answer of requeue.lua for a run of merged calls.
 _IS_RUN: Final = -2
+#: The same for a replica of a served model.
+_IS_REPLICA: Final = -3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -551,7 +553,7 @@ class Ledger:
     def requeue(self, task_id: str) -> bool:
         """Queue an ended task again under its id. False if it has not ended or has succeeded.
 
-        Raises UnknownTask, also for a run of merged calls: its callers are the tasks.
+        Raises UnknownTask, also for a run of merged calls (its callers are the tasks) and a replica of a served model.
         """
         done = ledger_script("requeue")(
             self.client,
@@ -570,6 +572,8 @@ class Ledger:
             raise UnknownTask(
                 f"{task_id} is a run of merged calls and has no callers left; retry the tasks that it served"
             )
+        if done == _IS_REPLICA:
+            raise UnknownTask(f"{task_id} is a replica of a served model; `gpuflow serve` submits new ones by itself")
         if done < 0:
             raise UnknownTask(f"no task {task_id!r} that could be queued again; its record may have expired")
         return bool(done)

@@ -29,6 +29,7 @@ Outcome = Literal["starts", "waits", "cannot", "runs", "ended"]
 _IN_WORDS: Final = {
     "busy": "busy",
     "reserved": "reserved for a bigger task",
+    "spread": "with a replica of the model already",
     "avoided": "left out after a failure",
     "connecting": "connecting",
     "foreign": "held by a process outside gpuflow",

@@ -2,19 +2,22 @@
 
 `inference` is a task type by whatever engine, `inference:vllm` by that engine alone, `inference@fast` in the
 environment of that name. Code that a task brings (`policy.code`) is part of the name, as in `inference+remote-code`:
-only a worker that allows it offers such a name. A message carries the name of what it asks for (`routing.affinity`), a
-worker takes those that it offers (`broker.gate.Taste`), and `explain` tells what one lacks.
+only a worker that allows it offers such a name. `inference~warm` is a replica of a served model (`gpuflow.serving`),
+which keeps its session loaded: only a worker with sessions offers that. A message carries the name of what it asks
+for (`routing.affinity`), a worker takes those that it offers (`broker.gate.Taste`), and `explain` tells what one
+lacks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any, Self
 
 from gpuflow.policy.code import OF_MODELS, SETTING, kinds_of
 from gpuflow.policy.secrets import NEVER, is_allowed
+from gpuflow.routing.session_names import SESSION_TYPES
 
 #: What `engine` says where any will do.
 ANY_ENGINE = "auto"
@@ -22,6 +25,10 @@ ANY_ENGINE = "auto"
 WARM_ENGINES = frozenset({"vllm", "transformers"})
 #: Task types without a choice of engines that sessions answer, where the task has a request to one.
 WARM_TASK_TYPES = frozenset({"container"})
+#: Field of a spec that makes its task a replica: the name of the served model. No template has it.
+REPLICA_OF = "replicaOf"
+#: What ends the name of what a replica asks for.
+_WARM = "~warm"
 #: The task type that is code by itself, and those that bring none.
 _COMMAND = "command"
 _WITHOUT_CODE = frozenset({"echo", "container"})
@@ -67,13 +74,30 @@ def asked_name(spec: Mapping[str, Any]) -> str:
     """Return the name of what a canonical spec asks for."""
     engine, environment = spec.get("engine"), spec.get("environment")
     name = offer_name(str(spec["taskType"]), engine=engine, environment=environment)
-    return "+".join([name, *(kind for kind in kinds_of(spec) if kind != _COMMAND)])
+    name = "+".join([name, *(kind for kind in kinds_of(spec) if kind != _COMMAND)])
+    return name + _WARM if spec.get(REPLICA_OF) else name
+
+
+def is_replica(name: str) -> bool:
+    """Say whether a name is that of what a replica of a served model asks for."""
+    return name.endswith(_WARM)
+
+
+def without_replica(name: str) -> str:
+    """Return the name that tasks have whose session a replica keeps loaded."""
+    return name.removesuffix(_WARM)
+
+
+def with_replicas(offers: Offers, keeps_warm: Callable[[str], bool]) -> Offers:
+    """Return what is offered where sessions are kept: `offers`, and replicas of what can be kept loaded."""
+    names = {name for name in offers.names if task_type_of(name) in SESSION_TYPES and keeps_warm(name)}
+    return Offers(names=offers.names | {name + _WARM for name in names}, lacking=offers.lacking)
 
 
 def code_asked(name: str) -> tuple[str, ...]:
     """Return the kinds of code that a name asks a worker to allow."""
     own = (_COMMAND,) if task_type_of(name) == _COMMAND else ()
-    return (*own, *name.split("+")[1:])
+    return (*own, *without_replica(name).split("+")[1:])
 
 
 def secrets_asked(spec: Mapping[str, Any]) -> tuple[str, ...]:
@@ -99,8 +123,8 @@ def not_offered(secrets: Collection[str], offered: Collection[str]) -> str:
 
 
 def without_code(name: str) -> str:
-    """Return a name without the code that it asks for."""
-    return name.partition("+")[0]
+    """Return a name without the code that it asks for, and without that it is of a replica."""
+    return without_replica(name).partition("+")[0]
 
 
 def with_code(offers: Offers, allowed: Collection[str]) -> Offers:

@@ -13,7 +13,16 @@ from gpuflow.protocol import is_user_type
 from gpuflow.routing.capability import Capability, GpuCapability
 from gpuflow.routing.describe import ago
 from gpuflow.routing.fit import match, nearness
-from gpuflow.routing.offers import Lack, in_words, not_allowed, not_offered, task_type_of, without_code
+from gpuflow.routing.offers import (
+    Lack,
+    in_words,
+    is_replica,
+    not_allowed,
+    not_offered,
+    task_type_of,
+    without_code,
+    without_replica,
+)
 from gpuflow.routing.queues import family_matches
 from gpuflow.routing.reasons import Reason
 from gpuflow.routing.requirement import Requirement
@@ -22,12 +31,12 @@ from gpuflow.routing.views import RunningTask, TaskView, WorkerView
 
 #: In the order in which they are told. Those after `foreign` do not pass by waiting.
 Kind = Literal[
-    "free", "busy", "reserved", "avoided", "connecting", "foreign",
+    "free", "busy", "reserved", "spread", "avoided", "connecting", "foreign",
     "restricted", "outdated", "no_executor", "not_allowed", "draining", "disabled", "silent", "offline", "unfit",
 ]  # fmt: skip
 ORDER: Final[tuple[Kind, ...]] = Kind.__args__  # type: ignore[attr-defined]
 #: What ends by itself.
-PASSING: Final = frozenset({"free", "busy", "reserved", "avoided", "connecting", "foreign"})
+PASSING: Final = frozenset({"free", "busy", "reserved", "spread", "avoided", "connecting", "foreign"})
 #: Running tasks that are named; the others are counted.
 _MAX_NAMED: Final = 3
 
@@ -90,7 +99,10 @@ def judge(ask: Requirement, queue: str, task: TaskView, worker: WorkerView) -> S
     kept: tuple[Kind, str] | None = _kept_away(queue, task, worker)
     if kept is None and lack is not None:
         kept = "no_executor", f"has no executor {in_words(task.executor)}: {lack.why}"
-    kind, text = kept or _occupied(ask, task, worker) or ("free", "is free")
+    double = _doubled(task, worker)
+    if double is not None and not worker.kept[task.session]:  # without GPUs it never takes a second one
+        kept = kept or double
+    kind, text = kept or _occupied(ask, task, worker) or double or ("free", "is free")
     mend = lack.mend if lack is not None and kind == "no_executor" else ""
     limits = worker.limits if ask.cpu or ask.memory_mib else None
     return Situation(worker=worker.id, kind=kind, text=text, tasks=worker.tasks, mend=mend, limits=limits)
@@ -101,6 +113,11 @@ def _lack(ask: Requirement, task: TaskView, worker: WorkerView) -> Lack | None:
     offers = worker.gpu_offers if ask.gpu_count and worker.gpu_offers is not None else worker.offers
     if offers is None or not task.executor or task.executor in offers.names:
         return None
+    if is_replica(task.executor) and without_replica(task.executor) in offers.names:
+        return Lack(
+            why="it keeps no model loaded (--ephemeral, or GPUFLOW_SESSION_IDLE_SEC=0), or its gpuflow is older than "
+            "served models"
+        )
     name = without_code(task.executor)
     if name in offers.names:
         return Lack(why="its gpuflow is older than tasks with code of their own, so that it takes none; upgrade it")
@@ -146,6 +163,15 @@ def _kept_away(queue: str, task: TaskView, worker: WorkerView) -> tuple[Kind, st
     if worker.state == "CONNECTING":
         return "connecting", "is connecting to the broker"
     return None
+
+
+def _doubled(task: TaskView, worker: WorkerView) -> tuple[Kind, str] | None:
+    """Return what keeps a worker from a replica of a model of which it has one."""
+    if not is_replica(task.executor) or task.session not in worker.kept:
+        return None
+    has_gpus = worker.kept[task.session]
+    rest = "leaves this one to others for a while" if has_gpus else "a second one would share its CPUs"
+    return "spread", f"keeps a replica of this model already, and {rest}"
 
 
 def _occupied(ask: Requirement, task: TaskView, worker: WorkerView) -> tuple[Kind, str] | None:

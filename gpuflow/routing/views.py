@@ -44,7 +44,8 @@ class WorkerView:
     a task could have now, `free_jobs` how many more tasks it could start, `foreign_mib` what processes outside
     gpuflow hold, by the UUID of each GPU that is held back for it, `room_mib` what is left of each GPU for tasks
     that share it, `limits` what holds tasks to the memory and CPUs that they ask for, and what is in the way of more,
-    `record_schema` the newest records that it reads (None: not told).
+    `record_schema` the newest records that it reads (None: not told), `kept` the sessions that replicas of served
+    models keep loaded, with whether they have GPUs.
     """
 
     id: str
@@ -69,6 +70,7 @@ class WorkerView:
     room_mib: Mapping[str, int] | None = None
     limits: tuple[str, str] | None = None
     record_schema: int | None = None
+    kept: Mapping[str, bool] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +90,8 @@ class TaskView:
     `executor` is its task type, or what it asks to be run by (`routing.offers`), `secrets` the names that it
     asks for, `wait_seconds` how long it must wait
     before its next attempt, `avoids` the worker on which it failed and which it is kept from for `avoid_seconds`,
-    `worker` where it runs, since `running_seconds`; `record_schema` is what a worker has to read.
+    `worker` where it runs, since `running_seconds`; `record_schema` is what a worker has to read; `session` the name of
+    the sessions that can answer it.
     """
 
     name: str
@@ -104,3 +107,4 @@ class TaskView:
     worker: str | None = None
     running_seconds: float | None = None
     record_schema: int = 1
+    session: str = ""

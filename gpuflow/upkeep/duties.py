@@ -1,5 +1,5 @@
-"""What beat does itself, beside its schedule: sweep every second, reconcile under a lock every few, seal and
-trim the audit log, scale where it leads. Needs no worker.
+"""What beat does itself, beside its schedule: sweep every second, reconcile under a lock every few, keep models served,
+seal and trim the audit log, scale where it leads. Needs no worker.
 
 Started by the app when a beat process of this app starts (`gpuflow.celery_app`).
 """
@@ -22,6 +22,7 @@ from gpuflow.errors import GPUFlowError
 from gpuflow.logs import dress, get_logger, use_level
 from gpuflow.outages import outage
 from gpuflow.scaling import autoscaler
+from gpuflow.serving.replicas import Replicas
 from gpuflow.tokens.broker_users import BrokerRefuses
 from gpuflow.tokens.store import TokenStore
 from gpuflow.tokens.workers import WorkerTokens
@@ -48,6 +49,7 @@ class Duties(threading.Thread):
         self._sweeper = Sweeper(app.keys, app.settings.lease_seconds)
         self._reconciler = Reconciler(app)
         self._sealing = Sealing(app)
+        self._replicas = Replicas(app)
         self._stop_event = threading.Event()
 
     def stop(self) -> None:
@@ -64,6 +66,7 @@ class Duties(threading.Thread):
             _attempt(self.sweep)
             if count % rounds == 0:
                 _attempt(self.reconcile)
+                _attempt(self.serve)
                 _attempt(self.seal)
 
     def sweep(self) -> None:
@@ -74,6 +77,10 @@ class Duties(threading.Thread):
     def seal(self) -> None:
         """Seal and trim the audit log. Raises redis errors."""
         self._sealing.round()
+
+    def serve(self) -> None:
+        """Submit and cancel replicas of served models. Raises redis errors."""
+        self._replicas.reconcile()
 
     def reconcile(self) -> None:
         """Reconcile, unless another process does. Raises redis errors."""

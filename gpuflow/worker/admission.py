@@ -17,7 +17,7 @@ from gpuflow.fleet.gpu_locks import Hold
 from gpuflow.routing.capability import Capability
 from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUES
 from gpuflow.routing.fit import match, shared_mib
-from gpuflow.routing.offers import WARM_TASK_TYPES, task_type_of
+from gpuflow.routing.offers import WARM_TASK_TYPES, is_replica, task_type_of
 from gpuflow.routing.queues import is_demand_queue
 from gpuflow.routing.requirement import Requirement
 from gpuflow.worker.books import Books
@@ -108,6 +108,7 @@ class Admission:
             sessions=self._warm_names(),
             full=self.sessions.full() if self.sessions is not None else (),
             here=self.sessions.here() if self.sessions is not None else (),
+            kept=self.sessions.kept() if self.sessions is not None else {},
             patience_seconds=self._patience_seconds,
         )
 
@@ -205,8 +206,9 @@ class Admission:
         requirement = self.demands.requirement(queue)
         needs_gpus = requirement is not None and requirement.gpu_count > 0
         sessions = self.sessions if session and self._keeps_warm(asked, gpus=needs_gpus) else None
-        if sessions is not None and sessions.join(session, tag):
-            allocation.slot, allocation.session = "request", session
+        replica = is_replica(asked)
+        if sessions is not None and sessions.join(session, tag, replica=replica):
+            allocation.slot, allocation.session = "replica" if replica else "request", session
             return True
         if queue in self._warm_only or (needs_gpus and self._chosen is None):
             return False
@@ -214,8 +216,9 @@ class Admission:
         if needs_gpus:
             hold, self._chosen = self._chosen, None
         if sessions is not None:
-            allocation.slot, allocation.session = "request", session
-            sessions.expect(session, tag, hold, requirement, in_turn=task_type_of(asked) in WARM_TASK_TYPES)
+            allocation.slot, allocation.session = "replica" if replica else "request", session
+            in_turn = task_type_of(asked) in WARM_TASK_TYPES
+            sessions.expect(session, tag, hold, requirement, in_turn=in_turn, replica=replica)
         else:
             allocation.requirement, allocation.hold = requirement, hold
         self.limits.jobs_taken += 1
@@ -237,7 +240,7 @@ class Admission:
             allocation.settled = True
             if allocation.claimed:
                 return False
-            opens = allocation.slot in ("job", "request") or not self._is_open(allocation.queue)
+            opens = allocation.slot in ("job", "request", "replica") or not self._is_open(allocation.queue)
             del self._held[tag]
         self._let_go(tag, allocation)
         return opens
@@ -261,7 +264,7 @@ class Admission:
         """Free the slot and the GPUs of a job whose child has gone, before its result is committed."""
         with self._lock:
             allocation = self._held.get(tag)
-            if allocation is None or allocation.slot not in ("job", "request"):
+            if allocation is None or allocation.slot not in ("job", "request", "replica"):
                 return
             allocation.slot = "ending"
         self._let_go(tag, allocation)
@@ -288,7 +291,7 @@ class Admission:
         return "job" if is_demand_queue(queue) else "plain"
 
     def jobs(self) -> int:
-        """Return how many jobs and requests to sessions are held now."""
+        """Return how many jobs and requests to sessions are held now, without replicas that keep sessions loaded."""
         with self._lock:
             return self._books.count("job", "request")
 
@@ -296,6 +299,17 @@ class Admission:
         """Return how many more jobs could begin, None for no limit."""
         with self._lock:
             return None if self.limits.max_jobs is None else max(0, self.limits.max_jobs - self._books.jobs())
+
+    def is_replica(self, tag: str) -> bool:
+        """Whether the message of `tag` keeps a session loaded."""
+        with self._lock:
+            allocation = self._held.get(tag)
+            return allocation is not None and allocation.slot == "replica"
+
+    def replicas(self) -> list[str]:
+        """Return the tags of the messages that keep sessions loaded, or are about to."""
+        with self._lock:
+            return [tag for tag, one in self._held.items() if one.slot == "replica"]
 
     def tags_on(self, uuid: str) -> list[str]:
         """Return the delivery tags of the messages that are worked on by a GPU."""

@@ -155,7 +155,8 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
         types = parse_executors(executors, own_types)
         named = dict.fromkeys(TASK_OF_TYPE) | environments_of(app.settings, own_types)
         taken = {name: named[name] for name in types} if types is not None else named
-        offering = Offering(app.settings, taken, gpus=bool(capability.gpus))
+        sessions = make_sessions(app.settings, table, machine_gpus, worker.worker_id) if not ephemeral else None
+        offering = Offering(app.settings, taken, gpus=bool(capability.gpus), sessions=sessions is not None)
         neighbours = Neighbours(app.redis, app.keys, machine_gpus.group(), worker.worker_id)
         table.gate = admission = Admission(
             Demands(app.redis, app.keys, capability, families=worker.asked_queues, cost=cost),
@@ -164,7 +165,7 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
             Reserving(machine_gpus, app.redis, app.keys, worker.worker_id),
             offering=offering,
             patience_seconds=app.settings.model_patience_seconds,
-            sessions=make_sessions(app.settings, table, machine_gpus, worker.worker_id) if not ephemeral else None,
+            sessions=sessions,
             neighbours=neighbours,
         )
         if admission.sessions is not None:

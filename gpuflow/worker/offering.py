@@ -13,7 +13,7 @@ from typing import Any
 from gpuflow.environments import Choice, Snapshot, choose, note_problem, offers_of, snapshot
 from gpuflow.logs import get_logger
 from gpuflow.policy.code import allowed_kinds
-from gpuflow.routing.offers import WARM_ENGINES, WARM_TASK_TYPES, Offers, parts_of, with_code
+from gpuflow.routing.offers import WARM_ENGINES, WARM_TASK_TYPES, Offers, parts_of, with_code, with_replicas
 from gpuflow.settings import Settings
 from gpuflow.worker.secret_sources import offered_secrets
 from gpuflow.worker.starting import Start, start_of
@@ -22,10 +22,16 @@ log = get_logger("gpuflow.worker")
 
 
 class Offering:
-    """The offers of one worker. `task_types` are those that it may run; a user's with the environment that it names."""
+    """The offers of one worker. `task_types` are those that it may run; a user's with the environment that it names.
 
-    def __init__(self, settings: Settings, task_types: Mapping[str, str | None], *, gpus: bool) -> None:
+    `sessions` says whether it keeps models loaded.
+    """
+
+    def __init__(
+        self, settings: Settings, task_types: Mapping[str, str | None], *, gpus: bool, sessions: bool = False
+    ) -> None:
         self._settings = settings
+        self._keeps_sessions = sessions
         self._task_types = dict(task_types)
         self._kinds = (False, True) if gpus else (False,)
         self._lock = threading.Lock()
@@ -55,6 +61,11 @@ class Offering:
         stands = {gpus: snapshot(self._settings, gpus=gpus) for gpus in self._kinds}
         allowed = allowed_kinds(self._settings.allow_code)
         offers = {gpus: with_code(offers_of(found.states, self._task_types), allowed) for gpus, found in stands.items()}
+        if self._keeps_sessions:
+            offers = {
+                gpus: with_replicas(found, lambda name, of=stands[gpus]: self._keeps(of, name))  # type: ignore[misc]
+                for gpus, found in offers.items()
+            }
         secrets = offered_secrets(self._settings)
         with self._lock:
             changed = bool(self._offers) and (offers, secrets) != (self._offers, self.secrets)
@@ -70,11 +81,14 @@ class Offering:
 
     def keeps_warm(self, asked: str, *, gpus: bool) -> bool:
         """Whether what runs here for such an ask (`routing.offers`) can be kept warm."""
-        task_type, engine, environment = parts_of(asked)
         with self._lock:
-            states = self._stands[gpus and self._kinds[-1]].states
+            stands = self._stands[gpus and self._kinds[-1]]
+        return self._keeps(stands, asked)
+
+    def _keeps(self, stands: Snapshot, asked: str) -> bool:
+        task_type, engine, environment = parts_of(asked)
         wanted = environment or self._task_types.get(task_type)
-        choice = choose(states, task_type, engine=engine, environment=wanted)
+        choice = choose(stands.states, task_type, engine=engine, environment=wanted)
         return isinstance(choice, Choice) and (choice.engine in WARM_ENGINES or task_type in WARM_TASK_TYPES)
 
     def let_down(self, start: Start, problem: str) -> None:

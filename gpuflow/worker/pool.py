@@ -27,7 +27,7 @@ from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
 from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUES, SUPERVISED_TASKS
 from gpuflow.worker.runtime import find
-from gpuflow.worker.slots import CONTROL_SLOTS, NOTICE_SLOTS
+from gpuflow.worker.slots import CONTROL_SLOTS, MOST_REPLICAS, NOTICE_SLOTS
 
 log = get_logger("gpuflow.pool")
 
@@ -122,6 +122,8 @@ class SupervisorPool(TaskPool):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self._control = ThreadPoolExecutor(max_workers=CONTROL_SLOTS, thread_name_prefix="gpuflow-control")
         self._notices = ThreadPoolExecutor(max_workers=NOTICE_SLOTS, thread_name_prefix="gpuflow-notice")
+        #: Replicas wait as long as a model is served, and take no thread of those that answer.
+        self._replicas = ThreadPoolExecutor(max_workers=MOST_REPLICAS, thread_name_prefix="gpuflow-replica")
         self._jobs: dict[str, Job] = {}
 
     def on_apply(
@@ -191,6 +193,8 @@ class SupervisorPool(TaskPool):  # type: ignore[misc]
 
         queue = str((request.get("delivery_info") or {}).get("routing_key"))
         lane = {CONTROL_QUEUE: self._control, **dict.fromkeys(NOTICE_QUEUES, self._notices)}.get(queue) or self.executor
+        if runtime is not None and runtime.admission.is_replica(tag):
+            lane = self._replicas
         self._jobs[job.task_id] = job
         job.bind(lane.submit(run))
         return job
@@ -231,6 +235,7 @@ class SupervisorPool(TaskPool):  # type: ignore[misc]
         self.executor.shutdown(cancel_futures=True)
         self._control.shutdown(cancel_futures=True)
         self._notices.shutdown(cancel_futures=True)
+        self._replicas.shutdown(cancel_futures=True)
         if runtime is not None:
             runtime.close()
         super().on_stop()

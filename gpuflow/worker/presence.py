@@ -83,6 +83,7 @@ class PresenceThread(threading.Thread):
             if not self.runtime.admission.idle():
                 self._worked_at = now
             if not self.runtime.admission.enabled:
+                self.runtime.stop_replicas()
                 self.runtime.admission.unload_idle("the worker is disabled")
             if now >= next_look:
                 self.runtime.offering.look()
@@ -316,6 +317,7 @@ class PresenceThread(threading.Thread):
             "jobs": admission.jobs(),
             "freeJobs": admission.free_jobs(),
             "sessions": admission.sessions.to_dict() if admission.sessions is not None else [],
+            "kept": admission.sessions.kept() if admission.sessions is not None else {},
         }
 
     def _held_gpus(self) -> dict[str, Any]:

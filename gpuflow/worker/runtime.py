@@ -104,6 +104,13 @@ class Runtime:
         for attempt in attempts:
             attempt.stop(reason, at_once=at_once)
 
+    def stop_replicas(self) -> None:
+        """Let the replicas of served models go elsewhere, those that are still being prepared too."""
+        leases = self.leases.held()
+        for tag in self.admission.replicas():
+            if tag in leases and leases[tag].task:
+                self.stop(leases[tag].task, "preempted")
+
     def tasks_on(self, uuid: str) -> list[str]:
         """Return the ids of the running tasks that hold a GPU."""
         leases = self.leases.held()

@@ -12,10 +12,13 @@ from gpuflow.routing.requirement import Requirement
 CONTROL_SLOTS: Final = 4
 #: Calls of the URLs of `notify` that may wait for their receivers at once.
 NOTICE_SLOTS: Final = 2
+#: Replicas of served models that one worker keeps loaded at most.
+MOST_REPLICAS: Final = 256
 
-#: `request`: it is answered by a warm session. `ending`: the child of a job has gone and its result is being committed;
+#: `request`: it is answered by a warm session. `replica`: it keeps one loaded, and takes no thread of the others.
+#: `ending`: the child of a job has gone and its result is being committed;
 #: it holds no slot and no GPU any more.
-SlotClass = Literal["control", "notice", "plain", "job", "request", "ending"]
+SlotClass = Literal["control", "notice", "plain", "job", "request", "replica", "ending"]
 
 
 @dataclass(kw_only=True)

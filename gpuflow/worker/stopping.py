@@ -70,6 +70,7 @@ class Stopper(threading.Thread):
             runtime.admission.draining = True
             if runtime.admission.sessions is not None:
                 runtime.admission.sessions.close_all()
+            runtime.stop_replicas()
         self._wake.set()
 
     def run(self) -> None:

@@ -31,6 +31,7 @@ from gpuflow.logs import get_logger
 from gpuflow.merge.sealing import named_by_engine, seal_calls
 from gpuflow.merge.specs import MERGED, run_spec
 from gpuflow.routing.affinity import model_key
+from gpuflow.routing.offers import REPLICA_OF
 from gpuflow.spec.units import duration_seconds
 from gpuflow.worker.attempt import ASK_SECONDS, Attempt, Outcome, handed_back
 from gpuflow.worker.checkpoint_uploads import CheckpointUploads, begin_uploads, forget_checkpoints, goes_on
@@ -48,7 +49,7 @@ from gpuflow.worker.starting import EnvironmentNotReady, Start
 from gpuflow.worker.steps import until_answered
 from gpuflow.worker.task_limits import LimitPlan, Runner
 from gpuflow.worker.usage_meter import UsageMeter, meter_of
-from gpuflow.worker.work import begin_of, hold_of, limits_by_engine, runner_of
+from gpuflow.worker.work import NO_OWNER, begin_of, hold_of, limits_by_engine, runner_of
 
 log = get_logger("gpuflow.supervisor")
 
@@ -122,6 +123,8 @@ class Delivery:
         self._mark(holder, "prepare")
         if self.is_run:
             self._take_calls(holder)
+        elif self.spec.get(REPLICA_OF):
+            self._end_unwanted(holder)
         outcome = self._attempt(holder)
         self._mark(holder, "commit")
         if outcome.completed:
@@ -184,6 +187,14 @@ class Delivery:
             left = {"type": "Cancelled", "message": "every caller of this run has left", "retryable": False}
             self._finish(holder, TaskState.CANCELLED, left, Outcome(completed=False))
         self.spec = run_spec(self.calls)
+
+    def _end_unwanted(self, holder: Holder) -> None:
+        """End a replica that the fleet does not know as one: it was queued again by hand."""
+        client, key = self.runtime.app.redis, self.runtime.app.keys.served_replicas
+        if not self._until_told(lambda: client.hexists(key, self.id)):
+            message = "no served model wants this replica; `gpuflow serve` begins new ones"
+            left = {"type": "Cancelled", "message": message, "retryable": False}
+            self._finish(holder, TaskState.CANCELLED, left, Outcome(completed=False))
 
     def _fetch(self) -> dict[str, Any]:
         """Return the end of a call that was merged into a run which has ended."""
@@ -292,7 +303,7 @@ class Delivery:
     def _owner(self) -> str:
         """Return whose task this is; one without a record is nobody's, and shares with nobody."""
         record = next(iter(self._until_told(lambda: self.ledger.find_many([self.id]))), None)
-        return f"owner {record.owner}" if record is not None else f"task {self.id}"
+        return f"{NO_OWNER}{record.owner}" if record is not None else f"task {self.id}"
 
     def _owned(self, others: Sequence[str], wanted: Callable[[], bool]) -> set[str]:
         """Return those of other tasks that are of the same owner as this one; one without a record is nobody's.

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from gpuflow.errors import NotAllowed
 from gpuflow.fleet.gpu_locks import Hold
-from gpuflow.routing.offers import WARM_ENGINES, WARM_TASK_TYPES
+from gpuflow.routing.offers import REPLICA_OF, WARM_ENGINES, WARM_TASK_TYPES
 from gpuflow.worker.child import Child, Work
 from gpuflow.worker.child_user import hand_over
 from gpuflow.worker.confinement import Confinement, of_attempt
@@ -24,6 +25,8 @@ from gpuflow.worker.starting import Start
 from gpuflow.worker.task_limits import LimitPlan, Runner
 
 _NONE = Hold(())
+#: What `owner` of `begin_of` tells of a task that is nobody's.
+NO_OWNER = "owner "
 
 
 def hold_of(runtime: Runtime, tag: str, allocation: Allocation | None) -> Hold:
@@ -52,10 +55,18 @@ def begin_of(
     """
     sessions = runtime.admission.sessions
     if sessions is None or allocation is None or not allocation.session:
+        if prepared.request.spec.get(REPLICA_OF):
+            raise HandedBack("this worker keeps no model of its kind loaded any more")
         return lambda: _own_child(allocation, start, prepared, plan or LimitPlan())
     if start.engine not in WARM_ENGINES and prepared.request.task_type not in WARM_TASK_TYPES:
         raise HandedBack("its environment has changed since it was taken")
     bound = owner() if serves_one_owner(prepared.settings, prepared.request.spec) else None
+    if bound == NO_OWNER and prepared.request.spec.get(REPLICA_OF):
+        raise NotAllowed(
+            "the model is served for all owners, and this worker keeps what one owner's tasks load from the others "
+            "(GPUFLOW_ISOLATE, or code that the model brings); serve it for one: gpuflow serve MODEL --owner OWNER",
+            setting="GPUFLOW_ISOLATE",
+        )
     opening = opening_of(start, prepared, owner=bound, worker_id=runtime.worker_id)
 
     def ask() -> Work:

@@ -11,10 +11,13 @@ import pytest
 
 from gpuflow.client import Task, submit
 from gpuflow.errors import TaskFailed
+from gpuflow.serving.models import ServedModel, served_spec
+from gpuflow.serving.replicas import Replicas
+from gpuflow.serving.store import ServedModels
 from tests.fixtures.tiny_model import make_tiny_model
 from tests.support.boxes import Box
 from tests.support.fleet import TestFleet, WorkerProcess
-from tests.support.waiting import patient
+from tests.support.waiting import eventually, patient
 
 pytestmark = pytest.mark.ml
 #: Calls to two models that share one GPU; each loads its model again. WARM_TURNS chooses more.
@@ -101,3 +104,31 @@ def test_two_models_take_turns_on_one_gpu(fleet: TestFleet, model: Path, tmp_pat
         # the GPU is free for what comes next, so nothing of the last session is left on it
         assert box.submit("A100:1").get(timeout=patient(60))["gpus"]
         assert not [child for child in worker.children() if "session" in words_of(child)]
+
+
+def test_a_served_model_is_loaded_once_and_stays(fleet: TestFleet, model: Path, tmp_path: Path) -> None:
+    worker = fleet.start_worker(
+        "w1", env={"GPUFLOW_STATE_DIR": str(tmp_path / "state"), "GPUFLOW_SESSION_IDLE_SEC": "1"}
+    )
+    loaded = {name: part for name, part in spec(model, "").items() if name not in ("data", "inference")}
+    served = ServedModel(name="tiny", spec=served_spec(loaded))
+    replicas = Replicas(fleet.app)
+    ServedModels(fleet.app.redis, fleet.app.keys).serve(served)
+    replicas.reconcile(wait=True)
+    eventually(lambda: replicas.standings()[0].warm, within=120, what="the model loaded")
+
+    calls = [
+        {
+            "taskType": "inference",
+            "data": spec(model, prompt)["data"],
+            "inference": {"max_tokens": 12, "temperature": 0},
+        }
+        for prompt in PROMPTS
+    ]
+    answers = outputs([submit(served.call_spec(call), app=fleet.app) for call in calls])
+
+    assert all(answers)
+    assert opened(worker) == 1
+    assert ServedModels(fleet.app.redis, fleet.app.keys).stop("tiny")
+    replicas.reconcile(wait=True)
+    eventually(lambda: "event=session_ended" in worker.log(), what="the end of its session")

@@ -146,12 +146,14 @@ def operator_life(fleet: TestFleet, url: str) -> None:
     for arguments in (("dead",), ("dead", "show", dead.id), ("dead", "retry", dead.id), ("resume", run.id),
                       ("workers", "disable", "w1"), ("workers", "enable", "w1"), ("audit",), ("audit", "--verify"),
                       ("schedules", "add", str(fleet.folder / "echo.yaml"), "--cron", "0 0 * * *", "--name", "nightly"),
+                      ("serve", "/models/one", "--name", "one", "--accelerators", "cpu"), ("serve", "--list"),
                       ("schedules", "list"), ("queues",), ("workers",), ("usage",), ("scaling",)):  # fmt: skip
         gpuflow(fleet, url, *arguments)
     with app_as(fleet, url) as app:
         eventually(lambda: get(dead.id, app=app).state == "DEAD", what="the dead letter again")
     gpuflow(fleet, url, "dead", "purge", dead.id)
     gpuflow(fleet, url, "schedules", "remove", "nightly")
+    gpuflow(fleet, url, "serve", "one", "--stop")
 
 
 def gateway_life(fleet: TestFleet, url: str) -> None:
@@ -180,6 +182,9 @@ def gateway_life(fleet: TestFleet, url: str) -> None:
         with httpx.Client(base_url=front.url, headers={"Authorization": f"Bearer {made['token']}"}) as ana:
             assert ana.get("/api/v1/tasks").status_code == 200
         assert http.delete(f"/api/admin/tokens/{made['id']}").status_code == 204
+        served = {"model": "/models/two", "name": "two", "accelerators": "cpu"}
+        assert http.post("/api/admin/models", json=served).status_code == 201
+        assert http.delete("/api/admin/models/two").status_code == 204
         assert http.get("/api/v1/tasks", headers={"Authorization": "Bearer wrong"}).status_code == 401
         for method, route in ROUTES:
             path = route.replace("{id}", task["id"] if "tasks" in route else run["id"]).replace("{task_id}", task["id"])

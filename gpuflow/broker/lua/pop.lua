@@ -16,6 +16,8 @@
 --   sessions the warm sessions here that have a place; for each queue, warm_only: nothing else can be taken from it,
 --            and yields: it could, if the sessions here answered no more
 --   here     all warm sessions here: nothing is made room for that one of them will answer
+--   kept     sessions here that a replica of a served model keeps loaded -> whether they have GPUs: a second replica
+--            of one is left to others, with GPUs for a time
 --   full     sessions here without a place, beside which none is to be opened: their messages are left
 --   models   the models that this worker has   patience: seconds to leave a task to a worker that has its model
 --
@@ -44,6 +46,7 @@ end
 
 local types, models = as_set(look.types or look.user_types), as_set(look.models)
 local gpu_types = look.gpu_types and as_set(look.gpu_types) or types
+local kept = look.kept or {}
 local sessions, full, here = as_set(look.sessions), as_set(look.full), as_set(look.here)
 local secrets = look.secrets and as_set(look.secrets)
 local choosy = next(models) ~= nil or next(sessions) ~= nil
@@ -73,7 +76,20 @@ local function is_avoided(raw)
   return until_ and tonumber(until_) > now
 end
 
-local function may_take(hints, at, most_seconds, mine)
+-- Whether a message is of a replica (routing/offers.py) of a model of which one is here.
+local function is_second(hints)
+  return hints.session and kept[hints.session] ~= nil and string.sub(hints.type or '', -5) == '~warm'
+end
+
+-- Whether a second replica of a model may be opened here: on GPUs of its own, when no other worker has taken it in time.
+local function may_double(hints, at, raw)
+  if not kept[hints.session] then return false end
+  local tag = string.match(raw, '"delivery_tag": "([^"]*)"')
+  local returned = tag and redis.call('ZSCORE', KEYS[5], tag)
+  return now - math.max(at, tonumber(returned or '0')) >= LONGEST * look.patience
+end
+
+local function may_take(hints, at, most_seconds, mine, raw)
   if most_seconds >= 0 and not (hints.limit and tonumber(hints.limit) <= most_seconds) then return false end
   local limited = hints.type and (look.types or string.find(hints.type, '.', 1, true))
   if limited and not mine[hints.type] then return false end
@@ -82,6 +98,7 @@ local function may_take(hints, at, most_seconds, mine)
       if not secrets[name] then return false end
     end
   end
+  if is_second(hints) then return may_double(hints, at, raw) end
   if hints.session and full[hints.session] then return false end
   if hints.model and not models[hints.model] and now - at < look.patience then
     return redis.call('EXISTS', prefix_of(ready) .. 'gpuflow.warm:' .. hints.model) == 0
@@ -96,10 +113,11 @@ local function best_of(list, most_seconds, mine, warm_only, yields)
     local raw = redis.call('LINDEX', list, -depth)
     if not raw then break end
     local hints, at = hints_of(raw)
-    local warm = hints.session and sessions[hints.session]
-    local mine_now = may_take(hints, at, most_seconds, mine) and not (any_avoided and is_avoided(raw))
+    local second = is_second(hints)
+    local warm = hints.session and sessions[hints.session] and not second
+    local mine_now = may_take(hints, at, most_seconds, mine, raw) and not (any_avoided and is_avoided(raw))
     if mine_now and warm_only and not warm then
-      local comes = hints.session and here[hints.session]
+      local comes = hints.session and here[hints.session] and not second
       if not comes then cold[queue_of(ready, list)] = true end
       waits = waits or yields and not comes
       if yields and not comes and now - at > LONGEST * look.patience then

@@ -7,11 +7,13 @@
 --
 -- A caller of a merged run runs by itself then; a run is not queued again: it has no callers left.
 --
--- Returns 1 queued, 0 it has not ended or has succeeded, -1 unknown or without its message, -2 a run of merged calls.
+-- Returns 1 queued, 0 it has not ended or has succeeded, -1 unknown or without its message, -2 a run of merged calls,
+-- -3 a replica of a served model: there may be another in its place.
 local state, list, message, id = unpack(redis.call('HMGET', KEYS[1], 'state', 'list', 'message', 'id'))
 if not state or not list or not message then return -1 end
 if answer_to(KEYS[1], 'requeue', ARGV[1]) then return 1 end
 if redis.call('HEXISTS', KEYS[1], 'merge_tokens') == 1 then return -2 end
+if redis.call('HEXISTS', KEYS[1], 'replica_of') == 1 then return -3 end
 if not is_final(state) or not may_move(state, 'QUEUED') then return 0 end
 local old = cjson.decode(message)['properties']['delivery_tag']
 local from, to = string.find(message, old, 1, true)

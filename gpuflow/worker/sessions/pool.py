@@ -58,7 +58,7 @@ class Sessions:
         """Return the names of the sessions that have a place now; without `idle`, of those alone that work already."""
         now = time.monotonic()
         with self._lock:
-            return tuple({warm.name for warm in self._warm if warm.has_place(now) and (idle or warm.places)})
+            return tuple({warm.name for warm in self._warm if warm.has_place(now) and (idle or warm.requests)})
 
     def full(self) -> tuple[str, ...]:
         """Return the names of sessions without GPUs and without a place: one more would not be faster here."""
@@ -72,25 +72,49 @@ class Sessions:
         with self._lock:
             return tuple({warm.name for warm in self._warm if not warm.leaving})
 
-    def join(self, name: str, tag: str) -> bool:
-        """Keep a place for the message of `tag`; False where no session of the name has one."""
+    def kept(self) -> dict[str, bool]:
+        """Return the names of the sessions that replicas of served models keep loaded: name -> whether on GPUs."""
+        with self._lock:
+            return {warm.name: bool(warm.gpus) for warm in self._warm if warm.replica is not None}
+
+    def join(self, name: str, tag: str, *, replica: bool = False) -> bool:
+        """Keep a place for the message of `tag`; False where no session of the name has one.
+
+        A `replica` keeps the session loaded; each session has one at most.
+        """
         now = time.monotonic()
         with self._lock:
-            found = [warm for warm in self._warm if warm.name == name and warm.has_place(now)]
+            found = [
+                warm
+                for warm in self._warm
+                if warm.name == name and (warm.may_keep(now) if replica else warm.has_place(now))
+            ]
             if not found:
                 return False
-            min(found, key=lambda warm: len(warm.places)).places.add(tag)
+            warm = min(found, key=lambda warm: len(warm.places))
+            warm.places.add(tag)
+            if replica:
+                warm.replica = tag
             return True
 
     def expect(
-        self, name: str, tag: str, hold: Hold | None, requirement: Requirement | None, *, in_turn: bool = False
+        self,
+        name: str,
+        tag: str,
+        hold: Hold | None,
+        requirement: Requirement | None,
+        *,
+        in_turn: bool = False,
+        replica: bool = False,
     ) -> None:
         """Keep a place in a session that is to be opened, by whichever of its messages comes first; it has `hold`.
 
-        One that answers `in_turn` has one place at a time.
+        One that answers `in_turn` has one place at a time; a `replica` keeps it loaded.
         """
+        warm = Warm(name=name, hold=hold, requirement=requirement, in_turn=in_turn, places={tag})
+        warm.replica = tag if replica else None
         with self._lock:
-            self._warm.append(Warm(name=name, hold=hold, requirement=requirement, in_turn=in_turn, places={tag}))
+            self._warm.append(warm)
 
     def leave(self, tag: str) -> None:
         """Give a place back. A session that nobody has begun goes with the last who had a place in it."""
@@ -98,6 +122,8 @@ class Sessions:
             left = [warm for warm in self._warm if tag in warm.places]
             for warm in left:
                 warm.places.discard(tag)
+                if warm.replica == tag:
+                    warm.replica = None
                 if warm.leaving:
                     self._close(warm)
             never = [warm for warm in left if warm.session is None and not warm.places]
@@ -110,7 +136,7 @@ class Sessions:
     def working(self, without: Collection[Warm] = ()) -> list[Requirement]:
         """Return what each session asks for, or each but some, that works now: a place in it is taken."""
         with self._lock:
-            busy = [warm for warm in self._warm if warm.places and warm not in without]
+            busy = [warm for warm in self._warm if warm.requests and warm not in without]
         return [warm.requirement or Requirement() for warm in busy]
 
     def memory_mib(self, without: Collection[Warm] = ()) -> int:
@@ -177,15 +203,22 @@ class Sessions:
         if warm.variables != opening.variables:
             with self._lock:
                 warm.leaving = True
+            session.move_replicas("the model is to be loaded with other variables or secrets")
             raise HandedBack(
                 "the model is loaded with other variables or secrets, or for another owner; a session for this task "
                 "comes next"
             )
-        if warm.view is not None:
+        replica = warm.replica == tag
+        if warm.view is not None and not replica:
             warm.view.admit(request)
-        asked = SessionRequest(f"{request.task_id}#{next(self._numbers)}", alone=alone, at_end=_at_end(warm, request))
+        at_end = None if replica else _at_end(warm, request)
+        asked = SessionRequest(
+            f"{request.task_id}#{next(self._numbers)}", alone=alone and not replica, replica=replica, at_end=at_end
+        )
         if not session.send(asked, request):
             raise HandedBack("the warm session that was to answer it has ended")
+        if replica and warm.leaving:
+            session.move_replicas("the session that it was to keep loaded ends")
         return asked
 
     def _of(self, tag: str) -> Warm:
@@ -249,6 +282,14 @@ class Sessions:
             for warm in self._warm:
                 warm.leaving = True
                 self._close(warm)
+        self.move_replicas("the worker drains")
+
+    def move_replicas(self, why: str) -> None:
+        """End the replicas that keep sessions loaded: they begin again elsewhere."""
+        with self._lock:
+            found = [warm.session for warm in self._warm if warm.replica is not None and warm.session is not None]
+        for session in found:
+            session.move_replicas(why)
 
     def stop(self, seconds: float) -> None:
         """End every session: in good order within so many seconds, then by force."""
@@ -263,7 +304,8 @@ class Sessions:
     def to_dict(self) -> list[dict[str, Any]]:
         """Return plain data of every session, for the registry and `inspect stats`.
 
-        `idle`: it would be closed at once for a task that needs what it holds.
+        `idle`: it would be closed at once for a task that needs what it holds; `replica`: one of a served model keeps
+        it loaded.
         """
         with self._lock:
             return [
@@ -273,6 +315,7 @@ class Sessions:
                     "state": session.state,
                     "running": session.running,
                     "idle": warm.is_idle(),
+                    "replica": warm.replica is not None,
                     "gpus": list(warm.gpus),
                     "memoryBytes": session.told.memory_bytes,
                 }
@@ -297,6 +340,8 @@ class Sessions:
         with self._lock:
             warm.leaving = True
             self._close(warm)
+        if warm.session is not None:
+            warm.session.move_replicas("the session that it kept loaded has lived for as long as it may")
 
     def _close(self, warm: Warm) -> None:
         """Close a session in which nobody has a place; the others are closed when the last of these leaves."""

@@ -22,8 +22,10 @@ class AtEnd(Protocol):
 class SessionRequest:
     """An open request. The session's thread feeds it (`put`, `end`), the attempt's thread reads it."""
 
-    def __init__(self, id: str, *, alone: bool = False, at_end: AtEnd | None = None) -> None:
+    def __init__(self, id: str, *, alone: bool = False, replica: bool = False, at_end: AtEnd | None = None) -> None:
         self.id = id
+        #: It is never sent to the engine: it keeps the session loaded until it is given up, or the session ends.
+        self.replica = replica
         self._at_end = at_end
         self._finish: Mapping[str, Any] | None = None
         #: It may be what killed its last engine: nothing else is answered beside it.
@@ -83,6 +85,11 @@ class SessionRequest:
         error = {"type": "EngineDied", "message": message, "retryable": True}
         self.end({"event": "finish", "status": "failed", "error": error}, beside=beside)
 
+    def moved(self, why: str) -> None:
+        """End a replica, to begin again elsewhere; nothing has failed."""
+        error = {"type": "ReplicaMoved", "message": why, "retryable": True}
+        self.end({"event": "finish", "status": "failed", "error": error}, beside=1)
+
     def never_began(self, end: ChildEnd) -> None:
         """End it because the process of its session has ended without a word."""
         with self._lock:
@@ -94,7 +101,9 @@ class SessionRequest:
     # -- the attempt's side -------------------------------------------------------------------------------------
 
     def notice(self) -> None:
-        """Do nothing: a request is answered soon, and has no state that could go on elsewhere."""
+        """Do nothing: a request is answered soon, and has no state that could go on elsewhere. A replica ends."""
+        if self.replica:
+            self._give_up()
 
     def terminate(self) -> None:
         """Ask the session to end this request alone."""

@@ -33,6 +33,8 @@ ABORT_SECONDS: Final = 30.0
 #: After a while without a word, or with an abort undone, it is given no more requests (seconds).
 SUSPECT_SECONDS: Final = 25.0
 SUSPECT_ABORT_SECONDS: Final = 5.0
+#: Told to a replica when the model is loaded.
+_LOADED: Final = b'{"event": "progress", "current": 1, "total": 1, "unit": "replica"}'
 #: No engine answers more at once.
 _MOST_REQUESTS: Final = 100_000
 
@@ -113,9 +115,9 @@ class Session:
 
     @property
     def running(self) -> int:
-        """How many requests are open."""
+        """How many requests are open, replicas not counted."""
         with self._lock:
-            return len(self._open)
+            return sum(not asked.replica for asked in self._open.values())
 
     def send(self, asked: SessionRequest, request: Request) -> bool:
         """Send a request; False when it comes too late."""
@@ -124,10 +126,24 @@ class Session:
             if self.state in ("closing", "ended"):
                 return False
             self._open[asked.id] = asked
-            self._unsent.append((asked, line))
-            self._send_due()
+            if asked.replica:
+                asked.due()
+                if self.state == "ready":
+                    asked.put("event", _LOADED)
+            else:
+                self._unsent.append((asked, line))
+                self._send_due()
         asked.sent(self.shim_pid, self._abort)
         return True
+
+    def move_replicas(self, why: str) -> None:
+        """End the replicas that keep it loaded: they begin again elsewhere."""
+        with self._lock:
+            found = [asked for asked in self._open.values() if asked.replica]
+            for asked in found:
+                del self._open[asked.id]
+        for asked in found:
+            asked.moved(why)
 
     def close(self) -> None:
         """Take no more requests; it ends when the open ones have."""
@@ -165,7 +181,7 @@ class Session:
 
     def _in_engine(self) -> list[SessionRequest]:
         waiting = {asked.id for asked, _ in self._unsent}
-        return [asked for id, asked in self._open.items() if id not in waiting]
+        return [asked for id, asked in self._open.items() if id not in waiting and not asked.replica]
 
     def _send_due(self) -> None:
         """Send what may be sent now, in order: one that is to be alone has the engine for itself. Under the lock."""
@@ -187,14 +203,16 @@ class Session:
             if id not in self._open or id in self._aborted:
                 return
             waiting = next((one for one in self._unsent if one[0].id == id), None)
-            if waiting is not None:
-                self._unsent.remove(waiting)
+            here = self._open[id] if waiting or self._open[id].replica else None
+            if here is not None:
                 del self._open[id]
-                self._send_due()
+                if waiting is not None:
+                    self._unsent.remove(waiting)
+                    self._send_due()
             else:
                 self._aborted[id] = time.monotonic()
-        if waiting is not None:
-            waiting[0].end({"event": "finish", "status": "cancelled"})
+        if here is not None:
+            here.end({"event": "finish", "status": "cancelled"})
         else:
             self._tell({"op": "abort", "id": id})
 
@@ -223,7 +241,10 @@ class Session:
         for request in left:
             if self._began or self._killed:
                 # A model that cannot be loaded is nobody's fault and everybody's failure.
-                beside = 0 if not self.ready_at else len(sent) - 1 if request in sent else max(1, len(sent))
+                if not self.ready_at or request.replica:
+                    beside = 0
+                else:
+                    beside = len(sent) - 1 if request in sent else max(1, len(sent))
                 request.died(f"{why}; its log is {self._log_path}", beside=beside)
             else:
                 request.never_began(end)
@@ -289,10 +310,14 @@ class Session:
             with self._lock:
                 if self.state == "loading":
                     self.state, self.ready_at = "ready", time.monotonic()
+                replicas = [asked for asked in self._open.values() if asked.replica]
+            for asked in replicas:
+                asked.put("event", _LOADED)
         elif name == "closing":
             with self._lock:
                 if self.state == "ready":
                     self.state = "leaving"
+            self.move_replicas("the session that it kept loaded is about to end")
         elif name == "error":
             log.warning("session_error", model=self.told.model, cause=known.text(str(event.get("error"))))
         elif name in ("worker", "progress") and self.state == "loading":

@@ -24,6 +24,8 @@ class Warm:
     It is expected, without a process, until the first of these messages begins it. One that is `leaving` gives no
     place away and is closed with the last request; `closed_at` is when that was (monotonic seconds). One that answers
     `in_turn` has a single place, also while it loads: what comes later waits in its queue, where order holds.
+    `replica` is the message of a replica of a served model: its place takes none of the engine's, and as long as it
+    lasts the session is not ended for others.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Warm:
     view: View | None = None
     in_turn: bool = False
     places: set[str] = field(default_factory=set)
+    replica: str | None = None
     leaving: bool = False
     pinged_at: float = 0.0
     closed_at: float | None = None
@@ -60,17 +63,28 @@ class Warm:
         """When a request of it ended last, in monotonic seconds."""
         return self.session.used_at if self.session is not None else 0.0
 
+    @property
+    def requests(self) -> int:
+        """How many messages have a place to be answered."""
+        return len(self.places) - (self.replica in self.places)
+
     def has_place(self, now: float) -> bool:
         """Whether it takes one more request."""
         if self.leaving or (self.in_turn and self.places):
             return False
         if self.session is None or self.session.state == "loading":
-            return len(self.places) < LOADING_PLACES
+            return self.requests < LOADING_PLACES
         return (
             self.session.state == "ready"
-            and len(self.places) < self.session.told.max_requests
+            and self.requests < self.session.told.max_requests
             and not self.session.is_suspect(now)
         )
+
+    def may_keep(self, now: float) -> bool:
+        """Whether a replica could begin to keep it loaded."""
+        if self.leaving or self.in_turn or self.replica is not None:
+            return False
+        return self.session is None or (self.session.state in ("loading", "ready") and not self.session.is_suspect(now))
 
     def is_too_old(self, now: float) -> bool:
         """Whether it has lived for as long as it may, by a limit of its own."""
@@ -90,6 +104,6 @@ class Warm:
     def has_served(self, now: float) -> bool:
         """Whether it has been there long enough for its load to pay."""
         session = self.session
-        if session is None or session.state != "ready":
+        if session is None or session.state != "ready" or self.replica is not None:
             return False
         return now - session.ready_at >= PAYS_AFTER_LOADS * session.told.load_seconds

@@ -20,3 +20,19 @@ def test_an_attempt_that_begins_after_the_handing_back_is_handed_back_too() -> N
 
     early.stop.assert_called_once_with("preempted", at_once=False)
     late.stop.assert_called_once_with("preempted")
+
+
+def test_replicas_are_let_go_and_other_tasks_are_not() -> None:
+    names = ("app", "worker_id", "hardware", "labels", "machine_gpus", "offering")
+    parts: Any = dict.fromkeys(names)
+    admission, leases = Mock(), Mock()
+    admission.replicas.return_value = ["tag", "not begun", "gone"]
+    leases.held.return_value = {"tag": Mock(task="replica"), "not begun": Mock(task=""), "other": Mock(task="other")}
+    runtime, replica, other = Runtime(**parts, admission=admission, leases=leases), Mock(), Mock()
+    runtime.begin("replica", replica)
+    runtime.begin("other", other)
+
+    runtime.stop_replicas()
+
+    replica.stop.assert_called_once_with("preempted", at_once=False)
+    other.stop.assert_not_called()
