@@ -38,8 +38,8 @@ def worker(
 
 def kinds(*entries: WorkerEntry, ask: Requirement) -> dict[str, str]:
     class Registry:
-        def readable(self) -> tuple[list[WorkerEntry], list[str]]:
-            return list(entries), []
+        def workers(self) -> list[WorkerEntry]:
+            return list(entries)
 
     views = worker_views(cast("Fleet", Registry()), None, 0.0)
     return {view.id: judge(ask, "gpu", TaskView(name="t"), view).kind for view in views}
