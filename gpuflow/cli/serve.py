@@ -13,7 +13,7 @@ from gpuflow.cli.options import json_option, override, set_option
 if TYPE_CHECKING:
     from gpuflow.celery_app import GPUFlow
     from gpuflow.serving.models import ServedModel
-    from gpuflow.serving.replicas import Standing
+    from gpuflow.serving.replicas import ServedStatus
 
 #: How often `--wait` looks, in seconds.
 _LOOK_SECONDS: Final = 0.5
@@ -127,15 +127,15 @@ def _wait(app: GPUFlow, name: str) -> int | None:
 
     replicas = Replicas(app)
     while True:
-        standing = next((one for one in replicas.standings() if one.model.name == name), None)
-        if standing is None:
+        status = next((one for one in replicas.statuses() if one.model.name == name), None)
+        if status is None:
             output.note(f"{name} is served no more")
             return FAILED
-        if len(standing.warm) >= standing.model.replicas:
+        if len(status.warm) >= status.model.replicas:
             return None
         replicas.reconcile()
-        if standing.failure.count:
-            output.note(f"{name}: {standing.failure.error}")
+        if status.failure.count:
+            output.note(f"{name}: {status.failure.error}")
             return FAILED
         time.sleep(_LOOK_SECONDS)
 
@@ -186,18 +186,18 @@ def rows_of(app: GPUFlow) -> list[dict[str, Any]]:
     """Return the served models with their replicas, JSON-able; `waits` says why replicas are not loaded."""
     from gpuflow.serving.replicas import Replicas
 
-    return [_row(app, standing) for standing in Replicas(app).standings()]
+    return [_row(app, status) for status in Replicas(app).statuses()]
 
 
-def _row(app: GPUFlow, standing: Standing) -> dict[str, Any]:
+def _row(app: GPUFlow, status: ServedStatus) -> dict[str, Any]:
     from gpuflow.explaining import explain_records
     from gpuflow.serving.replicas import is_warm
 
-    loading = [record for record in standing.replicas if not is_warm(record)]
+    loading = [record for record in status.replicas if not is_warm(record)]
     waits = [
         f"loads on {one.task.worker}" if one.outcome == "runs" else one.verdict for one in explain_records(app, loading)
     ]
     return {
-        **standing.public(),
+        **status.public(),
         "waits": waits,
     }

@@ -78,4 +78,4 @@ def serving_router(calls: Calls, gatekeeper: Gatekeeper) -> APIRouter:
 
 
 def _listed(app: GPUFlow) -> list[dict[str, Any]]:
-    return [standing.public() for standing in Replicas(app).standings()]
+    return [status.public() for status in Replicas(app).statuses()]

@@ -93,7 +93,7 @@ class Explanation:
             f"  queue:    {self._queue()}",
         ]
         capable, others = self.capable, self.others
-        lines.extend(f"  limits:   {text}" for text in _limits(capable))
+        lines.extend(f"  limits:   {text}" for text in _limits([one for one in capable if one.kind != "offline"]))
         if capable:
             lines.append("  workers that have what it asks for:")
             lines.extend(_listed(capable, ""))

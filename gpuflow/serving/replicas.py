@@ -54,7 +54,7 @@ class Failure:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class ServedStatus:
     """A served model, the records of its replicas that have not ended, and its last failure."""
 
     model: ServedModel
@@ -114,7 +114,7 @@ class Replicas:
             except LockError:
                 log.warning("serving_lock_expired")
 
-    def standings(self) -> list[Standing]:
+    def statuses(self) -> list[ServedStatus]:
         """Return how every served model stands. Read-only."""
         models = self._models.all()
         known, failures = self._known(), self._failures()
@@ -122,7 +122,7 @@ class Replicas:
         found = []
         for name, model in models.items():
             of_it = [record for record in records if not record.state.final and known.get(record.id) == _mark(model)]
-            found.append(Standing(model=model, replicas=tuple(of_it), failure=failures.get(name, Failure())))
+            found.append(ServedStatus(model=model, replicas=tuple(of_it), failure=failures.get(name, Failure())))
         return found
 
     def _round(self) -> int:

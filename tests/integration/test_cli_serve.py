@@ -40,8 +40,8 @@ def served(fleet: TestFleet) -> ServedModel:
 
 
 def replicas(fleet: TestFleet) -> tuple[TaskRecord, ...]:
-    (standing,) = Replicas(fleet.app).standings()
-    return standing.replicas
+    (status,) = Replicas(fleet.app).statuses()
+    return status.replicas
 
 
 def test_a_model_is_served_listed_scaled_and_stopped(fleet: TestFleet, invoke: Invoke) -> None:

@@ -23,7 +23,7 @@ from gpuflow.fleet.desired import DesiredState
 from gpuflow.ledger.records import TaskRecord
 from gpuflow.scaling.snapshot import read as read_fleet
 from gpuflow.serving.models import ServedModel, served_spec, source_of
-from gpuflow.serving.replicas import Replicas, Standing
+from gpuflow.serving.replicas import Replicas, ServedStatus
 from gpuflow.serving.store import ServedModels
 from tests.support.boxes import Box
 from tests.support.engines import SCRIPTED, build
@@ -75,17 +75,17 @@ class Serving:
         self.replicas.reconcile(wait=True)
         return stopped
 
-    def standing(self, name: str = "one") -> Standing:
-        return next(one for one in self.replicas.standings() if one.model.name == name)
+    def status(self, name: str = "one") -> ServedStatus:
+        return next(one for one in self.replicas.statuses() if one.model.name == name)
 
     def warm_on(self, name: str = "one") -> list[str]:
-        return sorted(str(record.worker) for record in self.standing(name).warm)
+        return sorted(str(record.worker) for record in self.status(name).warm)
 
     def warm(self, *workers: str, name: str = "one") -> None:
         eventually(lambda: self.warm_on(name) == sorted(workers), within=60, what=f"{name} warm on {workers}")
 
     def records(self, name: str = "one") -> tuple[TaskRecord, ...]:
-        return self.standing(name).replicas
+        return self.status(name).replicas
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def test_a_served_model_answers_without_a_load_and_stop_frees_its_place(
     assert serving.stop()
     eventually(lambda: fleet.state(replica.id) == "CANCELLED", what="the end of the replica")
     eventually(lambda: sessions_of(worker) == [], what="the end of its session")
-    assert serving.replicas.standings() == []
+    assert serving.replicas.statuses() == []
     assert not serving.stop()
 
 
@@ -191,9 +191,9 @@ def test_a_model_that_cannot_be_loaded_says_why_and_is_not_tried_without_a_pause
 
     assert serving.replicas.reconcile() == 0
 
-    standing = serving.standing("broken")
-    assert (standing.replicas, standing.failure.count) == ((), 1)
-    assert "there is no such model" in standing.failure.error
+    status = serving.status("broken")
+    assert (status.replicas, status.failure.count) == ((), 1)
+    assert "there is no such model" in status.failure.error
 
 
 def test_bad_names_are_refused() -> None:
@@ -343,7 +343,7 @@ def test_where_owners_are_kept_apart_a_model_is_served_for_one(
     (replica,) = serving.records()
     eventually(lambda: fleet.state(replica.id) == "FAILED")
     serving.replicas.reconcile()
-    assert "serve it for one: gpuflow serve MODEL --owner OWNER" in serving.standing().failure.error
+    assert "serve it for one: gpuflow serve MODEL --owner OWNER" in serving.status().failure.error
     serving.stop()
 
     hers = model(model=loaded, owner="ana")

@@ -54,7 +54,7 @@ def serve(fleet: TestFleet, name: str, *, owner: str = "", task_type: str = "inf
     model = ServedModel(name=name, spec=served_spec(spec, owner=owner), owner=owner)
     assert ServedModels(fleet.app.redis, fleet.app.keys).serve(model) == "served"
     Replicas(fleet.app).reconcile(wait=True)
-    eventually(lambda: any(one.model.name == name and one.warm for one in Replicas(fleet.app).standings()), what=name)
+    eventually(lambda: any(one.model.name == name and one.warm for one in Replicas(fleet.app).statuses()), what=name)
 
 
 def stop(fleet: TestFleet, name: str) -> None:

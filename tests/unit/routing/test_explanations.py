@@ -279,3 +279,10 @@ def test_every_situation_has_an_answer(requirement, task, workers):
     assert found.verdict
     assert json.loads(json.dumps(found.to_dict()))["outcome"] == found.outcome
     assert all("\n" not in line for line in found.to_lines())
+
+
+def test_what_holds_a_task_is_told_of_workers_that_are_there():
+    ask = {"hardware": {"memory": "1 GB", "gpu": {"count": 0}}}
+    limits = {"limits": ("cgroup", "")}
+    lines = told(ask, view("w1", **limits), view("gone", state="OFFLINE", **limits)).to_lines()
+    assert [line.strip() for line in lines if "limits:" in line] == ["limits:   enforced by cgroup on w1"]
