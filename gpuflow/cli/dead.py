@@ -9,16 +9,17 @@ import click
 
 from gpuflow.cli.errors import DONE, FAILED, bad_input
 from gpuflow.cli.options import json_option
-from gpuflow.cli.selecting import check_choice, chosen, selection_of, selection_options
+from gpuflow.cli.selecting import check_choice, chosen, confirmed, selection_of, selection_options
 
 if TYPE_CHECKING:
     from gpuflow.celery_app import GPUFlow
     from gpuflow.client import Task
     from gpuflow.ledger.records import AttemptEntry, TaskRecord
-
+    from gpuflow.ledger.selection import Selection
 
 #: So much of a message is shown to people.
 _SHOWN_CHARS: Final = 200
+_dry_run = click.option("--dry-run", is_flag=True, help="Show what would be done, and do nothing.")
 
 
 @click.group(invoke_without_command=True, short_help="List, show, retry or purge dead letters.")
@@ -32,15 +33,23 @@ def dead(ctx: click.Context, as_json: bool) -> None:
 
 @dead.command("list")
 @click.option("--limit", default=50, show_default=True, type=click.IntRange(1, 10_000), help="How many, newest first.")
+@selection_options
 @json_option
-def list_dead(limit: int = 50, as_json: bool = False) -> None:
-    """List the dead letters, the newest first."""
+def list_dead(limit: int, filters: Mapping[str, Any], as_json: bool) -> None:
+    """List the dead letters, the newest first: all, or those that all given filters select."""
     from gpuflow.cli import output
     from gpuflow.cli.session import connected
     from gpuflow.client import reachable
+    from gpuflow.ledger.states import TaskState
 
+    selection = _of_dead(filters)
     with connected() as app, reachable():
-        records, unreadable = app.ledger.dead(limit), app.ledger.unreadable(1)
+        if selection.is_empty:
+            records = app.ledger.dead(limit)
+        else:
+            records = chosen(app, (), selection, states=[TaskState.DEAD])
+            records = sorted(records, key=lambda record: -(record.finished_at or 0.0))[:limit]
+        unreadable = app.ledger.unreadable(1)
     if as_json:
         output.emit_json([record.public() for record in records])
         return
@@ -56,7 +65,7 @@ def list_dead(limit: int = 50, as_json: bool = False) -> None:
             ]
             for record in records
         ],
-        empty="no dead letters",
+        empty="no dead letters" if selection.is_empty else "no dead letters that all of these filters select",
     )
     if unreadable:
         output.note("there are messages that nobody could run; `gpuflow dead messages` shows them")
@@ -87,8 +96,11 @@ def show_dead(task_id: str, as_json: bool) -> None:
 @click.argument("task_ids", metavar="[ID]...", nargs=-1)
 @click.option("--all", "everything", is_flag=True, help="All dead letters.")
 @selection_options
+@_dry_run
 @json_option
-def retry_dead(task_ids: tuple[str, ...], everything: bool, filters: Mapping[str, Any], as_json: bool) -> int:
+def retry_dead(
+    task_ids: tuple[str, ...], everything: bool, filters: Mapping[str, Any], dry_run: bool, as_json: bool
+) -> int:
     """Queue dead letters again, with all attempts before them: those named, or those that all filters select."""
     from gpuflow.bulk import retry_many
     from gpuflow.cli import output
@@ -96,6 +108,8 @@ def retry_dead(task_ids: tuple[str, ...], everything: bool, filters: Mapping[str
 
     with connected() as app:
         records = _chosen(app, "retry", task_ids, everything, filters)
+        if dry_run and not confirmed(records, "retry", dry_run=True, yes=True, as_json=as_json):
+            return DONE
         verdicts = retry_many(app, [record.id for record in records])
     queued = [task_id for task_id, verdict in verdicts.items() if verdict == "queued"]
     if as_json:
@@ -109,8 +123,11 @@ def retry_dead(task_ids: tuple[str, ...], everything: bool, filters: Mapping[str
 @click.argument("task_ids", metavar="[ID]...", nargs=-1)
 @click.option("--all", "everything", is_flag=True, help="All dead letters.")
 @selection_options
+@_dry_run
 @json_option
-def purge_dead(task_ids: tuple[str, ...], everything: bool, filters: Mapping[str, Any], as_json: bool) -> int:
+def purge_dead(
+    task_ids: tuple[str, ...], everything: bool, filters: Mapping[str, Any], dry_run: bool, as_json: bool
+) -> int:
     """Forget dead letters: record, events and history. Their results folders are kept."""
     from gpuflow.cli import output
     from gpuflow.cli.session import connected
@@ -118,6 +135,8 @@ def purge_dead(task_ids: tuple[str, ...], everything: bool, filters: Mapping[str
 
     with connected() as app:
         records = _chosen(app, "purge", task_ids, everything, filters)
+        if dry_run and not confirmed(records, "purge", dry_run=True, yes=True, as_json=as_json):
+            return DONE
         with reachable():
             purged = [record.id for record in records if app.ledger.purge(record.id)]
     if as_json:
@@ -180,13 +199,21 @@ def _chosen(
     """Return the dead letters that a command is about. Raises UnknownTask, click.UsageError."""
     from gpuflow.ledger.states import TaskState
 
-    selection = selection_of(filters)
-    if selection.states - {TaskState.DEAD}:
-        raise bad_input("dead letters are tasks in state DEAD; `gpuflow retry --state failed` queues others again")
+    selection = _of_dead(filters)
     check_choice(f"dead {verb}", task_ids, selection, everything=everything)
     for task_id in task_ids:
         _dead_task(app, task_id)
     return chosen(app, task_ids, selection, states=[TaskState.DEAD])
+
+
+def _of_dead(filters: Mapping[str, Any]) -> Selection:
+    """Return the filters of a command line. Raises click.UsageError for a state that no dead letter has."""
+    from gpuflow.ledger.states import TaskState
+
+    selection = selection_of(filters)
+    if selection.states - {TaskState.DEAD}:
+        raise bad_input("dead letters are tasks in state DEAD; `gpuflow status --state failed` lists others")
+    return selection
 
 
 def _dead_task(app: GPUFlow, task_id: str) -> Task:

@@ -110,6 +110,11 @@ def test_dead_letters_are_listed_shown_tried_again_and_forgotten(fleet: TestFlee
     shown = gpuflow(fleet, "dead", "show", task.id)
     assert "the last words" in shown
     assert "w1" in shown
+    assert json.loads(gpuflow(fleet, "dead", "list", "--owner", "nobody", "--json")) == []
+    assert task.id in gpuflow(fleet, "dead", "list", "--queue", task.record().queue)
+    assert "would retry 1 tasks; nothing was done" in gpuflow(fleet, "dead", "retry", "--all", "--dry-run")
+    assert json.loads(gpuflow(fleet, "dead", "purge", task.id, "--dry-run", "--json"))["tasks"][0]["id"] == task.id
+    assert task.state == "DEAD"
     gpuflow(fleet, "dead", "retry", task.id)
     eventually(lambda: task.record().attempt == 6 and task.state == "DEAD", within=60)
     assert "1 of 1 forgotten" in gpuflow(fleet, "dead", "purge", "--all")
