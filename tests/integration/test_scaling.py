@@ -249,16 +249,25 @@ def test_a_machine_of_ours_that_no_record_knows_ends_unless_its_worker_lives(fle
     provider = Pretended()
     provider.there = {"box-lost": "box", "box-works": "box"}
     client, keys = fleet.app.redis, fleet.app.keys
-    client.hset(keys.owners, "tag", f"box-works:token\n{keys.prefix}cpu")
+    _hold(fleet, "box-works")
     one = scaler(fleet, provider)
     one.round()
     assert provider.calls == ["terminate box-lost"]
     assert [machine.id for machine in ScalingStore(client, keys).machines()] == ["box-works"]
     one.round()
     assert provider.calls == ["terminate box-lost"], "one that holds work is never ended"
-    client.hdel(keys.owners, "tag")
+    _let_go(fleet)
     one.round()
     assert provider.there == {}
+
+
+def test_work_whose_lease_has_ended_is_demand(fleet: TestFleet) -> None:
+    provider = Pretended()
+    one = scaler(fleet, provider)
+    _hold(fleet, "box-gone")
+    assert not one.round(), "what is held waits for nobody"
+    fleet.app.redis.zadd(fleet.app.keys.leases, {"tag": _server_time(fleet) - 3600})
+    assert [action.kind for action in one.round()] == [Kind.LAUNCH]
 
 
 def test_a_flushed_broker_is_another_fleet_and_ends_nothing_of_the_first(fleet: TestFleet) -> None:
@@ -425,10 +434,10 @@ def test_a_machine_that_ends_is_terminated_only_when_its_worker_holds_nothing(fl
     client, keys = fleet.app.redis, fleet.app.keys
     one = scaler(fleet, provider)
     ScalingStore(client, keys).step("begin", Machine(id="box-late", family="box", state="ending"), one._leader)
-    client.hset(keys.owners, "tag", f"box-late:token\n{keys.prefix}cpu")
+    _hold(fleet, "box-late")
     one.round()
     assert provider.calls == []
-    client.hdel(keys.owners, "tag")
+    _let_go(fleet)
     one.round()
     assert provider.calls == ["terminate box-late"] and ScalingStore(client, keys).machines() == []
 
@@ -450,6 +459,18 @@ def test_a_provisioner_slower_than_the_term_does_not_end_it(fleet: TestFleet) ->
     provider.launch = lambda wanted: (renewed(), launch_now(wanted))[1]  # type: ignore[method-assign]
     assert [action.kind for action in one.round()] == [Kind.LAUNCH]
     assert len(provider.there) == 1 and one._leader.epoch == 1
+
+
+def _hold(fleet: TestFleet, worker: str) -> None:
+    """Let a worker hold a message, under a lease that goes on."""
+    client, keys = fleet.app.redis, fleet.app.keys
+    client.hset(keys.owners, "tag", f"{worker}:token\n{keys.prefix}cpu")
+    client.zadd(keys.leases, {"tag": _server_time(fleet) + 3600})
+
+
+def _let_go(fleet: TestFleet) -> None:
+    fleet.app.redis.hdel(fleet.app.keys.owners, "tag")
+    fleet.app.redis.zrem(fleet.app.keys.leases, "tag")
 
 
 def _disabled(fleet: TestFleet, name: str, by: str, leader_until: float | None) -> None:
