@@ -88,6 +88,8 @@ class WorkerEntry:
     interval_seconds: float = 0.0
     timeout_seconds: float = 0.0
     seen_seconds: float | None = None
+    #: When it was read, in Unix seconds on the server's clock; None: not known.
+    read_at: float | None = None
     #: How far its clock is ahead of the server's, in seconds; None: not known.
     skew_seconds: float | None = None
     version: str = ""
@@ -173,6 +175,7 @@ class WorkerEntry:
             interval_seconds=interval,
             timeout_seconds=timeout,
             seen_seconds=seen,
+            read_at=now,
             skew_seconds=None if now is None or seen is None or not heartbeat else heartbeat - (now - seen),
             version=raw.get("version", ""),
             schema=int(raw.get("schema", WORKER_SCHEMA)),

@@ -7,7 +7,6 @@ that take nothing are a part.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -133,10 +132,10 @@ def by_kind(entries: Iterable[WorkerEntry]) -> dict[Kind, list[tuple[str, Standi
 
 
 def heard_seconds(entry: WorkerEntry) -> float | None:
-    """Return how long ago a worker was last heard of, by the server's clock where that is known."""
-    if entry.seen_seconds is not None:
+    """Return how long ago a worker was last heard of; of one that has gone, as far as its own clock was right."""
+    if entry.seen_seconds is not None or entry.read_at is None or not entry.heartbeat_at:
         return entry.seen_seconds
-    return max(0.0, time.time() - entry.heartbeat_at) if entry.heartbeat_at else None
+    return max(0.0, entry.read_at - entry.heartbeat_at)
 
 
 def _machine(entry: WorkerEntry) -> dict[Kind, str]:

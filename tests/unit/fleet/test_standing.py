@@ -36,7 +36,11 @@ def ordered(state: DesiredState, by: str = MANUAL, reason: str = "a new disk") -
 
 
 CASES: list[tuple[WorkerEntry, str, str]] = [
-    (replace(worker(WorkerState.OFFLINE), seen_seconds=None), "offline", "has gone"),
+    (
+        replace(worker(WorkerState.OFFLINE), seen_seconds=None, heartbeat_at=1000.0, read_at=1075.0),
+        "offline",
+        "has gone: last heard of 1 min ago",
+    ),
     (replace(worker(WorkerState.SILENT), seen_seconds=75.0), "silent", "is silent: last heard of 1 min ago"),
     (worker(WorkerState.DRAINING), "draining", "is draining"),
     (worker(desired=ordered(DesiredState.RETIRED)), "draining", "is draining (by hand: a new disk)"),
