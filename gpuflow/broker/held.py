@@ -27,8 +27,8 @@ def held_leases(client: Any, keys: Keys) -> list[HeldLease]:
     pipe.time()
     pipe.hgetall(keys.owners)
     pipe.zrange(keys.leases, 0, -1, withscores=True)
-    (seconds, _), owners, ends = pipe.execute()
-    return leases_of(owners, ends, seconds, keys.prefix)
+    (seconds, micros), owners, ends = pipe.execute()
+    return leases_of(owners, ends, seconds + micros / 1e6, keys.prefix)
 
 
 def leases_of(owners: Mapping[str, str], ends: Iterable[tuple[str, float]], now: float, prefix: str) -> list[HeldLease]:

@@ -57,8 +57,9 @@ def live_leases(client: Any, keys: Keys, tags: Sequence[str]) -> set[str]:
     pipe = client.pipeline(transaction=False)
     pipe.time()
     pipe.zmscore(keys.leases, list(tags))
-    (seconds, _), ends = pipe.execute()
-    return {tag for tag, end in zip(tags, ends, strict=True) if end is not None and end > seconds - UNSWEPT_SECONDS}
+    (seconds, micros), ends = pipe.execute()
+    ended = seconds + micros / 1e6 - UNSWEPT_SECONDS
+    return {tag for tag, end in zip(tags, ends, strict=True) if end is not None and end > ended}
 
 
 class LeaseTable:

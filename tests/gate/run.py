@@ -54,7 +54,7 @@ def main(names: list[str]) -> int:
     leftovers.end(left)
     lines, code = report.end_of_run(
         builds=builds,
-        environments=_environments(),
+        environments=environments(TOX_RESULTS),
         expected=built,
         suites=_suites(),
         left=[str(one) for one in left],
@@ -123,11 +123,12 @@ def _test(number: str, names: Sequence[str], log: Path | None = None) -> int:
     return _tox("run", "--skip-pkg-install", "--result-json", result, "-e", ",".join(names), log=log)
 
 
-def _environments() -> dict[str, Any]:
-    """Return what tox tells of each environment."""
+def environments(folder: Path) -> dict[str, Any]:
+    """Return what tox has told in `folder` of each environment that ran."""
     found: dict[str, Any] = {}
-    for path in sorted(TOX_RESULTS.glob("*.json")):
-        found |= json.loads(path.read_text())["testenvs"]
+    for path in sorted(folder.glob("*.json")):
+        told = json.loads(path.read_text())["testenvs"]  # of all environments there are; empty for what did not run
+        found |= {name: one for name, one in told.items() if one}
     return found
 
 

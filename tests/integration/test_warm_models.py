@@ -115,7 +115,7 @@ def test_a_served_model_is_loaded_once_and_stays(fleet: TestFleet, model: Path, 
     replicas = Replicas(fleet.app)
     ServedModels(fleet.app.redis, fleet.app.keys).serve(served)
     replicas.reconcile(wait=True)
-    eventually(lambda: replicas.standings()[0].warm, within=120, what="the model loaded")
+    eventually(lambda: replicas.statuses()[0].warm, within=120, what="the model loaded")
 
     calls = [
         {
