@@ -101,7 +101,7 @@ def chat(tokenizer: Any, content: str) -> str:
 async def serve(told: Any, out: Any) -> None:
     """Load the model, then answer rounds until the end of the input."""
     opening = json.loads(told.readline())
-    make = {"vllm": Vllm, "transformers": Transformers}[opening["engine"]]
+    make: type[Vllm | Transformers] = {"vllm": Vllm, "transformers": Transformers}[opening["engine"]]
     engine = make(opening["model"], opening["arguments"])
     print(json.dumps({"ready": True}), file=out, flush=True)
     while line := await asyncio.to_thread(told.readline):

@@ -11,7 +11,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 _CHUNK_BYTES = 65_536
@@ -81,7 +81,7 @@ class Proxy:
         self._listener.close()
         self.cut()
 
-    def __enter__(self) -> Proxy:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: Any) -> None:

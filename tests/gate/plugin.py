@@ -170,7 +170,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         guard.wait()
     gc.collect()
     if hasattr(session.config, "workerinput"):
-        session.config.workeroutput[_LEFT] = strays
+        session.config.workeroutput[_LEFT] = strays  # type: ignore[attr-defined]
         return
     _report.strays.extend(strays)
     if _report.strays and session.exitstatus == pytest.ExitCode.OK:

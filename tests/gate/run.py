@@ -2,8 +2,9 @@
 
 python -m tests.gate.run [ENVIRONMENT ...]      # without names: the default environments of tox.ini
 
-The order: preflight, builds (a failed one is tried once more: a download may break off), tests, report. tox is that of
-this interpreter's environment. .tox/gate keeps what came of it: JSON and JUnit XML of each suite, logs of builds.
+The order: preflight; builds (a failed one is tried once more: a download may break off) and tests, of one group of
+environments after the other, the next group built while one is tested; report. tox is that of this interpreter's
+environment. .tox/gate keeps what came of it: JSON and JUnit XML of each suite, logs of builds.
 Standard library only.
 """
 
@@ -19,7 +20,7 @@ import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from tests.gate import leftovers, preflight, report
 from tests.gate.builds import BUILDS
@@ -31,6 +32,8 @@ TRIES: Final = 2
 TOX_RESULTS: Final = FOLDER / "tox"
 #: These wait for others most of their time: they run beside that one, and are printed when both have ended.
 BESIDE: Final[dict[str, tuple[str, ...]]] = {"vllm": ("browser", "tls")}
+#: Environments that are tested one after the other, and those that are tested beside them.
+Group: TypeAlias = tuple[list[str], list[str]]
 
 
 def main(names: list[str]) -> int:
@@ -46,16 +49,13 @@ def main(names: list[str]) -> int:
     for line in preflight.lines(FOLDER):
         print(line, flush=True)
     names = names or _default_environments()
-    builds = _build_all(names, began)
-    _say("tests", began)
-    built = [one.name for one in builds if not one.error]
-    tox_code = _test_all(built)
+    builds, tox_code = _build_and_test(groups(names), began)
     left = leftovers.find(run, whole_run=True)
     leftovers.end(left)
     lines, code = report.end_of_run(
         builds=builds,
         environments=environments(TOX_RESULTS),
-        expected=built,
+        expected=[one.name for one in builds if not one.error],
         suites=_suites(),
         left=[str(one) for one in left],
         seconds=time.monotonic() - began,
@@ -65,7 +65,24 @@ def main(names: list[str]) -> int:
     return code
 
 
-def _build_all(names: list[str], began: float) -> list[report.Build]:
+def _build_and_test(order: Sequence[Group], began: float) -> tuple[list[report.Build], int]:
+    """Build and test all environments; return the builds, and 0 or how the first tox that failed has ended.
+
+    A group is built while the one before it is tested.
+    """
+    builds: list[report.Build] = []
+    codes: list[int] = []
+    with ThreadPoolExecutor(max_workers=1) as ahead:
+        coming = [ahead.submit(_build_all, [*group, *beside], began) for group, beside in order]
+        for number, (group, beside) in enumerate(order):
+            builds += coming[number].result()
+            broken = {one.name for one in builds if one.error}
+            _say("tests", began)
+            codes += _test_group(number, *([one for one in names if one not in broken] for names in (group, beside)))
+    return builds, next(filter(None, codes), 0)
+
+
+def _build_all(names: Sequence[str], began: float) -> list[report.Build]:
     """Build every environment, one after the other; what one needs beyond its packages, beside the others."""
     builds: dict[str, report.Build] = {}
     with ThreadPoolExecutor() as pool:
@@ -91,9 +108,9 @@ def _build(name: str, *step: str) -> report.Build:
     return report.Build(name=name, seconds=time.monotonic() - began, error=error)
 
 
-def groups(names: Sequence[str]) -> list[tuple[list[str], list[str]]]:
+def groups(names: Sequence[str]) -> list[Group]:
     """Return in which order environments are tested: some, and what runs beside them. Pure."""
-    found: list[tuple[list[str], list[str]]] = []
+    found: list[Group] = []
     taken: set[str] = set()
     for name, others in BESIDE.items():
         beside = [one for one in others if one in names]
@@ -104,18 +121,18 @@ def groups(names: Sequence[str]) -> list[tuple[list[str], list[str]]]:
     return [*([(first, [])] if first else []), *found]
 
 
-def _test_all(names: Sequence[str]) -> int:
-    """Test all environments; return 0, or how the first tox that failed has ended."""
+def _test_group(number: int, group: Sequence[str], beside: Sequence[str]) -> list[int]:
+    """Test environments, and others beside them; return how each tox has ended."""
+    log = FOLDER / f"beside-{number}.log"
     codes: list[int] = []
     with ThreadPoolExecutor() as pool:
-        for number, (group, beside) in enumerate(groups(names)):
-            log = FOLDER / f"beside-{number}.log"
-            other = pool.submit(_test, f"{number}-beside", beside, log) if beside else None
+        other = pool.submit(_test, f"{number}-beside", beside, log) if beside else None
+        if group:
             codes.append(_test(str(number), group))
-            if other is not None:
-                codes.append(other.result())
-                print(log.read_text(errors="replace"), flush=True)
-    return next(filter(None, codes), 0)
+        if other is not None:
+            codes.append(other.result())
+            print(log.read_text(errors="replace"), flush=True)
+    return codes
 
 
 def _test(number: str, names: Sequence[str], log: Path | None = None) -> int:

@@ -285,7 +285,7 @@ def test_a_rotation_that_dies_leaves_nobody_in_and_can_be_given_again(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(*((store, "replace") if step == "replace" else (broker_users, "apply")), dies)
+        patched.setattr(store if step == "replace" else broker_users, step, dies)
         with pytest.raises(KeyboardInterrupt):
             tokens.rotate(login.record.name)
     with pytest.raises(AuthenticationError):

@@ -379,8 +379,9 @@ def test_a_container_that_outlived_all_its_processes_is_removed_at_the_next_star
     others = submit(program(ENGINE, LONG), app=fleet.app)
     started(fleet, others)
     (living,) = of_task(engine, others)
-    for process in [*worker.children(), worker.process]:
-        process.kill()
+    for child in worker.children():
+        child.kill()
+    worker.process.kill()
     worker.process.wait()
     assert of_task(engine, task) == [ours]
 

@@ -97,8 +97,8 @@ def test_no_gpu_is_ever_held_twice(tmp_path: Path, start: Start, seed: int) -> N
         started.append((log, start("random", locks, log, seed * 100 + number, rounds)))
     killed_at: dict[Path, int] = {}
     for log, process in started[:VICTIMS]:  # killed somewhere in the middle, and new ones take their place
-        lines = dice.randint(10, 80)
-        eventually(lambda log=log, lines=lines: _lines(log) > lines, within=60, what="some work of the process")
+        least = dice.randint(10, 80)
+        eventually(lambda log=log, least=least: _lines(log) > least, within=60, what="some work of the process")
         killed_at[log] = time.monotonic_ns()
         process.kill()
         assert process.wait(patient(30)) == -signal.SIGKILL

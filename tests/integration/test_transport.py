@@ -345,7 +345,7 @@ def test_a_rediss_address_takes_our_transport_with_tls(tmp_path: Path) -> None:
 
 def _connection_parameters(connection: kombu.Connection) -> dict[str, Any]:
     """Return what the transport's channels would give redis-py, without a server."""
-    channel = Transport.Channel.__new__(Transport.Channel)
+    channel = Transport.Channel.__new__(Transport.Channel)  # type: ignore[call-overload]
     channel.connection = connection.transport
     channel.connection.client = connection
     return dict(channel._connparams())

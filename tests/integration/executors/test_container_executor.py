@@ -282,7 +282,7 @@ def test_what_removes_containers_removes_those_of_its_run_alone(box: Box, tmp_pa
     for one in (labels, {removal.RUN_LABEL: "mine-not"}, {}):
         made = client.create_container("tool:latest", ["sleep", "3600"], labels=one)
         client.start(made["Id"])
-    ours, *others = box.engine.all
+    ours, *foreign = box.engine.all
     argv = [sys.executable, "-I", "-S", removal.__file__, box.engine.path, "mine", str(lock)]
 
     # Without the lock file the child has done it.
@@ -291,12 +291,12 @@ def test_what_removes_containers_removes_those_of_its_run_alone(box: Box, tmp_pa
     lock.touch()
     assert subprocess.run(argv, check=False).returncode == 0
 
-    assert list(box.engine.containers) == [one.id for one in others]
+    assert list(box.engine.containers) == [container.id for container in foreign]
     assert ours.process is not None
     assert ours.process.poll() is not None
     assert not lock.exists()
-    for one in others:
-        client.remove_container(one.id, force=True)
+    for container in foreign:
+        client.remove_container(container.id, force=True)
     client.close()
 
 

@@ -430,9 +430,9 @@ def test_no_action_does_harm(case: tuple[Snapshot, Policy]) -> None:
     after = [one for one in before if one.id not in ended] + [workers[name] for name in enabled]
     idle_ended = [action for action in actions if action.reason.startswith("it has idled")]
     assert not idle_ended or len(after) >= policy.min_active
-    for one in snapshot.demands:
-        if one.depth and any(Place.of_worker(place).serves(one) for place in before):
-            assert any(Place.of_worker(place).serves(one) for place in after), "the last that served it was ended"
+    for demand in snapshot.demands:
+        if demand.depth and any(Place.of_worker(place).serves(demand) for place in before):
+            assert any(Place.of_worker(place).serves(demand) for place in after), "the last that served it was ended"
     cost = sum(one.cost_per_hour for one in snapshot.machines)
     for action in actions:
         if action.kind is Kind.LAUNCH:
