@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import uuid
 import warnings
 from typing import Any
@@ -92,10 +91,10 @@ class Worker(CeleryWorker):  # type: ignore[misc]
         log.info("ready", worker=self.worker_id, queues=",".join(self.asked_queues or ()) or "all that fit")
 
     def install_platform_tweaks(self, worker: Any) -> None:
-        """Install Celery's signal handlers, then our own for SIGTERM and SIGINT (`worker.stopping`)."""
+        """Install Celery's signal handlers, then our own for SIGTERM, SIGINT and SIGQUIT (`worker.stopping`)."""
         super().install_platform_tweaks(worker)
         runtime = find()
-        if runtime is not None and runtime.stopper is not None and not os.environ.get("REMAP_SIGTERM"):
+        if runtime is not None and runtime.stopper is not None:
             runtime.stopper.install_signals()
 
     def setup_queues(self, include: Any, exclude: Any = None) -> None:

@@ -28,6 +28,7 @@ from gpuflow.logs import get_logger
 from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUES, SUPERVISED_TASKS
 from gpuflow.worker.runtime import find
 from gpuflow.worker.slots import CONTROL_SLOTS, MOST_REPLICAS, NOTICE_SLOTS
+from gpuflow.worker.stopping import stop_now
 
 log = get_logger("gpuflow.pool")
 
@@ -166,8 +167,10 @@ class SupervisorPool(TaskPool):  # type: ignore[misc]
                 error_callback(returned)
 
         def run() -> Any:
-            # The message may have come here again since: then another job runs it.
-            if leases is not None and not (delivery is not None and leases.start(tag, delivery=delivery)):
+            # The message may have come here again since, and another job runs it; a worker that stops begins nothing.
+            if leases is not None and (
+                leases.is_stopping or delivery is None or not leases.start(tag, delivery=delivery)
+            ):
                 log.info("returned_message_not_run", task=job.task_id)
                 return None
             try:
@@ -230,8 +233,7 @@ class SupervisorPool(TaskPool):  # type: ignore[misc]
         if runtime is not None:
             runtime.leases.consumer_has_ended()
         if runtime is not None and state.should_terminate is not None and state.should_terminate is not False:
-            runtime.leases.is_stopping = True
-            runtime.stop_all("shutdown")
+            stop_now(runtime)
         self.executor.shutdown(cancel_futures=True)
         self._control.shutdown(cancel_futures=True)
         self._notices.shutdown(cancel_futures=True)

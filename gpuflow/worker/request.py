@@ -30,6 +30,8 @@ class GPURequest(Request):  # type: ignore[misc]
 
     def cancel(self, pool: Any, signal: Any = None, emit_retry: bool = True) -> None:
         """Stop the child; the supervisor then returns the message. A task without a child is returned at once."""
+        if self._already_cancelled:
+            return
         runtime = find()
         if runtime is None:
             super().cancel(pool, signal=signal, emit_retry=emit_retry)

@@ -4,22 +4,31 @@
     second signal, the deadline of a drain, `worker_soft_shutdown_timeout`        -> hand back: children save their
                                                                                      state, messages go to the front
     nothing is left                                                               -> Celery's warm shutdown
-    SIGQUIT                                                                       -> Celery's cold shutdown at once
+    SIGQUIT, after `worker_soft_shutdown_timeout` or once more                    -> Celery's cold shutdown at once
+    SIGQUIT for the third time                                                    -> the end, whatever runs
 
 A draining worker still serves `gpuflow.control`, renews its leases and answers inspect.
+
+Signals are only counted where they arrive: on the main thread, between any two of its steps. Celery would stop the pool
+there, and wait for ever for a lock that the interrupted step holds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import queue
 import signal
 import sys
 import threading
 import time
 from types import FrameType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from celery import signals
+from celery.apps.worker import REMAP_SIGTERM
+from celery.exceptions import WorkerTerminate
+from celery.platforms import EX_FAILURE
 from celery.worker import state
 
 from gpuflow.logs import get_logger
@@ -41,8 +50,9 @@ class Stopper(threading.Thread):
         super().__init__(name="gpuflow-stopper", daemon=True)
         self._runtime = runtime
         self._soft_shutdown_seconds = soft_shutdown_seconds
-        self._wake = threading.Event()
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # its `put` may interrupt any other step
         self._signals = 0
+        self._quits = 0
         self._hand_back_at: float | None = None
         #: When what runs was told to hand itself back (monotonic seconds).
         self.handed_back_at: float | None = None
@@ -50,12 +60,13 @@ class Stopper(threading.Thread):
     @property
     def is_signalled(self) -> bool:
         """Whether the process was told to end, by a signal."""
-        return self._signals > 0
+        return self._signals + self._quits > 0
 
     def install_signals(self) -> None:
-        """Take SIGTERM and SIGINT; the first drains, the second hands back. Call it on the main thread."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
+        """Take SIGTERM, SIGINT and SIGQUIT. Call it on the main thread."""
+        signal.signal(signal.SIGINT, self._on_signal)
+        signal.signal(signal.SIGTERM, self._on_quit if REMAP_SIGTERM == "SIGQUIT" else self._on_signal)
+        signal.signal(signal.SIGQUIT, self._on_quit)
 
     def drain(self, why: str, deadline_seconds: float | None = None) -> None:
         """Take nothing new and stop when all is done; what is not done by the deadline is handed back before it."""
@@ -71,13 +82,18 @@ class Stopper(threading.Thread):
             if runtime.admission.sessions is not None:
                 runtime.admission.sessions.close_all()
             runtime.stop_replicas()
-        self._wake.set()
+        self._wake.put(None)
 
     def run(self) -> None:
         """Watch until the worker stops."""
+        is_drained = False
         while True:
-            self._wake.wait(_LOOK_SECONDS if self._busy_looking() else 1.0)
-            self._wake.clear()
+            self._look_again_after(_LOOK_SECONDS if self._busy_looking() and not is_drained else 1.0)
+            if self._quits:
+                self._stop_cold()
+                return
+            if is_drained:
+                continue
             if self._signals and not self._runtime.admission.draining:
                 self.drain("signal", self._soft_deadline())
             if self._runtime.admission.has_had_its_job():
@@ -93,7 +109,23 @@ class Stopper(threading.Thread):
                 log.info("drained", worker=self._runtime.worker_id)
                 signals.worker_shutting_down.send(sender=self._runtime.worker_id, sig="SIGTERM", how="Warm", exitcode=0)
                 state.should_stop = os.EX_OK
-                return
+                is_drained = True  # what is left may still be told to end at once
+
+    def _look_again_after(self, seconds: float) -> None:
+        with contextlib.suppress(queue.Empty):
+            self._wake.get(timeout=seconds)
+
+    def _stop_cold(self) -> None:
+        """Stop what runs, let go of its messages, and have Celery end."""
+        runtime = self._runtime
+        runtime.admission.draining = True
+        deadline = time.monotonic() + self._soft_shutdown_seconds
+        while state.active_requests and self._quits < 2 and time.monotonic() < deadline:
+            self._look_again_after(_LOOK_SECONDS)
+        log.info("stopping_at_once", worker=runtime.worker_id, tasks=sorted(runtime.running))
+        signals.worker_shutting_down.send(sender=runtime.worker_id, sig="SIGQUIT", how="Cold", exitcode=EX_FAILURE)
+        stop_now(runtime)
+        state.should_terminate = EX_FAILURE
 
     def _busy_looking(self) -> bool:
         return self._runtime.admission.draining or self._runtime.ephemeral
@@ -107,8 +139,34 @@ class Stopper(threading.Thread):
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals += 1
         if self._signals == 1:
-            text = "finishing what runs, taking nothing new; once more to hand it back"
+            _say("finishing what runs, taking nothing new; once more to hand it back")
         else:
-            text = "handing back what runs"
-        os.write(sys.__stdout__.fileno() if sys.__stdout__ else 1, f"worker: {text}\n".encode())
-        self._wake.set()
+            _say("handing back what runs")
+        self._wake.put(None)
+
+    def _on_quit(self, number: int, frame: FrameType | None) -> None:
+        self._quits += 1
+        _say("stopping what runs")
+        self._wake.put(None)
+        if self._quits > 2:
+            raise WorkerTerminate(EX_FAILURE)
+
+
+def stop_now(runtime: Runtime) -> None:
+    """Stop every child and cancel what runs without one; their messages go back, and nothing that waits begins."""
+    runtime.leases.is_stopping = True
+    runtime.stop_all("shutdown")
+    for request in _active_requests():
+        is_over = request.acknowledged or request.id in state.successful_requests
+        if not (request.task.acks_late and is_over):
+            request.cancel(None, emit_retry=not request.task.acks_late)
+
+
+def _active_requests() -> list[Any]:
+    while True:
+        with contextlib.suppress(RuntimeError):  # another thread has added one
+            return list(state.active_requests)
+
+
+def _say(text: str) -> None:
+    os.write(sys.__stdout__.fileno() if sys.__stdout__ else 1, f"worker: {text}\n".encode())

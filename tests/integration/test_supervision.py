@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from gpuflow.client import Task, submit
 from gpuflow.errors import InvalidTemplate, TaskCancelled, TaskFailed
 from tests.support.fleet import TestFleet, gone, running
 from tests.support.waiting import eventually, patient
+
+ROOT = Path(__file__).resolve().parents[2]
+HELD_SUBMIT = ROOT / "tests" / "support" / "held_submit"
 
 
 def test_a_task_runs_and_its_result_is_committed_on_disk_and_in_the_record(served: TestFleet) -> None:
@@ -193,6 +197,49 @@ def test_a_cold_stop_returns_the_message_and_another_worker_runs_it(fleet: TestF
     fleet.start_worker("w2")
     assert task.get(timeout=patient(30))["output"] == "done"
     assert task.record().attempt == 2
+
+
+def test_a_cold_stop_at_any_step_of_the_worker_ends_it(fleet: TestFleet, tmp_path: Path) -> None:
+    # Given a worker whose main thread holds the locks of its pool
+    hold = tmp_path / "hold"
+    env = {"HOLD_SUBMIT": str(hold), "PYTHONPATH": os.pathsep.join(map(str, (HELD_SUBMIT, ROOT)))}
+    worker = fleet.start_worker("w1", env=env)
+    hold.touch()
+    task = submit(fleet.echo(output="done"), app=fleet.app)
+    eventually(hold.with_suffix(".held").exists, what="the step that holds the locks")
+
+    worker.send(signal.SIGQUIT)
+    eventually(lambda: "worker: " in worker.log(), what="the signal")
+    hold.unlink()
+
+    worker.process.wait(timeout=patient(20))
+    assert not task.state.final
+    fleet.start_worker("w2")
+    assert task.get(timeout=patient(30))["output"] == "done"
+
+
+@pytest.mark.parametrize("timeout_seconds", [0, 3600])
+def test_a_cold_stop_gives_a_plain_task_back(fleet: TestFleet, tmp_path: Path, timeout_seconds: int) -> None:
+    # Given a task in a thread of the worker, and Celery's soft shutdown where there is a time for it
+    options = ("--include", "plain_tasks")
+    soft = ("--", f"worker.soft_shutdown_timeout={timeout_seconds}")
+    worker = fleet.start_worker("w1", *options, *soft)
+    gate = tmp_path / "gate"
+    sent = fleet.app.send_task("plain_tasks.wait_for", args=(str(gate),))
+    eventually(lambda: f"wait_for[{sent.id}] received" in worker.log(), what="the task")
+    eventually(lambda: fleet.broker.client.hlen(fleet.app.keys.unacked) == 1, what="its lease")
+
+    worker.send(signal.SIGQUIT)
+    if timeout_seconds:
+        eventually(lambda: "worker: " in worker.log(), what="the first signal")
+        assert worker.process.poll() is None
+        worker.send(signal.SIGQUIT)
+
+    worker.process.wait(timeout=patient(20))
+    assert f"wait_for[{sent.id}] succeeded" not in worker.log()
+    gate.touch()
+    other = fleet.start_worker("w2", *options)
+    eventually(lambda: f"wait_for[{sent.id}] succeeded" in other.log(), what="the other worker's turn")
 
 
 def _tree_of(worker: object, at_least: int) -> list[int]:
