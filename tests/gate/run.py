@@ -30,10 +30,10 @@ FOLDER: Final = ROOT / ".tox" / "gate"
 TRIES: Final = 2
 #: Where tox tells what came of each of its runs: a suite reads all other JSON files of FOLDER.
 TOX_RESULTS: Final = FOLDER / "tox"
-#: These wait for others most of their time: they run beside that one, and are printed when both have ended.
-BESIDE: Final[dict[str, tuple[str, ...]]] = {"vllm": ("browser", "tls")}
 #: Environments that are tested one after the other, and those that are tested beside them.
 Group: TypeAlias = tuple[list[str], list[str]]
+#: In this order. What is beside others waits most of its time, and is printed when all of its group has ended.
+GROUPS: Final[tuple[Group, ...]] = ((["lint", "wheel", "tests"], []), (["ml"], []), (["vllm"], ["browser", "tls"]))
 
 
 def main(names: list[str]) -> int:
@@ -109,16 +109,16 @@ def _build(name: str, *step: str) -> report.Build:
 
 
 def groups(names: Sequence[str]) -> list[Group]:
-    """Return in which order environments are tested: some, and what runs beside them. Pure."""
+    """Return which environments are tested together, those that GROUPS does not name with the first. Pure."""
     found: list[Group] = []
-    taken: set[str] = set()
-    for name, others in BESIDE.items():
-        beside = [one for one in others if one in names]
-        if name in names and beside:
-            found.append(([name], beside))
-            taken |= {name, *beside}
-    first = [name for name in names if name not in taken]
-    return [*([(first, [])] if first else []), *found]
+    left = {*names} - {name for group in GROUPS for part in group for name in part}
+    for mains, others in GROUPS:
+        group = [name for name in names if name in mains or name in left]
+        beside = [name for name in names if name in others]
+        left = set()
+        if group or beside:
+            found.append((group, beside) if group else (beside, []))
+    return found
 
 
 def _test_group(number: int, group: Sequence[str], beside: Sequence[str]) -> list[int]:

@@ -16,9 +16,13 @@ from tests.support.waiting import eventually
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
-        (["lint", "tests", "browser", "tls", "vllm"], [(["lint", "tests"], []), (["vllm"], ["browser", "tls"])]),
+        (
+            ["lint", "tests", "ml", "browser", "tls", "vllm"],
+            [(["lint", "tests"], []), (["ml"], []), (["vllm"], ["browser", "tls"])],
+        ),
         (["vllm", "tls"], [(["vllm"], ["tls"])]),
-        (["lint", "browser", "tls"], [(["lint", "browser", "tls"], [])]),
+        (["newest", "lint", "browser", "tls"], [(["newest", "lint"], []), (["browser", "tls"], [])]),
+        (["newest", "ml"], [(["newest"], []), (["ml"], [])]),
         (["vllm"], [(["vllm"], [])]),
         ([], []),
     ],

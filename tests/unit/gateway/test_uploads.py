@@ -36,7 +36,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def uploads(root: Path) -> Uploads:
-    return Uploads(ResultsFolder(root), Limits(silence_seconds=0.01, part_seconds=100))
+    return Uploads(ResultsFolder(root), Limits(part_seconds=100))
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
@@ -66,12 +66,14 @@ async def test_a_disk_that_fills_up_is_told_and_what_came_is_kept(
 
 
 async def test_an_upload_that_falls_silent_is_ended_and_can_be_gone_on_with(uploads: Uploads, root: Path) -> None:
+    impatient = Uploads(ResultsFolder(root), Limits(silence_seconds=0.2))
+
     async def silent() -> AsyncIterator[bytes]:
         yield CONTENT[:4]
         await asyncio.Event().wait()
 
     with pytest.raises(Problem) as caught:
-        await uploads.receive(ask(), silent())
+        await impatient.receive(ask(), silent())
 
     assert (caught.value.status, caught.value.kind) == (408, "silent")
     assert uploads.offset(ask()) == 4
