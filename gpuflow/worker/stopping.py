@@ -124,8 +124,10 @@ class Stopper(threading.Thread):
             self._look_again_after(_LOOK_SECONDS)
         log.info("stopping_at_once", worker=runtime.worker_id, tasks=sorted(runtime.running))
         signals.worker_shutting_down.send(sender=runtime.worker_id, sig="SIGQUIT", how="Cold", exitcode=EX_FAILURE)
-        stop_now(runtime)
-        state.should_terminate = EX_FAILURE
+        try:
+            stop_now(runtime)
+        finally:
+            state.should_terminate = EX_FAILURE
 
     def _busy_looking(self) -> bool:
         return self._runtime.admission.draining or self._runtime.ephemeral
