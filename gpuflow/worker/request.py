@@ -21,6 +21,8 @@ class GPURequest(Request):  # type: ignore[misc]
     `inspect active` and Flower see the spec of a supervised task without its secrets.
     """
 
+    _already_cancelled: bool = False
+
     def info(self, safe: bool = False) -> dict[str, Any]:
         """Return what Celery tells about the request."""
         told: dict[str, Any] = super().info(safe=safe)
