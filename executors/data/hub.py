@@ -13,6 +13,7 @@ from typing import Any, Final
 from executors import limits
 from executors.base import ExecutorError, bad_input
 from executors.offline import not_here, offline
+from gpuflow.errors import NotAllowed
 
 _GATED: Final = frozenset({"GatedRepoError", "DisabledRepoError", "LocalTokenNotFoundError"})
 _MISSING: Final = frozenset({"RepositoryNotFoundError", "RevisionNotFoundError", "DatasetNotFoundError"})
@@ -34,7 +35,9 @@ def hub_rows(data: Mapping[str, Any], split: str) -> list[Any]:
     datasets.disable_progress_bars()
     options = {key: data[key] for key in ("name", "revision") if data.get(key)}
     try:
-        return list(datasets.load_dataset(_place(str(data["url"])), split=split, **options))
+        place = _place(str(data["url"]))
+        _judge_files(datasets.load_dataset_builder(place, **options).config.data_files, place)
+        return list(datasets.load_dataset(place, split=split, **options))
     except ValueError as error:
         raise bad_input(f"data set {data['url']}: {error}") from error
     except (OSError, RuntimeError) as error:
@@ -49,6 +52,28 @@ def _place(url: str) -> str:
     if url[:1] in ("/", "~", ".") or url.count("/") > 1 or Path(url).exists():
         return str(limits.folder(url, "data.url"))
     return url
+
+
+def _judge_files(data_files: Mapping[str, Iterable[str]] | None, place: str) -> None:
+    """Raise NotAllowed for files beside the data set: its README.md may name any file of this machine, or any URL."""
+    is_folder = Path(place).is_dir()
+    for file in (str(one) for files in (data_files or {}).values() for one in files):
+        address = file.rpartition("::")[2]
+        if is_folder and "://" not in address:
+            inside = Path(address).resolve().is_relative_to(Path(place).resolve())
+        else:
+            inside = not is_folder and address.startswith(f"hf://datasets/{place}@")
+        if not inside:
+            raise NotAllowed(
+                f"data set {place!r}: its README.md names {_shown(address)}, which is none of its own files; correct "
+                "data_files there, or name that file by data.path"
+            )
+
+
+def _shown(address: str) -> str:
+    """Return a path, or a URL without what may be secret in it."""
+    scheme, mark, rest = address.partition("://")
+    return f"{scheme}://{rest.partition('?')[0].rpartition('@')[2]}" if mark else address
 
 
 def _known(error: BaseException, name: str) -> ExecutorError | None:

@@ -182,7 +182,8 @@ def _kind(name: str, value: Any, path: tuple[str, ...]) -> str | None:
     # Kernels of the hub are compiled code; an implementation that transformers brings has a plain name.
     if name == "attn_implementation" and any(sign in str(value) for sign in ("/", "${")):
         return "remote-code"
-    if name == "use_kernels" or (name == "kernel_config" and "transformers" in path):
+    # A model's own config.json can name such a kernel: then this alone lets it be loaded.
+    if name in ("use_kernels", "allow_all_kernels") or (name == "kernel_config" and "transformers" in path):
         return "remote-code"
     if isinstance(value, bool | int | float):
         return None

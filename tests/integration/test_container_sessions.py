@@ -15,12 +15,14 @@ import pytest
 from gpuflow.client import Task, submit, submit_pipeline
 from gpuflow.errors import TaskFailed
 from gpuflow.spec.presets import load_preset
+from tests.hostile.workers.test_confined_tasks import need_bubblewrap
 from tests.support.boxes import Box
 from tests.support.fake_engine import FakeContainer, FakeEngine, FakeImage
 from tests.support.fleet import ROOT, TestFleet, WorkerProcess
 from tests.support.waiting import eventually, patient, promised
 
 ENGINE, PLAIN = "engine", "plain"
+COMMAND = ["python", "talks.py"]
 BOXES = pytest.mark.parametrize("box", [ENGINE, PLAIN])
 
 #: A session that does what a request says, one after the other, and notes the order.
@@ -91,7 +93,7 @@ while True:
     tell("result", id=id, value=value)
     tell("finish", id=id, status="completed")
 """
-PRESET = {"image": "talks:latest", "command": ["python", "talks.py"], "process": {"folder": "app"}, "mode": "session"}
+PRESET = {"image": "talks:latest", "command": COMMAND, "process": {"folder": "app"}, "mode": "session"}
 PRESETS = {
     "talks": PRESET,
     "idle": {**PRESET, "idle_timeout": "1s"},
@@ -327,6 +329,50 @@ def test_a_request_has_the_time_limit_of_its_preset(fleet: TestFleet, tmp_path: 
 
     assert (error["type"], error["retryable"]) == ("TimeLimitExceeded", False)
     assert answer(fleet, PLAIN, "short", {})["pid"] == pid
+
+
+def test_a_session_that_runs_a_command_of_its_task_answers_one_owner(fleet: TestFleet) -> None:
+    """The command stays in memory between two requests: another owner's would be told to it."""
+    ours, again, theirs = (answered_to(fleet, owner, ENGINE, command=COMMAND) for owner in ("ana", "ana", "eve"))
+
+    assert again["pid"] == ours["pid"]
+    kept_apart(ours, theirs)
+
+
+@BOXES
+def test_a_session_on_a_worker_that_isolates_tasks_answers_one_owner(
+    fleet: TestFleet, box: str, engine: FakeEngine
+) -> None:
+    need_bubblewrap()
+    name = f"isolated-{box}"
+    url = engine.url if box == ENGINE else "none"
+    worker = start(fleet, name, GPUFLOW_CONTAINER_ENGINE=url, GPUFLOW_ISOLATE="bubblewrap")
+
+    ours, again, theirs = (answered_to(fleet, owner, name) for owner in ("ana", "ana", "eve"))
+
+    assert again["pid"] == ours["pid"]
+    kept_apart(ours, theirs)
+    assert worker.log().count("event=session_opened") == 2
+
+
+@BOXES
+def test_a_session_that_runs_its_preset_alone_answers_all_owners(fleet: TestFleet, box: str) -> None:
+    assert len({answered_to(fleet, owner, box)["pid"] for owner in ("ana", "eve")}) == 1
+
+
+def answered_to(fleet: TestFleet, owner: str, box: str, **own: Any) -> dict[str, Any]:
+    asked = spec(box, "talks", {}, session="owned")
+    asked["container"] |= own
+    task = submit(asked, owner=owner, app=fleet.app)
+    result: dict[str, Any] = task.get(timeout=patient(60))
+    assert task.record().failures == 0, "the session of another owner costs no attempt"
+    return result
+
+
+def kept_apart(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert theirs["pid"] != ours["pid"]
+    assert theirs["served"] == 1, "nothing that the other owner has left is in it"
+    gone(ours["pid"], "a request of another owner")
 
 
 # -- limits, and ends ----------------------------------------------------------------------------------------------

@@ -80,6 +80,8 @@ def test_what_the_setting_allows(names: tuple[str, ...], kinds: set[str]) -> Non
         (transformers(attn_implementation={"text_config": "evil/kernel:f"}), "remote-code", None),
         (transformers(attn_implementation="${env:K}"), "remote-code", None),
         (transformers(use_kernels=True), "remote-code", None),
+        (transformers(allow_all_kernels=True), "remote-code", "model.transformers.allow_all_kernels"),
+        (training(model_init_kwargs={"allow_all_kernels": True}), "remote-code", None),
         (transformers(kernel_config={"RMSNorm": "evil/norm:N"}), "remote-code", None),
         (transformers(weights_only=False), "pickles", "model.transformers.weights_only"),
         (transformers(weights_only=0), "pickles", None),
