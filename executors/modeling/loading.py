@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from executors.base import bad_input
+from executors.modeling.adapter_config import judge_adapter
 from executors.modeling.location import (
     Location,
     adapter_base,
@@ -90,6 +92,8 @@ def apply_adapters(model: PreTrainedModel, adapters: Sequence[Mapping[str, Any]]
         return model
     from peft import PeftModel
 
+    for adapter in adapters:
+        judge_adapter(Path(adapter["path"]))
     names = [f"adapter_{index}" for index in range(len(adapters))]
     tuned = PeftModel.from_pretrained(model, adapters[0]["path"], adapter_name=names[0])
     for name, adapter in zip(names[1:], adapters[1:], strict=True):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from executors.base import ExecutorError, bad_input
 from executors.failures import classify
+from executors.modeling.adapter_config import judge_adapter
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -30,6 +31,7 @@ def read_config(folder: Path, model: Any, *, headless: bool) -> PeftConfig:
     """
     from peft import PeftConfig
 
+    judge_adapter(folder)
     try:
         config = PeftConfig.from_pretrained(str(folder))
     except (ValueError, TypeError, KeyError) as error:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from executors.base import bad_input
+from executors.modeling.adapter_config import judge_adapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,6 +66,7 @@ def begin(model: PreTrainedModel, start: Beginning) -> PreTrainedModel:
         return merged(model, start.merged)
     from peft import PeftModel
 
+    judge_adapter(start.continued)
     trained: PreTrainedModel = PeftModel.from_pretrained(model, start.continued, is_trainable=True)
     return trained
 

@@ -93,6 +93,7 @@ def _local(spec: Mapping[str, Any], section: Mapping[str, Any], settings: Settin
         "pull": preset.pull,
         "process": None if confined else _process(preset, folder),
         "engine": engine.path,
+        "brings": confined,
         "no_engine": f"{engine.why}, without which {confined} of a template is not run" if confined else engine.why,
         "run": run,
         "lock": str(locks / f"{run}.lock"),

@@ -37,8 +37,6 @@ _OF_TASK: Final = frozenset(
 _LOADED: Final = ("taskType", "model", "env", "embedding", "secrets")
 #: Fields of a prepared container section that are of one task: its request, and what its container would be called.
 _OF_CONTAINER_REQUEST: Final = frozenset({"request", "metrics", "run", "lock", "exchange", "no_engine"})
-#: Fields of it by which a task says what runs in the container.
-_CODE_OF_CONTAINER: Final = ("command", "entrypoint", "workdir")
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]+")
 _TITLE_CHARACTERS: Final = 60
 
@@ -67,10 +65,11 @@ def serves_one_owner(settings: Settings, spec: Mapping[str, Any]) -> bool:
     """Say whether the session of a task answers tasks of its owner alone.
 
     So it is where the operator keeps tasks from each other, and where the task has brought code of its own, which would
-    see what the others ask. A session that runs the engine alone reads what each of its tasks may.
+    see what the others ask; the command of a preset is the operator's. A session that runs the engine alone reads what
+    each of its tasks may.
     """
     section = spec.get("container")
-    in_container = isinstance(section, Mapping) and any(section.get(name) for name in _CODE_OF_CONTAINER)
+    in_container = isinstance(section, Mapping) and bool(section.get("brings"))
     return settings.isolate != "none" or bool(kinds_of(spec)) or in_container
 
 
