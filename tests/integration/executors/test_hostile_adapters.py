@@ -1,4 +1,4 @@
-"""Adapters whose configuration names the weights or the tokenizer of others: PEFT would open them, wherever they are."""
+"""Adapters whose configuration names weights or a tokenizer of others: PEFT would open them, wherever they are."""
 
 from __future__ import annotations
 
