@@ -5,7 +5,6 @@ Made by `parsing`; anyone above may hold one. Frozen: whoever needs another temp
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -13,6 +12,7 @@ from typing import Any, Final
 from gpuflow.errors import InvalidTemplate
 from gpuflow.spec.checking import canonical
 from gpuflow.spec.matrix import expand_matrix
+from gpuflow.spec.plain import copied
 from gpuflow.spec.references import Reference, find_references, resolve
 from gpuflow.spec.report import Mistake
 from gpuflow.spec.sharding import shard_count
@@ -75,12 +75,12 @@ class Stage:
         data: dict[str, Any] = {
             "name": self.name,
             "depends_on": list(self.depends_on),
-            "spec": copy.deepcopy(self.spec),
+            "spec": copied(self.spec),
         }
         if self.matrix:
-            data["matrix"] = copy.deepcopy(self.matrix)
+            data["matrix"] = copied(self.matrix)
         if self.condition is not None:
-            data["condition"] = copy.deepcopy(self.condition)
+            data["condition"] = copied(self.condition)
         return data
 
 
@@ -128,8 +128,8 @@ class Template:
             "schema": TEMPLATE_SCHEMA if any(stage.condition is not None for stage in self.stages) else 1,
             "api_version": self.api_version,
             "kind": self.kind,
-            "metadata": copy.deepcopy(self.metadata),
-            "spec": copy.deepcopy(self.spec),
+            "metadata": copied(self.metadata),
+            "spec": copied(self.spec),
             "stages": [stage.to_dict() for stage in self.stages],
             "is_pipeline": self.is_pipeline,
             "warnings": [warning.to_dict() for warning in self.warnings],
@@ -148,15 +148,15 @@ class Template:
             return cls(
                 api_version=data["api_version"],
                 kind=data.get("kind"),
-                metadata=copy.deepcopy(data.get("metadata") or {}),
-                spec=copy.deepcopy(data.get("spec") or {}),
+                metadata=copied(data.get("metadata") or {}),
+                spec=copied(data.get("spec") or {}),
                 stages=tuple(
                     Stage(
                         name=stage["name"],
                         depends_on=tuple(stage.get("depends_on") or ()),
-                        spec=copy.deepcopy(stage["spec"]),
-                        matrix=copy.deepcopy(stage.get("matrix")),
-                        condition=copy.deepcopy(stage.get("condition")),
+                        spec=copied(stage["spec"]),
+                        matrix=copied(stage.get("matrix")),
+                        condition=copied(stage.get("condition")),
                     )
                     for stage in data["stages"]
                 ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -61,24 +62,30 @@ def said(task: Task) -> Any:
     return answer(task)[1]
 
 
-def worker_of(fleet: TestFleet, folder: Path, **env: str) -> WorkerProcess:
+def worker_of(fleet: TestFleet, folder: Path, user: User | None = None, **env: str) -> WorkerProcess:
     build(folder / "envs", SCRIPTED)
     env = {"GPUFLOW_ENV_DIR": str(folder / "envs"), "HEARTBEAT_INTERVAL_SEC": "1", **env}
     url = fleet.settings.redis_url or ""
-    worker = WorkerProcess(url, folder / "w", "w1", "--without-mingle", env=env, launcher=launcher())
+    home = folder / "w" if user is None else user.owns(folder / "w")
+    if user is not None:  # environments are used by who owns them
+        for path in (folder / "envs", *(folder / "envs").rglob("*")):
+            os.chown(path, user.uid, user.gid, follow_symlinks=False)
+    worker = WorkerProcess(url, home, "w1", "--without-mingle", env=env, launcher=launcher(user))
     fleet.workers.append(worker)
     return worker.ready()
 
 
-@pytest.fixture(params=["same-user", "child-user"])
-def isolated(request: pytest.FixtureRequest, fleet: TestFleet, ben: User, open_folder: Path) -> WorkerProcess:
+@pytest.fixture(params=["root", "child-user", "ordinary-user"])
+def isolated(
+    request: pytest.FixtureRequest, fleet: TestFleet, ana: User, ben: User, open_folder: Path
+) -> WorkerProcess:
     need_bubblewrap()
     shown = {str(SUPPORT), sys.prefix, sys.base_prefix}
     env = {"GPUFLOW_ISOLATE": "bubblewrap", "GPUFLOW_ISOLATE_FOLDERS": ",".join(sorted(shown))}
     env["GPUFLOW_READ_ROOTS"] = "/models"
     if request.param == "child-user":
         env["GPUFLOW_CHILD_USER"] = ben.name
-    return worker_of(fleet, open_folder, **env)
+    return worker_of(fleet, open_folder, ana if request.param == "ordinary-user" else None, **env)
 
 
 def test_an_isolated_session_sees_results_of_its_owner_alone(fleet: TestFleet, isolated: WorkerProcess) -> None:
@@ -103,11 +110,53 @@ def test_an_isolated_session_sees_results_of_its_owner_alone(fleet: TestFleet, i
     assert list((results / FOLDER / "w1").iterdir()) == []
 
 
+REACHES = """
+import os, signal
+said = {'seen': [], 'own': os.getuid(), 'killed': [], 'written': []}
+for pid in os.listdir('/proc'):
+    if pid.isdigit():
+        said['seen'].append(open(f'/proc/{pid}/cmdline').read().replace('\\0', ' '))
+for pid in request['spec']['data']['items'][1].split(','):
+    try:
+        os.kill(int(pid), 0)
+        said['killed'].append(pid)
+    except OSError:
+        pass
+for place in request['spec']['data']['items'][2:]:
+    try:
+        said['written'].append(os.listdir(place))
+    except OSError:
+        pass
+"""
+
+
+def test_an_isolated_session_reaches_neither_processes_nor_folders_of_its_worker(
+    fleet: TestFleet, isolated: WorkerProcess
+) -> None:
+    """A session has the uid of an ordinary worker: the sandbox alone keeps it from the worker's processes and files."""
+    pids = [isolated.process.pid, *(child.pid for child in isolated.children())]
+    settings = isolated.settings
+    views = settings.results_dir / FOLDER / "w1"
+    places = [settings.state_dir, settings.results_dir.parent, views]
+
+    done = said(of(fleet, "ana", ask(REACHES, ",".join(map(str, pids)), *map(str, places))))
+
+    assert [line for line in done["seen"] if "celery" in line] == []
+    assert done["killed"] == [], "pids of the worker are none in the sandbox"
+    assert views.is_dir(), "it is there, and is not seen"
+    names = {name for listed in done["written"] for name in listed}
+    assert not names & {"sessions", "containers", "aside", "seen"}
+    assert answer(of(fleet, "ana", ask("said = 1")))[1] == 1
+
+
 def test_links_of_a_session_lead_the_worker_nowhere(fleet: TestFleet, isolated: WorkerProcess) -> None:
     """It exchanges the folders in which the worker makes, and from which it brings, the files of requests."""
     victim = isolated.settings.state_dir / "victim"
     victim.mkdir(parents=True)
     (victim / "kept").write_text("the worker's")
+    owner = isolated.settings.results_dir.stat()
+    for path in (victim.parent, victim, victim / "kept"):
+        os.chown(path, owner.st_uid, owner.st_gid)
     swaps = f"""
 import os, shutil
 folder = request['output_dir']
