@@ -345,7 +345,8 @@ class Admission:
 
     def free_gpus(self) -> tuple[str, ...]:
         """Return the UUIDs of the GPUs that could be taken now, by any worker of the machine."""
-        return tuple(gpu.uuid for gpu in self._gpus.free(self.capability).gpus)
+        whole = self._gpus.snapshot(self.capability).whole
+        return tuple(gpu.uuid for gpu in self.capability.gpus if gpu.uuid in whole)
 
     # -- inside -------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -21,7 +21,7 @@ from gpuflow.fleet.gpu_reservation import Reservation, Reservations, boot_id, bo
 from gpuflow.fleet.gpu_usage import GpuUsage, UsageReader, alive, wait_clean
 from gpuflow.logs import get_logger
 from gpuflow.routing.capability import Capability, GpuCapability
-from gpuflow.routing.placement import FOREIGN_TOLERATED_MIB, FreeGpus, offered_gpu
+from gpuflow.routing.placement import FOREIGN_TOLERATED_MIB, FreeGpus
 
 log = get_logger("gpuflow.gpus")
 _T = TypeVar("_T")
@@ -79,25 +79,8 @@ class MachineGpus:
 
     # -- what could be taken ---------------------------------------------------------------------------------------
 
-    def free(self, capability: Capability, *, asks_memory: bool = True) -> Capability:
-        """Return the same worker with the GPUs alone that could be taken whole now. Never raises.
-
-        A GPU with more than FOREIGN_TOLERATED_MIB of foreign memory offers the rest of its memory, for an ask that says
-        how much it needs; for one that does not (`asks_memory=False`) it is left out.
-        """
-        if self._ledger is None:
-            return capability
-        seen = self._look()
-        foreign_mib = _held_back(seen)
-        offered = (
-            offered_gpu(gpu, foreign_mib.get(gpu.uuid, 0), asks_memory=asks_memory)
-            for gpu in capability.gpus
-            if _is_free(seen, gpu.uuid)
-        )
-        return replace(capability, gpus=tuple(gpu for gpu in offered if gpu is not None))
-
     def snapshot(self, capability: Capability) -> FreeGpus:
-        """Return what could be given out of the GPUs now. Never raises."""
+        """Return what could be given out of the GPUs now; nothing of one that is lost. Never raises."""
         if self._ledger is None:
             return FreeGpus()
         seen = self._look()
@@ -106,10 +89,6 @@ class MachineGpus:
             room_mib=_room(seen, capability),
             foreign_mib=_held_back(seen),
         )
-
-    def room(self, capability: Capability) -> dict[str, int]:
-        """Return the MiB that a share of each GPU could have now; 0 for one held whole, or lost. Never raises."""
-        return _room(self._look(), capability) if self._ledger is not None else {}
 
     def held_back(self) -> dict[str, int]:
         """Return the GPUs that are held back because of processes outside gpuflow, and the MiB that these use.
