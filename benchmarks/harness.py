@@ -36,7 +36,8 @@ def start_worker(
         "GPUFLOW_LOCK_DIR": str(folder / "locks"),
         "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
         "GPUFLOW_STATE_DIR": str(folder / "state"),
-        "GPUFLOW_READ_ROOTS": str(folder),  # models that are made for the run
+        # Models that are made for the run, or that MODEL names.
+        "GPUFLOW_READ_ROOTS": ",".join(filter(None, (str(folder), os.environ.get("MODEL", "")))),
         **(env or {}),
     }
     with (folder / f"{module}.log").open("ab") as log:
