@@ -193,7 +193,13 @@ def _free_gpus(load: Mapping[str, Any], capability: Capability) -> FreeGpus:
 
 def _usage(load: Mapping[str, Any]) -> HostUsage | None:
     told = load.get("usage")
-    return HostUsage.from_dict(told) if isinstance(told, Mapping) else None
+    if not isinstance(told, Mapping):
+        return None  # an older worker
+    usage = HostUsage.from_dict(told)
+    numbers = (usage.cpus, usage.memory_mib, usage.undeclared_jobs, usage.undeclared_limit or 0)
+    if not all(isinstance(one, int | float) for one in numbers):
+        raise TypeError("what is in use of a host is told in numbers")
+    return usage
 
 
 def _offers(load: Mapping[str, Any], kind: str) -> Offers | None:
@@ -227,9 +233,16 @@ def _reservation(
         gpus=_texts(found.get("gpus")) or (),
         seconds=None if since is None else max(0.0, now - since),
         queue=str(found.get("queue") or ""),
-        asked=Requirement.from_dict(record.requirement) if record is not None and record.requirement else None,
+        asked=_asked(record),
         seconds_left=left - (entry.seen_seconds or 0.0) if isinstance(left, int | float) else None,
     )
+
+
+def _asked(record: TaskRecord | None) -> Requirement | None:
+    try:
+        return Requirement.from_dict(record.requirement) if record is not None and record.requirement else None
+    except UNREADABLE:
+        return None  # of a newer version
 
 
 def _record_schema(load: Mapping[str, Any]) -> int | None:
