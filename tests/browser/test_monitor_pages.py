@@ -14,15 +14,18 @@ from pathlib import Path
 import pytest
 
 from gpuflow.fleet.registry import Fleet
+from gpuflow.monitor.pages import MERGE_COUNTS
 from tests.support.browser_page import BrowserPage, browser_page
 from tests.support.fleet import TestFleet
 from tests.support.monitored_fleet import (
     FlowerProcess,
     worker_entry,
     worker_id,
+    write_dead_letters,
     write_pipelines,
     write_queues,
     write_run,
+    write_scaling,
     write_workers,
 )
 from tests.support.waiting import eventually
@@ -56,6 +59,9 @@ async def test_pages_at_every_size(sized: tuple[TestFleet, int], tmp_path: Path)
         write_queues(fleet, *((6, 200) if size < 100 else (30, 20_000)))
         runs = write_pipelines(fleet, 3 if size < 100 else 100)
         write_run(fleet, runs[0])
+        write_scaling(fleet, size // 5 + 1)
+        write_dead_letters(fleet, size // 5 + 1)
+        fleet.app.merger.store.add_counts(dict.fromkeys(MERGE_COUNTS, 1234 * size))
         pages.append(f"pipelines/{runs[0]}")
     with FlowerProcess(fleet, env={"FLOWER_BASIC_AUTH": LOGIN}) as flower:
         async with browser_page(tmp_path / "profile") as page:
