@@ -34,6 +34,10 @@ LOGIN = "ana:word"
 PAGES = ("fleet", "queues", "pipelines", "scaling", "dead-letters", "merge")
 LOOKS = (("desktop", 1400, 900, False), ("phone", 390, 844, False), ("dark", 1400, 900, True))
 PICTURES = os.environ.get("MONITOR_SCREENSHOTS")
+#: How many tables go on beyond the edge of what scrolls them.
+HIDDEN = (
+    """[...document.querySelectorAll('.scroll:has(table)')].filter(one => one.scrollWidth > one.clientWidth).length"""
+)
 LIVE = "document.body.dataset.live === 'live'"
 
 
@@ -76,6 +80,8 @@ async def test_pages_at_every_size(sized: tuple[TestFleet, int], tmp_path: Path)
                     await page.look(width=width, height=height, dark=dark)
                     wide = await page.value("document.documentElement.scrollWidth - window.innerWidth")
                     assert wide <= 0, f"{path} is {wide} px wider than a {name} window"
+                    hidden = await page.value(HIDDEN)
+                    assert name != "phone" or hidden == 0, f"{hidden} tables of {path} are wider than a phone"
                     if PICTURES:
                         label = "pipeline" if "/" in path else path
                         await page.screenshot(Path(PICTURES) / f"{size}-{label}-{name}.png")

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from gpuflow.settings import Settings
+from gpuflow.settings.model import env_names
 from gpuflow.worker.service import EXTENSION_SECONDS
 from gpuflow.worker.stopping import MARGIN_SECONDS
 from tests.unit.metrics.test_dashboards import check
@@ -114,6 +115,18 @@ def test_traces_are_a_setting_that_all_services_get_and_all_images_have() -> Non
     assert [one.replace("${WORKER_EXTRAS}", of_worker).split(",")[-1] for one in extras] == ["traces", "traces"]
     assert services["worker-cpu"]["build"]["args"]["WORKER_EXTRAS"] == f"${{WORKER_EXTRAS:-{of_worker}}}"
     assert f"\nWORKER_EXTRAS={of_worker}\n" in (ROOT / ".env.example").read_text("utf-8")
+
+
+def test_each_setting_that_a_file_names_is_one() -> None:
+    files = [ROOT / "docker-compose.yml", ROOT / ".env.example", *(ROOT / "deploy").rglob("*")]
+    named = {
+        name
+        for path in files
+        if path.is_file()
+        for name in re.findall(r"\b(?:GPUFLOW|ELASTIC|ENABLE)_[A-Z_]+[A-Z]\b", path.read_text("utf-8"))
+    }
+    assert named >= {"GPUFLOW_TRACES", "ENABLE_ELASTIC_SCALING", "GPUFLOW_LOCK_DIR"}
+    assert named - set(env_names().values()) == set()
 
 
 def test_a_worker_has_time_to_hand_back() -> None:
