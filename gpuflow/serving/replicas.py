@@ -21,6 +21,7 @@ from gpuflow.errors import GPUFlowError
 from gpuflow.ledger.records import TaskRecord
 from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
+from gpuflow.protocol import REPLICA_UNIT
 from gpuflow.routing.families import task_of
 from gpuflow.serving.models import ServedModel
 from gpuflow.serving.store import ServedModels
@@ -211,8 +212,9 @@ class Replicas:
 
 
 def is_warm(record: TaskRecord) -> bool:
-    """Say whether the model of a replica is loaded; the record says so by its progress."""
-    return record.state is TaskState.RUNNING and bool(record.progress) and not record.lost
+    """Say whether the model of a replica is loaded: its progress says so, by its unit."""
+    loaded = record.progress is not None and record.progress.get("unit") == REPLICA_UNIT
+    return record.state is TaskState.RUNNING and loaded and not record.lost
 
 
 def _mark(model: ServedModel) -> str:
