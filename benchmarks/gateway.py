@@ -1,6 +1,6 @@
-"""What the HTTP gateway costs, next to a bare FastAPI app with one Redis write, in the same run on the same broker.
+"""What the HTTP gateway costs, next to a bare FastAPI app with one Redis write, and to vLLM's own OpenAI server.
 
-    python benchmarks/gateway.py [--quick] [--json]
+    python benchmarks/gateway.py [--quick] [--json] [--without-ttft]
 
 Rows (a ratio above 1 means that ours is better):
 
@@ -8,8 +8,13 @@ Rows (a ratio above 1 means that ours is better):
                    record, message and index in one step; the peer writes the body into a stream
 * fanout_first     seconds from one event until each of 500 readers of its stream has it
 * fanout_events    events per second that 500 readers of one stream get
+* ttft_p50, _p95   seconds to the first text of a streaming chat of a served model, 16 clients at once; the peer is
+                   vLLM's OpenAI server with the same model, arguments, prompts and sampling, in turns
+* ttft_one_p50     the same for one client at a time
 
-Each is one process. The readers of ours share one look at the stream; each reader of the peer asks Redis by itself.
+Each server is one process. The readers of ours share one look at the stream; each reader of the peer asks Redis by
+itself. The rows of ttft need the environment vllm (`gpuflow env create vllm`) and load two models, a minute or more:
+they are left out with --quick and --without-ttft.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import gateway_first_token
 import harness
 import redis
 
@@ -172,6 +178,12 @@ def start_ours(folder: Path, url: str) -> Server:
     return Server(process, int(first.strip().rpartition(":")[2].rstrip("/")), "/api/v1/tasks")
 
 
+def gateway(folder: Path, url: str) -> tuple[subprocess.Popen[str], int]:
+    """Start the gateway; return it and its port."""
+    server = start_ours(folder, url)
+    return server.process, server.port
+
+
 def start_peer(folder: Path, url: str) -> Server:
     """Start the bare app."""
     code = (
@@ -225,10 +237,16 @@ async def measure(rounds: int, submits: int, fans: int, events: int, folder: Pat
 
 def main() -> None:
     """Measure and print."""
-    given = harness.options(__doc__)
+    given = harness.options(__doc__, {"--without-ttft": "leave out the rows that need vLLM"})
+    python = None if given.quick or given.without_ttft else gateway_first_token.python_of_vllm()
     sizes = (3, 400, 2, 20) if given.quick else (5, 2000, 5, 50)
     with tempfile.TemporaryDirectory(prefix="gpuflow-bench-", ignore_cleanup_errors=True) as folder:
         rows = asyncio.run(measure(*sizes, Path(folder)))
+    if python is None:
+        harness.progress("the rows of ttft are left out, which need vLLM and two loads of a model")
+    else:
+        with tempfile.TemporaryDirectory(prefix="gpuflow-bench-", ignore_cleanup_errors=True) as folder:
+            rows += gateway_first_token.measure(gateway_first_token.Rounds(), python, gateway, TOKEN, Path(folder))
     harness.show("gateway", rows, as_json=given.json)
 
 

@@ -36,7 +36,8 @@ def start_worker(
         "GPUFLOW_LOCK_DIR": str(folder / "locks"),
         "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
         "GPUFLOW_STATE_DIR": str(folder / "state"),
-        "GPUFLOW_READ_ROOTS": str(folder),  # models that are made for the run
+        # Models that are made for the run, or that MODEL names.
+        "GPUFLOW_READ_ROOTS": ",".join(filter(None, (str(folder), os.environ.get("MODEL", "")))),
         **(env or {}),
     }
     with (folder / f"{module}.log").open("ab") as log:
@@ -93,12 +94,17 @@ def row(metric: str, ours: float, peer: float, unit: str, *, more_is_better: boo
     }
 
 
-def options(description: str) -> argparse.Namespace:
-    """Read the options that every benchmark has. From now on SIGTERM ends it as an exception does, cleanly."""
+def options(description: str, flags: Mapping[str, str] | None = None) -> argparse.Namespace:
+    """Read the options that every benchmark has, and flags of its own (name: help).
+
+    From now on SIGTERM ends it as an exception does, cleanly.
+    """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer rounds; ends within 60 s")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    for name, text in (flags or {}).items():
+        parser.add_argument(name, action="store_true", help=text)
     return parser.parse_args()
 
 

@@ -18,7 +18,8 @@ Rows (a ratio above 1 means that ours is better):
 
 Several client processes send the calls, in one random order on all sides, and then wait for the answers. The sides take
 turns on one broker. The model is a small random Llama, made for the run, in float32 on transformers; MODEL names the
-folder of another one. The executor counts: each answer that it writes is one generation.
+folder of another one, TOKENS the length of each answer (64). The executor counts: each answer that it writes is one
+generation.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ DISTINCT_SIDES = ("unmerged", "merged", "unbatched")
 #: One thread of torch on all sides: several spin while they wait for each other, and share the cores with all else.
 ENGINE_ENV = {"OMP_NUM_THREADS": "1"}
 MODEL = os.environ.get("MODEL", "")
+TOKENS = int(os.environ.get("TOKENS", "64"))
 SEED = 7
 
 
@@ -72,8 +74,8 @@ class Size:
     joins: int
 
 
-QUICK = Size(calls=400, prompts=40, turns=2, tokens=64, rounds=2, distinct_calls=80, joins=300)
-FULL = Size(calls=10_000, prompts=1_000, turns=5, tokens=64, rounds=3, distinct_calls=400, joins=2_000)
+QUICK = Size(calls=400, prompts=40, turns=2, tokens=TOKENS, rounds=2, distinct_calls=80, joins=300)
+FULL = Size(calls=10_000, prompts=1_000, turns=5, tokens=TOKENS, rounds=3, distinct_calls=400, joins=2_000)
 
 
 class Clients:
@@ -83,8 +85,9 @@ class Clients:
         environment = {**os.environ, "REDIS_URL": url, "RESULTS_DIR": str(folder / "results")}
         environment["GPUFLOW_STATE_DIR"] = str(folder / "state")
         self._processes = []
-        for number in range(CLIENTS):
-            with (folder / f"client-{number}.log").open("wb") as log:
+        self._logs = [folder / f"client-{number}.log" for number in range(CLIENTS)]
+        for path in self._logs:
+            with path.open("wb") as log:
                 process = subprocess.Popen(
                     [sys.executable, str(harness.HERE / "merge_client.py")],
                     env=environment,
@@ -123,12 +126,12 @@ class Clients:
             process.kill()
             process.wait()
 
-    @staticmethod
-    def _read(process: subprocess.Popen[str]) -> Any:
+    def _read(self, process: subprocess.Popen[str]) -> Any:
         assert process.stdout is not None
         line = process.stdout.readline()
         if not line:
-            raise SystemExit("a client process has ended; see its log")
+            log = self._logs[self._processes.index(process)].read_text(errors="replace")
+            raise SystemExit(f"a client process has ended:\n{log[-2000:]}")
         return json.loads(line)
 
 

@@ -17,6 +17,7 @@ from typing import Any, Final, NoReturn
 from executors import cancellation, limits
 from executors.base import MERGED, Executor, ExecutorError, plain
 from executors.cache import hold_inputs
+from executors.cores import limit_threads
 from executors.distributed.plan import plan_ranks, use_gpus
 from executors.registry import find
 from gpuflow.protocol import Emitter, Request
@@ -64,6 +65,9 @@ def _serve(emitter: Emitter) -> int:
 
 
 def _run(executor: Executor, request: Request, emitter: Emitter) -> dict[str, Any]:
+    plan = plan_ranks(request)
+    if plan.processes == 1:
+        limit_threads()
     if MERGED in request.spec:
         from executors.merging import run_merged
 
@@ -77,7 +81,6 @@ def _run(executor: Executor, request: Request, emitter: Emitter) -> dict[str, An
             has_rows = shard.end > shard.start
             result = executor.run(request, emitter) if has_rows else shard.empty_result(request, emitter)
             return shard.completed(result)
-    plan = plan_ranks(request)
     use_gpus(plan, request)
     if plan.processes > 1:
         from executors.distributed.launch import run_ranks

@@ -24,6 +24,7 @@ from gpuflow.fleet.worker_views import worker_views
 from gpuflow.handles import reachable
 from gpuflow.ledger.records import TaskRecord
 from gpuflow.ledger.states import TaskState
+from gpuflow.routing.affinity import limit_seconds
 from gpuflow.routing.explain import Explanation
 from gpuflow.routing.explain import explain as explain_task
 from gpuflow.routing.offers import asked_name, secrets_asked
@@ -78,7 +79,7 @@ def explain_records(
         waits = str(record.state) in ("PENDING", "QUEUED")
         queue = queue_view(app.redis, app.keys, app.ledger, record.queue, record.id if waits else "", now)
         ask = Requirement.from_dict(record.requirement or {})
-        found.append(explain_task(ask, _task_view(app, record, now), queue, workers))
+        found.append(explain_task(ask, _task_view(app, record, workers, now), queue, workers))
     return found
 
 
@@ -129,7 +130,7 @@ def explain_queues(app: GPUFlow) -> list[dict[str, Any]]:
                 ask = Requirement.from_dict(record.requirement or row["requirement"])
             except (GPUFlowError, KeyError, TypeError, ValueError):
                 continue  # of a newer version
-            row["why"] = explain_task(ask, _task_view(app, record, now), queue, workers).verdict
+            row["why"] = explain_task(ask, _task_view(app, record, workers, now), queue, workers).verdict
         elif not row["workers"]:
             row["why"] = "no worker that takes work serves this queue"
     return rows
@@ -148,6 +149,8 @@ def explain_template(app: GPUFlow, template: Template) -> list[Explanation]:
             executor=asked_name(stage.spec),
             secrets=secrets_asked(stage.spec),
             priority=_priority(stage.spec),
+            limit_seconds=limit_seconds(stage.spec),
+            ahead_of=_ahead_of(app, queue.name, workers),
         )
         found.append(explain_task(ask, task, queue, workers))
     return found
@@ -183,7 +186,7 @@ def _looks_like_id(text: str) -> bool:
     return len(text) == 36 and text.count("-") == 4
 
 
-def _task_view(app: GPUFlow, record: TaskRecord, now: float) -> TaskView:
+def _task_view(app: GPUFlow, record: TaskRecord, workers: Sequence[WorkerView], now: float) -> TaskView:
     client: Any = app.redis
     avoids, until, alternatives = client.hmget(app.keys.task(record.id), "avoid_worker", "avoid_until", "alternatives")
     queues = [one["queue"] for one in json.loads(alternatives)] if alternatives else [record.queue]
@@ -202,7 +205,21 @@ def _task_view(app: GPUFlow, record: TaskRecord, now: float) -> TaskView:
         record_schema=record.schema,
         session=session_name(record.spec, queues),
         running_seconds=None if record.started_at is None else max(0.0, now - record.started_at),
+        limit_seconds=limit_seconds(record.spec),
+        ahead_of=_ahead_of(app, record.queue, workers),
     )
+
+
+def _ahead_of(app: GPUFlow, queue: str, workers: Sequence[WorkerView]) -> frozenset[str]:
+    """Return the queues with tasks that machines are reserved for, as far as `queue` goes before them."""
+    reserved = sorted({worker.reservation.queue for worker in workers if worker.reservation is not None})
+    if not reserved:
+        return frozenset()
+    pipe: Any = app.redis.pipeline(transaction=False)
+    for name in (queue, *reserved):
+        pipe.zrank(app.keys.ready, name)
+    place, *places = (float("inf") if rank is None else rank for rank in pipe.execute())
+    return frozenset(name for name, its in zip(reserved, places, strict=True) if place < its)
 
 
 def _priority(spec: Mapping[str, Any]) -> int:

@@ -52,6 +52,9 @@ FINISH_STATUSES: Final = ("completed", "failed", "cancelled")
 #: Error type of a cancelled finish after a notice (SIGUSR1): the task is to go on in another attempt.
 PREEMPTED: Final = "Preempted"
 
+#: Unit of the progress of a replica whose model is loaded; that of a download or a conversion has another one.
+REPLICA_UNIT: Final = "replica"
+
 #: The file that makes a checkpoint folder a complete one. It comes last, by rename; without it, a folder is not read.
 CHECKPOINT_MARKER: Final = "complete.json"
 #: Task types of users' own executors: names with a dot, the first part says whose. Those of gpuflow have none.

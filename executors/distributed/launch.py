@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from executors import cancellation
 from executors.base import ExecutorError
+from executors.cores import declared_cores
 from executors.distributed.plan import RankPlan
 from executors.distributed.records import RANKS_ENDED, culprit, failure, read_end
 from executors.programs.running import Ran, run
@@ -37,7 +38,7 @@ def run_ranks(request: Request, plan: RankPlan, emitter: Emitter) -> dict[str, A
         ran = run(
             [*argv, str(os.getpid()), str(plan.processes), folder],
             cwd=Path.cwd(),
-            environment=_environment(plan, request),
+            environment=environment(plan),
             on_stdout=said.line,
             on_stderr=_log,
             stdin=stdin,
@@ -45,12 +46,12 @@ def run_ranks(request: Request, plan: RankPlan, emitter: Emitter) -> dict[str, A
     return _outcome(ran, said.kept, plan.processes, request)
 
 
-def _environment(plan: RankPlan, request: Request) -> dict[str, str]:
-    """Return the environment of the agent: a fair share of the cores for each rank, and gloo on loopback.
+def environment(plan: RankPlan) -> dict[str, str]:
+    """Return the environment of the agent: a fair share of the task's cores for each rank, and gloo on loopback.
 
     What the worker or the user has set wins.
     """
-    cores = len(os.sched_getaffinity(0))
+    cores = declared_cores() or len(os.sched_getaffinity(0))
     given = {"OMP_NUM_THREADS": str(max(1, cores // plan.processes)), "GLOO_SOCKET_IFNAME": "lo"}
     return {**given, **os.environ, "PYTHONUNBUFFERED": "1"}
 

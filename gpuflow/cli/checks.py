@@ -61,6 +61,7 @@ def everything(settings: Settings) -> list[Check]:
         *allowed(settings),
         *locks(settings),
         *confinement(settings),
+        *traces(settings),
         folder("results folder", settings.results_dir, "RESULTS_DIR"),
         folder("state folder", settings.state_dir, "GPUFLOW_STATE_DIR"),
         folder("cache folder", settings.cache_dir, "GPUFLOW_CACHE_DIR"),
@@ -280,6 +281,13 @@ def allowed(settings: Settings) -> list[Check]:
     from gpuflow.cli.checks_policy import policy_checks
 
     return policy_checks(settings)
+
+
+def traces(settings: Settings) -> list[Check]:
+    """Check whether spans are sent, and whether the collector answers."""
+    from gpuflow.cli.checks_traces import trace_checks
+
+    return trace_checks(settings)
 
 
 def environments() -> list[Check]:

@@ -16,8 +16,6 @@ from typing import Final
 
 from gpuflow.fleet.hardware_nvml import GpuProcess, GpuUse, Uses, read_uses
 
-#: A GPU with more foreign memory than this does not count as free for a task that does not say what it needs.
-FOREIGN_TOLERATED_MIB: Final = 512
 _NOTHING: Final[Mapping[str, int]] = {}
 _PAUSE_SECONDS: Final = 0.05
 _PROC: Final = Path("/proc")

@@ -13,11 +13,12 @@ What a worker does not tell is None there. Read from the entry's `load`, beside 
 | `freeGpus` | list of UUIDs | GPUs that no task of gpuflow holds, on the whole machine |
 | `gpusSeenAt` | number | when it saw so, on its machine's clock: the newest of a machine counts for all its workers |
 | `locks` | {machine, directory, path} | the GPU ledger: workers with the same one share GPUs |
-| `sessions` | list of {model, engine, state, running, idle, gpus} | its warm models; idle ones make room for a task |
+| `sessions` | list of {model, engine, state, running, idle, gpus, shareMib} | its warm models; idle ones make room |
+| `usage` | {cpus, memory_mib, undeclared_jobs, undeclared_limit} | what is in use of its host, without idle models |
 | `freeJobs` | number, or null | how many more tasks it could start; null: no limit |
 | `foreignMib` | UUID -> MiB | GPUs that are held back because of processes outside gpuflow, and what these use |
 | `roomMib` | UUID -> MiB | what is left of each GPU for tasks that share it |
-| `reservation` | {task, gpus: [UUID], since} or null | the waiting task that GPUs are kept for; `since` may lack |
+| `reservation` | {task, queue, gpus: [UUID], secondsLeft} or null | the waiting task that GPUs are kept for |
 | `protocol` | {fleet, oldest, record} | what its version reads and works beside (`fleet.versions`) |
 | `limits` | {by, why} | what holds tasks to the memory and CPUs that they ask for (`worker.task_limits`) |
 | `diskFreeMib`, `memoryAvailableMib` | number | free where results are written; left of the machine's memory |
@@ -41,7 +42,9 @@ from gpuflow.ledger.records import TaskRecord
 from gpuflow.ledger.states import TaskState
 from gpuflow.routing.capability import CAPABILITY_SCHEMA, Capability
 from gpuflow.routing.offers import Offers
+from gpuflow.routing.placement import FreeGpus, GpuGrant, HostUsage
 from gpuflow.routing.queues import is_demand_queue
+from gpuflow.routing.requirement import Requirement
 from gpuflow.routing.views import Reservation, RunningTask, WorkerView
 
 #: What a task may be while GPUs are kept free for it.
@@ -124,10 +127,11 @@ def _seen_at(load: Mapping[str, Any]) -> float:
 
 def view_of(entry: WorkerEntry, records: Mapping[str, TaskRecord], now: float) -> WorkerView:
     """Return the view of one worker."""
-    load = entry.load
+    load, capability = entry.load, capability_of(entry)
+    free = _free_gpus(load, capability)
     return WorkerView(
         id=entry.id,
-        capability=capability_of(entry),
+        capability=capability,
         state="DRAINING" if entry.drains and entry.is_there else str(entry.state),
         enabled=entry.takes_work,
         disabled_by=entry.desired.text() if not entry.takes_work else "",
@@ -140,15 +144,16 @@ def view_of(entry: WorkerEntry, records: Mapping[str, TaskRecord], now: float) -
         gpu_offers=_offers(load, "gpu"),
         allows_code=_texts(load.get("allowsCode")),
         secrets=_texts(load.get("secrets")),
-        free_gpus=_free_gpus(load),
+        free_gpus=None if load.get("freeGpus") is None else tuple(sorted(free.whole)),
         limits=_limits(load),
         record_schema=_record_schema(load),
         kept={name: bool(has_gpus) for name, has_gpus in _mapping(load.get("kept")).items()},
         free_jobs=load["freeJobs"] if isinstance(load.get("freeJobs"), int) else None,
         tasks=tuple(_running(task, records.get(task), now) for task in entry.tasks),
-        reservation=_reservation(_mapping(load.get("reservation")), records, now),
+        reservation=_reservation(_mapping(load.get("reservation")), records, entry, now),
         foreign_mib=_amounts(load.get("foreignMib")),
-        room_mib=_amounts(load["roomMib"]) if load.get("roomMib") is not None else None,
+        room_mib=None if load.get("roomMib") is None else dict(free.room_mib),
+        usage=_usage(load),
     )
 
 
@@ -174,14 +179,27 @@ def _families(entry: WorkerEntry) -> tuple[str, ...] | None:
     return tuple(name for name in entry.queues if is_demand_queue(name))
 
 
-def _free_gpus(load: Mapping[str, Any]) -> tuple[str, ...] | None:
+def _free_gpus(load: Mapping[str, Any], capability: Capability) -> FreeGpus:
     """Return the GPUs that a task could have: those that nobody holds, and those of models that only idle there."""
-    free = _texts(load.get("freeGpus"))
-    if free is None:
-        return None
-    sessions = [_mapping(one) for one in load.get("sessions") or ()]
-    idle = [uuid for one in sessions if one.get("idle") for uuid in _texts(one.get("gpus")) or ()]
-    return tuple(dict.fromkeys([*free, *idle]))
+    free = FreeGpus(
+        whole=frozenset(_texts(load.get("freeGpus")) or ()),
+        room_mib=_amounts(load.get("roomMib")),
+        foreign_mib=_amounts(load.get("foreignMib")),
+    )
+    sessions = [one for found in load.get("sessions") or () if (one := _mapping(found)).get("idle")]
+    grants = [GpuGrant(gpus=_texts(one.get("gpus")) or (), share_mib=one.get("shareMib")) for one in sessions]
+    return free.plus(grants, capability)
+
+
+def _usage(load: Mapping[str, Any]) -> HostUsage | None:
+    told = load.get("usage")
+    if not isinstance(told, Mapping):
+        return None  # an older worker
+    usage = HostUsage.from_dict(told)
+    numbers = (usage.cpus, usage.memory_mib, usage.undeclared_jobs, usage.undeclared_limit or 0)
+    if not all(isinstance(one, int | float) for one in numbers):
+        raise TypeError("what is in use of a host is told in numbers")
+    return usage
 
 
 def _offers(load: Mapping[str, Any], kind: str) -> Offers | None:
@@ -198,20 +216,33 @@ def _running(task_id: str, record: TaskRecord | None, now: float) -> RunningTask
     return RunningTask(id=task_id, name=record.name, seconds=seconds)
 
 
-def _reservation(found: Mapping[str, Any], records: Mapping[str, TaskRecord], now: float) -> Reservation | None:
+def _reservation(
+    found: Mapping[str, Any], records: Mapping[str, TaskRecord], entry: WorkerEntry, now: float
+) -> Reservation | None:
     if not found.get("task"):
         return None
     task = str(found["task"])
     record = records.get(task)
     if record is not None and record.state not in _WAITS:
         return None  # it has begun since: the entry is older than that
-    since = found.get("since") or (record.created_at if record is not None else None)
+    since = record.created_at if record is not None else None
+    left = found.get("secondsLeft")
     return Reservation(
         task=task,
         name=record.name if record is not None else "",
         gpus=_texts(found.get("gpus")) or (),
-        seconds=max(0.0, now - since) if isinstance(since, int | float) else None,
+        seconds=None if since is None else max(0.0, now - since),
+        queue=str(found.get("queue") or ""),
+        asked=_asked(record),
+        seconds_left=left - (entry.seen_seconds or 0.0) if isinstance(left, int | float) else None,
     )
+
+
+def _asked(record: TaskRecord | None) -> Requirement | None:
+    try:
+        return Requirement.from_dict(record.requirement) if record is not None and record.requirement else None
+    except UNREADABLE:
+        return None  # of a newer version
 
 
 def _record_schema(load: Mapping[str, Any]) -> int | None:

@@ -90,7 +90,7 @@ def openai_router(settings: Settings, calls: Calls, hub: Callable[[], Hub], gate
     async def embeddings(request: Request, caller: Caller) -> Response:
         """Make a vector of each text; as numbers, or base64 of float32."""
         call = await model_of(request, Embeddings, max_bytes=_MAX_BYTES)
-        async with TaskCall(shared, *await models.task(call, call.spec(), caller)) as task:
+        async with TaskCall(shared, call.model, *await models.task(call, call.spec(), caller)) as task:
             try:
                 async for _ in task.events(request):
                     pass
@@ -200,10 +200,10 @@ async def _generated(
 ) -> Response:
     """Answer a call; `asked` are the spec of its task and whose that is."""
     if call.stream:
-        task = TaskCall(shared, *asked)
+        task = TaskCall(shared, call.model, *asked)
         await task.__aenter__()  # what the fleet refuses is a status, not an event of the stream
         return _Stream(task, _streamed(request, task, call, form))
-    async with TaskCall(shared, *asked) as task:
+    async with TaskCall(shared, call.model, *asked) as task:
         try:
             async for _ in task.events(request):
                 pass

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from fastapi import Request
@@ -24,6 +25,7 @@ from gpuflow.ledger.eventlog import LoggedEvent
 from gpuflow.ledger.records import TaskRecord
 from gpuflow.ledger.states import FINAL, TaskState
 from gpuflow.logs import get_logger
+from gpuflow.serving.calls import Outcome, count_call
 
 #: How often it is looked whether the client is there, in seconds.
 _LOOK_SECONDS: Final = 0.5
@@ -42,17 +44,41 @@ class Shared:
 
     calls: Calls
     hub: Callable[[], Hub]
+    #: Counts that are on their way: the loop itself keeps no task alive.
+    counting: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def count(self, model: str, outcome: Outcome, first_token_seconds: float | None = None) -> None:
+        """Count a call that has ended, which waits for nothing; one that cannot be counted is not."""
+
+        async def counted() -> None:
+            with contextlib.suppress(Problem):  # the broker is away, which is logged
+                await self.calls.run(lambda app: count_call(app.redis, app.keys, model, outcome, first_token_seconds))
+
+        task = asyncio.create_task(counted())
+        self.counting.add(task)
+        task.add_done_callback(self.counting.discard)
 
 
 class TaskCall:
-    """A task that one client waits for; `async with`, which cancels it unless it has ended."""
+    """A task that one client waits for; `async with`, which cancels it unless it has ended, and counts the call."""
 
-    def __init__(self, shared: Shared, spec: dict[str, Any], owner: str) -> None:
-        self._shared, self._spec, self._owner = shared, spec, owner
+    def __init__(self, shared: Shared, model: str, spec: dict[str, Any], owner: str) -> None:
+        self._shared, self._model, self._spec, self._owner = shared, model, spec, owner
         self._record: TaskRecord | None = None
+        self._began = time.monotonic()
+        self._is_stream = bool((spec.get("inference") or {}).get("stream"))
+        self._first_token_seconds: float | None = None
+        self._counted = False
         self.id = ""
 
     async def __aenter__(self) -> TaskCall:
+        try:
+            return await self._submitted()
+        except Problem:
+            self._count("refused")
+            raise
+
+    async def _submitted(self) -> TaskCall:
         hub = self._shared.hub()
         if hub.stopping.is_set():
             raise Problem(503, "stopping", "the gateway stops; send it again", {"Retry-After": "1"})
@@ -78,6 +104,18 @@ class TaskCall:
         if self._record is None and self.id:
             await asyncio.shield(asyncio.ensure_future(self._cancel()))
             self.id = ""
+        state = self._record.state if self._record is not None else TaskState.CANCELLED
+        ended: dict[TaskState, Outcome] = {TaskState.SUCCEEDED: "answered", TaskState.CANCELLED: "cancelled"}
+        self._count(ended.get(state, "failed"))
+
+    def _count(self, outcome: Outcome) -> None:
+        if not self._counted:
+            self._counted = True
+            self._shared.count(self._model, outcome, self._first_token_seconds)
+
+    def _note_first_token(self, event: LoggedEvent) -> None:
+        if self._is_stream and event.name == "text_delta" and self._first_token_seconds is None:
+            self._first_token_seconds = time.monotonic() - self._began
 
     async def events(self, request: Request) -> AsyncIterator[LoggedEvent]:
         """Yield the events of the task to its end. Raises ClientLeft, Problem."""
@@ -89,6 +127,7 @@ class TaskCall:
                     ended = ask and await self._has_ended()
                     events = await (reader.rest() if ended else reader.next(_LOOK_SECONDS))
                     for event in events:
+                        self._note_first_token(event)
                         yield event
                     if ended and not events:
                         return

@@ -25,8 +25,10 @@ from gpuflow.logs import get_logger
 KEPT: Final = 512
 #: Connections to the broker, one of them the poller's.
 CONNECTIONS: Final = 8
-#: How long one poll waits, in milliseconds: so long a new stream may wait for its place in the next one.
+#: How long one poll waits, in milliseconds, unless a new stream is to be followed.
 _POLL_MS: Final = 200
+#: A poll is given so long, in seconds, before one with the new streams takes its place: what is there already comes.
+_LEAST_POLL_SECONDS: Final = 0.01
 _PAGE: Final = 500
 _PAUSE_SECONDS: Final = 0.5
 
@@ -85,6 +87,7 @@ class Hub:
         self._feeds: dict[str, Feed] = {}
         self._client: Any = None
         self._poller: asyncio.Task[None] | None = None
+        self._opened = asyncio.Event()
         self.most_readers = most_readers
         self.readers = 0
         self.stopping = asyncio.Event()
@@ -106,6 +109,7 @@ class Hub:
             feed = self._feeds.get(source)  # another reader may have opened it meanwhile
             if feed is None or feed.broken:
                 feed = self._feeds[source] = Feed(source=source, start=at, last=at)
+                self._opened.set()
         feed.readers.add(reader)
         if self._poller is None or self._poller.done():
             self._poller = asyncio.create_task(self._poll())
@@ -160,6 +164,7 @@ class Hub:
             if not self._feeds:
                 self._poller = None  # the next reader starts another
                 return
+            self._opened.clear()
             followed = {source: feed for source, feed in self._feeds.items() if not feed.broken}
             try:
                 if followed:
@@ -188,7 +193,18 @@ class Hub:
     async def _poll_once(self, followed: Mapping[str, Feed]) -> None:
         names = {self._keys.events(source): feed for source, feed in followed.items()}
         positions = {key: feed.last for key, feed in names.items()}
-        answer = await self.client.xread(positions, count=_PAGE, block=_POLL_MS)
+        reading = asyncio.ensure_future(self.client.xread(positions, count=_PAGE, block=_POLL_MS))
+        opened = asyncio.create_task(self._opened.wait())
+        try:
+            await asyncio.wait({reading, opened}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({reading}, timeout=_LEAST_POLL_SECONDS)
+            if not reading.done():
+                return  # the next poll reads from the same positions, and the new streams too
+            answer = reading.result()
+        finally:
+            for task in (reading, opened):
+                task.cancel()
+            await asyncio.gather(reading, opened, return_exceptions=True)
         pairs = list(answer.items()) if isinstance(answer, dict) else (answer or [])
         for key, entries in pairs:
             batch = entries[0] if entries and isinstance(entries[0], list) else entries

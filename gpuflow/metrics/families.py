@@ -22,7 +22,7 @@ from prometheus_client.utils import floatToGoString
 from gpuflow import __version__
 from gpuflow.fleet.registry import WorkerEntry, WorkerState
 from gpuflow.fleet.standing import KINDS, by_kind
-from gpuflow.metrics.counters import BUCKETS, durations, parse
+from gpuflow.metrics.counters import BUCKETS, FIRST_TOKEN_BUCKETS, durations, parse
 from gpuflow.metrics.reading import Readings
 from gpuflow.metrics.table import METRICS
 
@@ -54,8 +54,12 @@ _USED: Final = {
     "artifact_bytes": ("artifact_bytes", 1),
 }
 
-#: The bounds of the buckets as Prometheus writes them.
-_BOUNDS: Final = tuple(str(floatToGoString(float(bound))) for bound in BUCKETS)  # type: ignore[no-untyped-call]
+#: Count of durations -> its histogram, and the bounds of that.
+_HISTOGRAMS: Final = {
+    "wait": ("task_wait_seconds", BUCKETS),
+    "run": ("task_run_seconds", BUCKETS),
+    "first": ("served_first_token_seconds", FIRST_TOKEN_BUCKETS),
+}
 
 #: Metric -> labels of one sample -> its value.
 Found = dict[str, dict[tuple[str, ...], float]]
@@ -64,7 +68,7 @@ Found = dict[str, dict[tuple[str, ...], float]]
 def families(readings: Readings) -> list[Metric]:
     """Return every metric of the table, those without a sample too."""
     found: Found = defaultdict(dict)
-    for part in (_counted, _queues, _workers, _gpus, _merged, _scaling, _state):
+    for part in (_counted, _queues, _workers, _gpus, _merged, _served, _scaling, _state):
         part(readings, found)
     histograms = _histograms(readings)
     metrics: list[Metric] = []
@@ -97,13 +101,15 @@ def _counted(readings: Readings, found: Found) -> None:
             found["attempts"].setdefault(("lost", count.task_type), 0.0)
         elif count.name == "attempts":
             found["attempts"][count.label, count.task_type] = count.value
+        elif count.name == "calls":
+            found["served_calls"][count.task_type, count.label] = count.value
         elif count.name in _USED:
             metric, units = _USED[count.name]
             found[metric][count.task_type,] = count.value / units
 
 
 def _histograms(readings: Readings) -> dict[str, Metric]:
-    """Return the two histograms, by task type."""
+    """Return the histograms, by task type or model."""
     made: dict[str, Metric] = {}
     counts: dict[tuple[str, str], dict[tuple[str, str], int]] = defaultdict(dict)
     sums: Counter[tuple[str, str]] = Counter()
@@ -111,17 +117,22 @@ def _histograms(readings: Readings) -> dict[str, Metric]:
         kind, _, what = count.name.partition("_")
         if what == "bucket":
             counts[kind, count.task_type]["", count.label] = count.value
-        elif what == "ms" and kind in ("wait", "run"):
+        elif what == "ms" and kind in _HISTOGRAMS:
             sums[kind, count.task_type] = count.value
-    for kind in ("wait", "run"):
-        row = METRICS[f"gpuflow_task_{kind}_seconds"]
+    for kind, (name, buckets) in _HISTOGRAMS.items():
+        row = METRICS[f"gpuflow_{name}"]
+        bounds = [_as_prometheus(bound) for bound in buckets]
         family = HistogramMetricFamily(row.name, row.text, labels=row.labels)
         for (of, task_type), found in sorted(counts.items()):
             if of == kind:
-                shown = durations(found, sums[kind, task_type])
-                family.add_metric([task_type], list(zip(_BOUNDS, shown.buckets, strict=True)), shown.sum_seconds)
-        made[f"task_{kind}_seconds"] = family
+                shown = durations(found, sums[kind, task_type], buckets)
+                family.add_metric([task_type], list(zip(bounds, shown.buckets, strict=True)), shown.sum_seconds)
+        made[name] = family
     return made
+
+
+def _as_prometheus(bound: str) -> str:
+    return str(floatToGoString(float(bound)))  # type: ignore[no-untyped-call]
 
 
 def _queues(readings: Readings, found: Found) -> None:
@@ -196,6 +207,18 @@ def _merged(readings: Readings, found: Found) -> None:
         found[metric][()] = float(readings.merge.get(name, 0))
     found["merge_kept_results"][()] = readings.merge_kept
     found["merge_kept_result_bytes"][()] = float(readings.merge.get("kept_bytes", 0))
+
+
+def _served(readings: Readings, found: Found) -> None:
+    """Add the served models; their calls begin with 0, so that a first failure is an increase."""
+    found["served_models"][()] = len(readings.served)
+    for status in readings.served:
+        name = status.model.name
+        found["served_replicas"][name,] = status.model.replicas
+        found["served_replicas_loaded"][name,] = len(status.warm)
+        found["served_failures"][name,] = status.failure.count
+        for outcome in ("answered", "failed"):
+            found["served_calls"].setdefault((name, outcome), 0.0)
 
 
 def _scaling(readings: Readings, found: Found) -> None:

@@ -1,4 +1,4 @@
-"""Reads all that the metrics tell of a fleet, in four round trips. Read-only."""
+"""Reads all that the metrics tell of a fleet, in five round trips; a few more where models are served. Read-only."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from gpuflow.broker.keys import RECONCILED_AT, Keys
 from gpuflow.fleet.registry import Fleet, WorkerEntry
 from gpuflow.fleet.serving import serving_classes
 from gpuflow.fleet.standing import takes_new
+from gpuflow.ledger.ledger import Ledger
 from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUES
 from gpuflow.routing.queues import is_demand_queue
+from gpuflow.serving.replicas import ServedStatus, statuses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,7 @@ class Readings:
     info: Mapping[str, Any] = field(default_factory=dict)
     #: Entries of workers that this version cannot read; they are in nothing else.
     unreadable_workers: int = 0
+    served: tuple[ServedStatus, ...] = ()
 
     @property
     def reconciled_at(self) -> float:
@@ -110,6 +113,7 @@ def read(client: Any, keys: Keys, plain_queue: str) -> Readings:
         queues=_queues(client, keys, plain_queue, workers, running, lost),
         info=info,
         unreadable_workers=len(others),
+        served=tuple(statuses(Ledger(client, keys))),
     )
 
 

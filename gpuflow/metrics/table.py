@@ -83,6 +83,13 @@ _ROWS: Final = (
     _row("merge_saved_tokens", "counter", "", "Tokens of these answers"),
     _row("merge_kept_results", "gauge", "", "Results that may answer further calls"),
     _row("merge_kept_result_bytes", "gauge", "", "Bytes of these results"),
+    # served models
+    _row("served_models", "gauge", "", "Models that are served (`gpuflow serve`)"),
+    _row("served_replicas", "gauge", "model", "Workers that are to keep a served model loaded"),
+    _row("served_replicas_loaded", "gauge", "model", "Workers that have it loaded for calls"),
+    _row("served_failures", "gauge", "model", "Replicas of it that have failed for good since one was loaded"),
+    _row("served_calls", "counter", "model outcome", "Calls of /v1: answered, failed, cancelled or refused"),
+    _row("served_first_token_seconds", "histogram", "model", "Time until a streamed call of /v1 had its first text"),
     # scaling and upkeep
     _row(
         "scaling_actions", "counter", "action", "What scaling has done: enable, disable, drain, retire, launched, ..."

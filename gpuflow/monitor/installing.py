@@ -7,28 +7,32 @@ navigation bar.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any, Final
 
 from click import ClickException
 from flower import urls
+from tornado.ioloop import IOLoop
+from tornado.options import options
 from tornado.template import Loader
 from tornado.web import StaticFileHandler, url
 
 from gpuflow.celery_app import GPUFlow
 from gpuflow.errors import InvalidSettings
+from gpuflow.logs import get_logger
 from gpuflow.monitor.broker import with_queues_of_fleet
 from gpuflow.monitor.feeds import Feeds
 from gpuflow.monitor.handlers import ActionHandler, Monitor, OnePipeline, PageHandler, PipelineUpdates, Updates
 from gpuflow.monitor.pages import PAGES
-from gpuflow.monitor.roles import ACTION_PATH, ASSETS_PATH, ONE_PIPELINE, Roles, guarded
+from gpuflow.monitor.roles import ACTION_PATH, ASSETS_PATH, ONE_PIPELINE, SETTING, Roles, guarded, has_login
 from gpuflow.tokens.service_users import ServiceRole, role_of_login
 
 ASSETS: Final = Path(__file__).parent / "static"
 #: Where the links go in Flower's bar: at the end of its first list.
 _BAR: Final = "navbar.html"
 _LIST_END: Final = "</ul>"
+
+log = get_logger("gpuflow.monitor")
 
 
 class CannotStart(ClickException):
@@ -40,7 +44,7 @@ class CannotStart(ClickException):
 def install(app: GPUFlow, *, with_pages: bool) -> None:
     """Add the pages, once, and let each handler check the role of the user where there are roles. Raises CannotStart.
 
-    Roles hold without the pages, too: `--no-fleet-pages` opens nothing to a viewer.
+    Roles and GPUFLOW_FLOWER_READ_ONLY hold without the pages, too: `--no-fleet-pages` opens nothing that they close.
     """
     try:
         roles = Roles(app.settings.flower_roles)
@@ -48,17 +52,36 @@ def install(app: GPUFlow, *, with_pages: bool) -> None:
         raise CannotStart(str(error)) from None
     if with_pages:
         _add_pages(app, roles)
+    _hold_read_only(app)
     if roles:
         urls.handlers[:] = guarded(urls.handlers, roles)
+        IOLoop.current().add_callback(_warn_without_login)  # when Flower has read all its options
+
+
+def _hold_read_only(app: GPUFlow) -> None:
+    """Make Flower's own pages and API read-only, if the setting says so or the broker's user is for a Flower that only
+    reads, whatever Flower's options are.
+
+    A Flower of such a user asks workers nothing, as its user may not: who may ask a worker for its state may also tell
+    it to stop.
+    """
+    only_reads = role_of_login(app.settings.redis_url) is ServiceRole.FLOWER
+    if only_reads:
+        # Its wish for their events, too, goes by this; workers of a fleet send them unasked.
+        app.control.broadcast = _no_broadcast
+    if app.settings.flower_read_only or only_reads:
+        options.add_parse_callback(lambda: setattr(options, "read_only", True))
+
+
+def _warn_without_login() -> None:
+    """Say that nobody may act, as nobody has a name that a role could belong to."""
+    if not has_login(options):
+        mend = "set FLOWER_BASIC_AUTH=user:password or Flower's --auth"
+        log.warning("flower_roles_without_login", setting=SETTING, effect="nobody may act", mend=mend)
 
 
 def _add_pages(app: GPUFlow, roles: Roles) -> None:
-    """Add the pages. With GPUFLOW_FLOWER_READ_ONLY Flower's own pages and API are read-only, too.
-
-    So they are with the broker's user for a Flower that only reads. Such a Flower asks workers nothing, as its user may
-    not: who may ask a worker for its state may also tell it to stop.
-    """
-    only_reads = role_of_login(app.settings.redis_url) is ServiceRole.FLOWER
+    """Add the pages of the fleet, and links to them."""
     monitor = Monitor(app, Feeds(), roles)
     shared = {"monitor": monitor}
     ours: list[Any] = []
@@ -74,11 +97,6 @@ def _add_pages(app: GPUFlow, roles: Roles) -> None:
     urls.handlers[-1:-1] = ours
     urls.handlers[:] = with_queues_of_fleet(urls.handlers, monitor)
     urls.settings["template_loader"] = FlowerTemplates(urls.settings["template_path"])
-    if only_reads:
-        # Its wish for their events, too, goes by this; workers of a fleet send them unasked.
-        app.control.broadcast = _no_broadcast
-    if app.settings.flower_read_only or only_reads:
-        os.environ["FLOWER_READ_ONLY"] = "true"  # Flower reads its options from the environment after this
 
 
 def _no_broadcast(*_: Any, **__: Any) -> list[Any]:

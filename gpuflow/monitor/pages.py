@@ -163,11 +163,10 @@ def pipeline_rows(renderer: Renderer, app: GPUFlow) -> Rows:
 def one_pipeline(renderer: Renderer, app: GPUFlow, pipeline_id: str) -> Rows:
     """Return the parts of one pipeline's page. Raises UnknownTask."""
     page = read_pipeline(app, pipeline_id)
-    stages = page.status["stages"]
     rows: list[tuple[str, str]] = []
     count = 0
-    for stage in stages:
-        rows.append((f"stage:{stage['name']}", renderer.render("stage_row.html", stage=stage)))
+    for stage, node in zip(page.status["stages"], page.nodes, strict=True):
+        rows.append((f"stage:{stage['name']}", renderer.render("stage_row.html", stage=stage, note=node.note)))
         for task in stage["tasks"]:
             count += 1
             if count <= MOST_PIPELINE_TASKS:

@@ -97,8 +97,10 @@ class Roles:
 
     def why_not(self, handler: Any) -> str:
         """Return why the user of a request may not act, empty where no role forbids it. Raises HTTPError 401."""
-        if not self._by_user or not has_login(handler.application.options):
+        if not self._by_user:
             return ""
+        if not has_login(handler.application.options):
+            return f"read-only: {SETTING} says who may act, and Flower has no login that tells who asks"
         if not handler.current_user:
             return f"read-only: nobody has logged in, and {SETTING} says who may act"
         user = user_of(handler)

@@ -42,9 +42,14 @@ def hints(spec: Mapping[str, Any], asks: Sequence[str] = ()) -> dict[str, Any]:
         found["k"] = ",".join(secrets)
     if name := session_name(spec, asks):
         found["s"] = name
-    if spec.get("timeout"):
-        found["t"] = duration_seconds(spec["timeout"])
+    if (seconds := limit_seconds(spec)) is not None:
+        found["t"] = seconds
     return found
+
+
+def limit_seconds(spec: Mapping[str, Any]) -> float | None:
+    """Return the time limit of a canonical spec in seconds, None without one."""
+    return duration_seconds(spec["timeout"]) if spec.get("timeout") else None
 
 
 def session_of(raw: str) -> tuple[str, str]:

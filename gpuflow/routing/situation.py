@@ -5,12 +5,11 @@ Used by `gpuflow.routing.explain` and by the checks at submit.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from gpuflow.protocol import is_user_type
-from gpuflow.routing.capability import Capability, GpuCapability
+from gpuflow.routing.capability import Capability
 from gpuflow.routing.describe import ago
 from gpuflow.routing.fit import match, nearness
 from gpuflow.routing.offers import (
@@ -23,11 +22,12 @@ from gpuflow.routing.offers import (
     without_code,
     without_replica,
 )
+from gpuflow.routing.placement import FreeGpus, HostUsage, ReservedBefore, Wait, place
 from gpuflow.routing.queues import family_matches
 from gpuflow.routing.reasons import Reason
 from gpuflow.routing.requirement import Requirement
 from gpuflow.routing.units import show_gb
-from gpuflow.routing.views import RunningTask, TaskView, WorkerView
+from gpuflow.routing.views import Reservation, RunningTask, TaskView, WorkerView
 
 #: In the order in which they are told. Those after `foreign` do not pass by waiting.
 Kind = Literal[
@@ -102,7 +102,7 @@ def judge(ask: Requirement, queue: str, task: TaskView, worker: WorkerView) -> S
     double = _doubled(task, worker)
     if double is not None and not worker.kept[task.session]:  # without GPUs it never takes a second one
         kept = kept or double
-    kind, text = kept or _occupied(ask, task, worker) or double or ("free", "is free")
+    kind, text = kept or _occupied(ask, queue, task, worker) or double or ("free", "is free")
     mend = lack.mend if lack is not None and kind == "no_executor" else ""
     limits = worker.limits if ask.cpu or ask.memory_mib else None
     return Situation(worker=worker.id, kind=kind, text=text, tasks=worker.tasks, mend=mend, limits=limits)
@@ -174,35 +174,64 @@ def _doubled(task: TaskView, worker: WorkerView) -> tuple[Kind, str] | None:
     return "spread", f"keeps a replica of this model already, and {rest}"
 
 
-def _occupied(ask: Requirement, task: TaskView, worker: WorkerView) -> tuple[Kind, str] | None:
+def _occupied(ask: Requirement, queue: str, task: TaskView, worker: WorkerView) -> tuple[Kind, str] | None:
     """Return what occupies a worker that would take the task."""
     everything = worker.capability
-    if ask.shares and worker.room_mib is not None:
-        roomy = match(ask, everything.with_room(worker.room_mib)).fits and worker.free_jobs != 0
-        return None if roomy else ("busy", _busy_text(worker))
-    clean = _without(everything, worker.foreign_mib)
-    if not match(ask, clean).fits:
+    unheld = FreeGpus(whole=frozenset(gpu.uuid for gpu in everything.gpus), foreign_mib=worker.foreign_mib)
+    if not ask.shares and not match(ask, unheld.offered(ask, everything)).fits:
         return "foreign", _foreign_text(worker, everything)
-    held = worker.reservation
-    if held is not None and held.task != task.id:
-        kept = held.gpus or tuple(gpu.uuid for gpu in everything.gpus)
-        if (ask.gpu_count or not held.gpus) and not match(ask, _without(clean, kept)).fits:
-            which = [f"needs {len(held.gpus)} GPUs"] if len(held.gpus) > 1 else []
-            which += [] if held.seconds is None else [f"has waited for {ago(held.seconds)}"]
-            clause = f", which {' and '.join(which)}" if which else ""
-            return "reserved", f"is reserved for {_named(held.name, held.task)}{clause}"
-    return ("busy", _busy_text(worker)) if _busy(ask, worker, clean) else None
+    wait = _wait(ask, queue, task, worker)
+    if wait is None:
+        return None
+    if wait.blocked_by == "reservation" and worker.reservation is not None:
+        return "reserved", _reserved_text(worker.reservation)
+    return "busy", _busy_text(worker) + (f"; {wait.reason}" if wait.reason else "")
 
 
-def _busy(ask: Requirement, worker: WorkerView, clean: Capability) -> bool:
+def _wait(ask: Requirement, queue: str, task: TaskView, worker: WorkerView) -> Wait | None:
+    """Return what the task waits for on the worker; by its state where it does not tell what is in use."""
     if worker.free_jobs is not None and worker.free_jobs <= 0:
-        return True
-    if ask.gpu_count and not ask.shares and worker.free_gpus is not None:
-        taken = {gpu.uuid for gpu in clean.gpus} - set(worker.free_gpus)
-        return not match(ask, _without(clean, taken)).fits
-    if ask.gpu_count == 0 and worker.free_jobs is not None:
-        return False
-    return worker.state == "BUSY"
+        return Wait(blocked_by="host")
+    free_gpus = worker.free_gpus
+    if free_gpus is None:
+        free_gpus = tuple(gpu.uuid for gpu in worker.capability.gpus)
+    free = FreeGpus(whole=frozenset(free_gpus), room_mib=worker.room_mib or {}, foreign_mib=worker.foreign_mib)
+    if ask.shares and worker.room_mib is None:
+        free = replace(free, room_mib={gpu.uuid: gpu.total_mib for gpu in worker.capability.gpus})
+    reserved = _reserved_before(queue, task, worker)
+    placed = place(ask, worker.capability, worker.usage or HostUsage(), free, reserved)
+    if isinstance(placed, Wait):
+        return placed
+    most = placed.max_runtime_seconds
+    if most is not None and (task.limit_seconds is None or task.limit_seconds > most):
+        return Wait(blocked_by="reservation")
+    return Wait(blocked_by="host") if worker.state == "BUSY" and not _tells(worker, ask) else None
+
+
+def _tells(worker: WorkerView, ask: Requirement) -> bool:
+    """Whether a worker tells what is in use of what is asked for; older ones do not."""
+    if ask.shares:
+        return worker.room_mib is not None
+    return worker.free_gpus is not None if ask.gpu_count else worker.usage is not None or worker.free_jobs is not None
+
+
+def _reserved_before(queue: str, task: TaskView, worker: WorkerView) -> ReservedBefore | None:
+    """Return the reservation that the task has to respect."""
+    held = worker.reservation
+    if held is None or held.task == task.id or held.queue == queue or held.queue in task.ahead_of:
+        return None
+    gpus = held.gpus or tuple(gpu.uuid for gpu in worker.capability.gpus)
+    is_served = held.asked is not None and match(held.asked, worker.capability).fits
+    return ReservedBefore(
+        gpus=gpus, asked=held.asked if held.asked and is_served else Requirement(), seconds=held.seconds_left
+    )
+
+
+def _reserved_text(held: Reservation) -> str:
+    which = [f"needs {len(held.gpus)} GPUs"] if len(held.gpus) > 1 else []
+    which += [] if held.seconds is None else [f"has waited for {ago(held.seconds)}"]
+    clause = f", which {' and '.join(which)}" if which else ""
+    return f"is reserved for {_named(held.name, held.task)}{clause}"
 
 
 def _busy_text(worker: WorkerView) -> str:
@@ -222,11 +251,6 @@ def _foreign_text(worker: WorkerView, everything: Capability) -> str:
     where = ", ".join(f"{show_gb(mib / 1024)} of GPU {gpu.index} ({gpu.name})" for gpu, mib in held[:_MAX_NAMED])
     more = f" and of {len(held) - _MAX_NAMED} more" if len(held) > _MAX_NAMED else ""
     return f"is held by a process outside gpuflow, which uses {where}{more}"
-
-
-def _without(capability: Capability, uuids: Collection[str]) -> Capability:
-    kept: list[GpuCapability] = [gpu for gpu in capability.gpus if gpu.uuid not in uuids]
-    return capability.only({gpu.uuid for gpu in kept})
 
 
 def _named(name: str, task_id: str) -> str:

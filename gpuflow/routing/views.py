@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from gpuflow.routing.capability import Capability
 from gpuflow.routing.offers import Offers
+from gpuflow.routing.placement import HostUsage
+from gpuflow.routing.requirement import Requirement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +25,19 @@ class RunningTask:
 
 @dataclass(frozen=True, kw_only=True)
 class Reservation:
-    """GPUs of a machine that are kept for a task which waits for more of them; no `gpus` means all."""
+    """GPUs of a machine that are kept for a task which waits for more of them; no `gpus` means all.
+
+    `queue` is where the task waits, `asked` what it asks for (None: not known), `seconds` how long it has waited, and
+    `seconds_left` when it hopes to start: what ends before may use the GPUs (None: not known).
+    """
 
     task: str
     name: str = ""
     gpus: tuple[str, ...] = ()
     seconds: float | None = None
+    queue: str = ""
+    asked: Requirement | None = None
+    seconds_left: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +54,7 @@ class WorkerView:
     gpuflow hold, by the UUID of each GPU that is held back for it, `room_mib` what is left of each GPU for tasks
     that share it, `limits` what holds tasks to the memory and CPUs that they ask for, and what is in the way of more,
     `record_schema` the newest records that it reads (None: not told), `kept` the sessions that replicas of served
-    models keep loaded, with whether they have GPUs.
+    models keep loaded, with whether they have GPUs, `usage` what is in use of its host (None: not told).
     """
 
     id: str
@@ -71,6 +80,7 @@ class WorkerView:
     limits: tuple[str, str] | None = None
     record_schema: int | None = None
     kept: Mapping[str, bool] = field(default_factory=dict)
+    usage: HostUsage | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +101,8 @@ class TaskView:
     asks for, `wait_seconds` how long it must wait
     before its next attempt, `avoids` the worker on which it failed and which it is kept from for `avoid_seconds`,
     `worker` where it runs, since `running_seconds`; `record_schema` is what a worker has to read; `session` the name of
-    the sessions that can answer it.
+    the sessions that can answer it, `limit_seconds` its time limit, and `ahead_of` the queues with reservations that
+    its own stands before.
     """
 
     name: str
@@ -108,3 +119,5 @@ class TaskView:
     running_seconds: float | None = None
     record_schema: int = 1
     session: str = ""
+    limit_seconds: float | None = None
+    ahead_of: frozenset[str] = frozenset()

@@ -16,11 +16,14 @@ from typing import Any, Final
 
 from redis.exceptions import LockError
 
+from gpuflow.broker.keys import Keys
 from gpuflow.celery_app import GPUFlow
 from gpuflow.errors import GPUFlowError
+from gpuflow.ledger.ledger import Ledger
 from gpuflow.ledger.records import TaskRecord
 from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
+from gpuflow.protocol import REPLICA_UNIT
 from gpuflow.routing.families import task_of
 from gpuflow.serving.models import ServedModel
 from gpuflow.serving.store import ServedModels
@@ -116,18 +119,11 @@ class Replicas:
 
     def statuses(self) -> list[ServedStatus]:
         """Return how every served model stands. Read-only."""
-        models = self._models.all()
-        known, failures = self._known(), self._failures()
-        records = self._app.ledger.as_seen(self._app.ledger.find_many(list(known)))
-        found = []
-        for name, model in models.items():
-            of_it = [record for record in records if not record.state.final and known.get(record.id) == _mark(model)]
-            found.append(ServedStatus(model=model, replicas=tuple(of_it), failure=failures.get(name, Failure())))
-        return found
+        return statuses(self._app.ledger)
 
     def _round(self) -> int:
-        known = self._known()
-        models, failures = self._models.all(), self._failures()
+        known = _known(self._client, self._keys)
+        models, failures = self._models.all(), _failures(self._client, self._keys)
         if not known and not models:
             return 0
         records = dict(zip(known, self._app.ledger.find_many(list(known)), strict=True))
@@ -202,17 +198,34 @@ class Replicas:
         text = json.dumps({"count": failure.count, "at": failure.at, "error": failure.error})
         self._client.hset(self._keys.served_failures, name, text)
 
-    def _known(self) -> dict[str, str]:
-        found: dict[str, str] = self._client.hgetall(self._keys.served_replicas)
-        return found
 
-    def _failures(self) -> dict[str, Failure]:
-        return {name: _failure(text) for name, text in self._client.hgetall(self._keys.served_failures).items()}
+def statuses(ledger: Ledger) -> list[ServedStatus]:
+    """Return how every served model stands: one round trip where none is served. Read-only; raises redis errors."""
+    models = ServedModels(ledger.client, ledger.keys).all()
+    if not models:
+        return []
+    known, failures = _known(ledger.client, ledger.keys), _failures(ledger.client, ledger.keys)
+    records = ledger.as_seen(ledger.find_many(list(known)))
+    found = []
+    for name, model in models.items():
+        of_it = [record for record in records if not record.state.final and known.get(record.id) == _mark(model)]
+        found.append(ServedStatus(model=model, replicas=tuple(of_it), failure=failures.get(name, Failure())))
+    return found
 
 
 def is_warm(record: TaskRecord) -> bool:
-    """Say whether the model of a replica is loaded; the record says so by its progress."""
-    return record.state is TaskState.RUNNING and bool(record.progress) and not record.lost
+    """Say whether the model of a replica is loaded: its progress says so, by its unit."""
+    loaded = record.progress is not None and record.progress.get("unit") == REPLICA_UNIT
+    return record.state is TaskState.RUNNING and loaded and not record.lost
+
+
+def _known(client: Any, keys: Keys) -> dict[str, str]:
+    found: dict[str, str] = client.hgetall(keys.served_replicas)
+    return found
+
+
+def _failures(client: Any, keys: Keys) -> dict[str, Failure]:
+    return {name: _failure(text) for name, text in client.hgetall(keys.served_failures).items()}
 
 
 def _mark(model: ServedModel) -> str:

@@ -20,7 +20,7 @@ def plain_copy(value: Any, findings: Findings) -> Any:
 
 
 def copied(value: Any) -> Any:
-    """Return a copy of plain data, which is bounded in depth and size; a third of the time of `copy.deepcopy`."""
+    """Return a copy of plain data, which is bounded in depth and size; two fifths of the time of `copy.deepcopy`."""
     if isinstance(value, dict):
         return {key: copied(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -67,8 +67,8 @@ _READ: Final = (
     "hget", "hmget", "hgetall", "hexists", "hkeys", "hvals", "hlen", "hscan",
     "llen", "lrange", "lindex",
     "smembers", "sismember", "smismember", "scard", "sscan",
-    "zrange", "zrangebyscore", "zrevrange", "zrevrangebyscore", "zscore", "zmscore", "zcard", "zcount", "zdiff",
-    "zscan",
+    "zrange", "zrangebyscore", "zrevrange", "zrevrangebyscore", "zrank", "zscore", "zmscore", "zcard", "zcount",
+    "zdiff", "zscan",
     "xread", "xrange", "xrevrange", "xlen", "xinfo|stream",
 )  # fmt: skip
 #: The steps of a submit.

@@ -108,6 +108,39 @@ class SpanExport:
             closing.join(CLOSE_SECONDS)
 
 
+def why_no_answer(seconds: float) -> str:
+    """Send the collector a request without spans; return why it has not taken it within this time, "" where it has.
+
+    Raises what the SDK does of an OTEL_* variable that it cannot read.
+    """
+    exporter: SpanExporter = OTLPSpanExporter(timeout=seconds)
+    heard, taken = _Heard(), list[SpanExportResult]()
+    asking = threading.Thread(target=lambda: taken.append(exporter.export([])), name="gpuflow-traces-ask", daemon=True)
+    for name in _NOISY:
+        logging.getLogger(name).addFilter(heard)
+    try:
+        asking.start()
+        asking.join(seconds)
+        exporter.shutdown()
+    finally:
+        for name in _NOISY:
+            logging.getLogger(name).removeFilter(heard)
+    if taken == [SpanExportResult.SUCCESS]:
+        return ""
+    return heard.last or f"no answer within {seconds:g} s"
+
+
+class _Heard(logging.Filter):
+    """Keeps the last line that the SDK logs, and leaves it out of the log."""
+
+    last = ""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Keep a line."""
+        self.last = record.getMessage()
+        return False
+
+
 class _GivenIds(IdGenerator):
     """Gives the span that this thread begins the ids that it is to have."""
 

@@ -12,12 +12,13 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final
 
-from gpuflow.broker.gate import Choice, Taste
+from gpuflow.broker.gate import ANY_TIME, Choice, Taste
 from gpuflow.fleet.gpu_locks import Hold
 from gpuflow.routing.capability import Capability
 from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUES
 from gpuflow.routing.fit import match, shared_mib
 from gpuflow.routing.offers import WARM_TASK_TYPES, is_replica, task_type_of
+from gpuflow.routing.placement import HostUsage, Placement
 from gpuflow.routing.queues import is_demand_queue
 from gpuflow.routing.requirement import Requirement
 from gpuflow.worker.books import Books
@@ -25,7 +26,7 @@ from gpuflow.worker.demands import Demands
 from gpuflow.worker.machine_gpus import MachineGpus
 from gpuflow.worker.offering import Offering
 from gpuflow.worker.recent_models import RecentModels
-from gpuflow.worker.reserving import Reserving, Room
+from gpuflow.worker.reserving import Reserving
 from gpuflow.worker.rooms import Rooms
 from gpuflow.worker.sessions.neighbours import Neighbours
 from gpuflow.worker.sessions.pool import Sessions
@@ -120,7 +121,7 @@ class Admission:
         """Return the demand queues of `ready`, without the barren ones, whose next message could start now."""
         served = self._served(ready, barren)
         with self._lock:
-            return [queue for queue, _ in self._rooms_of(served, ready)]
+            return [queue for queue, _ in self._rooms_of(served)]
 
     def choose(self, ready: Sequence[str], barren: Collection[str] = (), full: Collection[str] = ()) -> list[Choice]:
         """Take the GPUs for the first queue that fits; return it, and others that what is held now would serve.
@@ -131,12 +132,12 @@ class Admission:
         self.chosen_none()
         served = self._served(ready, barren)
         chosen: list[Choice] = []
-        waiting: list[tuple[str, Room]] = []
+        waiting: list[tuple[str, Placement]] = []
         first: tuple[Requirement, tuple[str, ...]] | None = None
         with self._lock:
-            for queue, room in self._rooms_of(served, ready):
-                waiting.append((queue, room))
-                first = first or self._hold_for(self._rooms.asked(queue), room)
+            for queue, placement in self._rooms_of(served):
+                waiting.append((queue, placement))
+                first = first or self._hold_for(self._rooms.asked(queue), placement)
                 if first is None:
                     continue
                 chosen += [self._choice(name, its) for name, its in waiting if self._rooms.serves(name, its, *first)]
@@ -166,10 +167,10 @@ class Admission:
         with self._lock:
             return self._rooms.make(asked, why)
 
-    def _hold_for(self, asked: Requirement, room: Room) -> tuple[Requirement, tuple[str, ...]] | None:
+    def _hold_for(self, asked: Requirement, placement: Placement) -> tuple[Requirement, tuple[str, ...]] | None:
         """Take the GPUs for a task; return its ask with them, None when they cannot be had."""
-        gpus = match(asked, room.capability).gpus if asked.gpu_count else ()
-        hold = self._gpus.take(gpus, shared_mib(asked, room.capability, gpus)) if gpus else None
+        gpus = match(asked, placement.capability).gpus if asked.gpu_count else ()
+        hold = self._gpus.take(gpus, shared_mib(asked, placement.capability, gpus)) if gpus else None
         if hold is None and asked.gpu_count:
             return None
         self._chosen = hold
@@ -296,9 +297,16 @@ class Admission:
             return self._books.count("job", "request")
 
     def free_jobs(self) -> int | None:
-        """Return how many more jobs could begin, None for no limit."""
+        """Return how many more jobs could begin, None for no limit by number."""
         with self._lock:
+            if not self._books.takes_jobs():
+                return 0
             return None if self.limits.max_jobs is None else max(0, self.limits.max_jobs - self._books.jobs())
+
+    def usage(self) -> HostUsage:
+        """Return what is in use of the host, without the sessions that would be closed for a task that needs it."""
+        with self._lock:
+            return self._books.usage(self.sessions.idle() if self.sessions is not None else ())
 
     def is_replica(self, tag: str) -> bool:
         """Whether the message of `tag` keeps a session loaded."""
@@ -337,7 +345,8 @@ class Admission:
 
     def free_gpus(self) -> tuple[str, ...]:
         """Return the UUIDs of the GPUs that could be taken now, by any worker of the machine."""
-        return tuple(gpu.uuid for gpu in self._gpus.free(self.capability).gpus)
+        whole = self._gpus.snapshot(self.capability).whole
+        return tuple(gpu.uuid for gpu in self.capability.gpus if gpu.uuid in whole)
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -369,12 +378,13 @@ class Admission:
         self.reserving.look(ready)
         return self.demands.served(name for name in ready if name not in barren)
 
-    def _rooms_of(self, served: Mapping[str, Requirement], ready: Sequence[str]) -> Iterator[tuple[str, Room]]:
-        return self._rooms.of(served, ready) if self._takes_jobs() else iter(())
+    def _rooms_of(self, served: Mapping[str, Requirement]) -> Iterator[tuple[str, Placement]]:
+        return self._rooms.of(served) if self._takes_jobs() else iter(())
 
-    def _choice(self, queue: str, room: Room) -> Choice:
+    def _choice(self, queue: str, placement: Placement) -> Choice:
         with_gpus = self._rooms.asked(queue).gpu_count > 0
-        return Choice(queue=queue, most_seconds=room.most_seconds, with_gpus=with_gpus)
+        seconds = placement.max_runtime_seconds
+        return Choice(queue=queue, most_seconds=ANY_TIME if seconds is None else seconds, with_gpus=with_gpus)
 
     def _let_go(self, tag: str, allocation: Allocation) -> None:
         """Give place and GPUs back; it may take some seconds until nothing is left on these, so not under the lock."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from gpuflow.routing.capability import Capability
+from gpuflow.routing.placement import HostUsage
 from gpuflow.routing.requirement import Requirement
 from gpuflow.worker.sessions.pool import Sessions
 from gpuflow.worker.sessions.warm import Warm
@@ -62,30 +62,20 @@ class Books:
         """Whether one more URL may be called."""
         return self.count("notice") < NOTICE_SLOTS
 
-    def host_fits(
-        self,
-        asked: Requirement,
-        capability: Capability,
-        beside: Requirement | None = None,
-        without: Collection[Warm] = (),
-    ) -> bool:
-        """Whether CPUs, memory and slots are there, GPUs apart.
+    def usage(self, without: Collection[Warm] = ()) -> HostUsage:
+        """Return what is in use of the host; `without` some idle sessions, as it will be when these have gone.
 
-        With `beside`, also when that task has begun too; `without` some idle sessions, when these have gone. A warm
-        session keeps its memory while it idles, but not its CPUs.
+        A warm session keeps its memory while it idles, but not its CPUs.
         """
         held = [one for one in self.held.values() if one.slot == "job"]
         working = self._working(without)
-        asks = [one.requirement for one in held if one.requirement is not None] + ([beside] if beside else [])
-        if asked.cpu and asked.cpu + sum(one.cpu or 0 for one in [*asks, *working]) > capability.cpu_count:
-            return False
-        memory_mib = sum(one.memory_mib or 0 for one in asks)
-        if self.sessions is not None:
-            memory_mib += self.sessions.memory_mib(without)
-        if asked.memory_mib and asked.memory_mib + memory_mib > capability.memory_mib:
-            return False
-        if asked.gpu_count or asked.cpu or self.limits.max_jobs is not None:
-            return True
-        unsaid = [one for one in held if not one.gpus and not (one.requirement and one.requirement.cpu)]
-        busy = [one for one in working if not one.gpu_count and not one.cpu]
-        return len(unsaid) + len(busy) < self.limits.cpu_jobs
+        asks = [one.requirement for one in held if one.requirement is not None]
+        undeclared = [one for one in held if not one.gpus and not (one.requirement and one.requirement.cpu)]
+        undeclared_sessions = [one for one in working if not one.gpu_count and not one.cpu]
+        loaded_mib = self.sessions.memory_mib(without) if self.sessions is not None else 0
+        return HostUsage(
+            cpus=sum(one.cpu or 0 for one in [*asks, *working]),
+            memory_mib=sum(one.memory_mib or 0 for one in asks) + loaded_mib,
+            undeclared_jobs=len(undeclared) + len(undeclared_sessions),
+            undeclared_limit=self.limits.cpu_jobs if self.limits.max_jobs is None else None,
+        )

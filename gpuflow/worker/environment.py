@@ -140,10 +140,12 @@ def given_variables(
     python_path: str | None,
     notice_seconds: float | None = None,
     executors: Sequence[str] = (),
+    cpus: float | None = None,
 ) -> dict[str, str]:
     """Return the variables that every executor may rely on (docs/reference/events.md).
 
-    `notice_seconds` is the time from a notice (SIGUSR1) to SIGTERM, `executors` the setting of that name.
+    `notice_seconds` is the time from a notice (SIGUSR1) to SIGTERM, `executors` the setting of that name, `cpus` what
+    the task has declared.
     """
     source = (model or {}).get("source") or {}
     variables = {
@@ -166,6 +168,8 @@ def given_variables(
         variables["MODEL_NAME"] = str(source["identifier"])
         if source.get("type") == "local":
             variables["MODEL_PATH"] = str(source["identifier"])
+    if cpus:
+        variables["GPUFLOW_CPUS"] = f"{cpus:g}"
     if executors:
         variables["GPUFLOW_EXECUTORS"] = ",".join(executors)
     if python_path:

@@ -11,16 +11,17 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeVar
 
 from gpuflow.errors import GPUFlowError
 from gpuflow.fleet.gpu_locks import GpuLedger, Hold, Occupancy
 from gpuflow.fleet.gpu_reservation import Reservation, Reservations, boot_id, boot_seconds
-from gpuflow.fleet.gpu_usage import FOREIGN_TOLERATED_MIB, GpuUsage, UsageReader, alive, wait_clean
+from gpuflow.fleet.gpu_usage import GpuUsage, UsageReader, alive, wait_clean
 from gpuflow.logs import get_logger
 from gpuflow.routing.capability import Capability, GpuCapability
+from gpuflow.routing.placement import FOREIGN_TOLERATED_MIB, FreeGpus
 
 log = get_logger("gpuflow.gpus")
 _T = TypeVar("_T")
@@ -78,28 +79,23 @@ class MachineGpus:
 
     # -- what could be taken ---------------------------------------------------------------------------------------
 
-    def free(self, capability: Capability, *, asks_memory: bool = True) -> Capability:
-        """Return the same worker with the GPUs alone that could be taken whole now. Never raises.
+    def snapshot(self, capability: Capability) -> FreeGpus:
+        """Return what could be given out of the GPUs now; nothing of one that is lost. Never raises."""
+        if self._ledger is None:
+            return FreeGpus()
+        seen = self._look()
+        return FreeGpus(
+            whole=frozenset(gpu.uuid for gpu in capability.gpus if _is_free(seen, gpu.uuid)),
+            room_mib=_room(seen, capability),
+            foreign_mib=_held_back(seen),
+        )
 
-        A GPU with more than FOREIGN_TOLERATED_MIB of foreign memory offers the rest of its memory, for an ask that says
-        how much it needs; for one that does not (`asks_memory=False`) it is left out.
+    def held_back(self) -> dict[str, int]:
+        """Return the GPUs that are held back because of processes outside gpuflow, and the MiB that these use.
+
+        Never raises.
         """
-        if self._ledger is None:
-            return capability
-        seen = self._look()
-        offered = (self._offer(gpu, seen, asks_memory) for gpu in capability.gpus)
-        return replace(capability, gpus=tuple(gpu for gpu in offered if gpu is not None))
-
-    def room(self, capability: Capability) -> dict[str, int]:
-        """Return the MiB that a share of each GPU could have now; 0 for one held whole, or lost. Never raises."""
-        if self._ledger is None:
-            return {}
-        seen = self._look()
-        return {
-            gpu.uuid: max(0, _capacity(seen, gpu.uuid) - held.promised_mib) if held.shareable else 0
-            for gpu in capability.gpus
-            if (held := seen.held.get(gpu.uuid)) is not None
-        }
+        return _held_back(self._look()) if self._ledger is not None else {}
 
     def shared(self) -> bool:
         """Whether tasks share some GPU now. Never raises."""
@@ -131,8 +127,7 @@ class MachineGpus:
     def last_seen(self) -> tuple[Hashable, ...]:
         """Return how the GPUs were held, and which were held back, at the last look of anybody; looks at nothing."""
         seen = self._seen or _Seen(at=0.0)
-        held, usage = seen.held, seen.usage
-        foreign = sorted(uuid for uuid, found in usage.items() if found.foreign_mib > FOREIGN_TOLERATED_MIB)
+        held, foreign = seen.held, sorted(_held_back(seen))
         return (*sorted((uuid, how.whole, how.shareable, how.promised_mib) for uuid, how in held.items()), *foreign)
 
     # -- taking and giving back ------------------------------------------------------------------------------------
@@ -261,18 +256,6 @@ class MachineGpus:
 
     # -- looking ---------------------------------------------------------------------------------------------------
 
-    def _offer(self, gpu: GpuCapability, seen: _Seen, asks_memory: bool) -> GpuCapability | None:
-        held, usage = seen.held.get(gpu.uuid), seen.usage.get(gpu.uuid)
-        if held is None or usage is None or not held.whole or usage.lost is not None:
-            return None
-        if usage.foreign_mib <= FOREIGN_TOLERATED_MIB:
-            return gpu
-        left_mib = max(0, gpu.total_mib - usage.foreign_mib)
-        if not asks_memory or not left_mib:
-            return None
-        tenths = int(gpu.vram_gb * left_mib / gpu.total_mib * 10)
-        return replace(gpu, vram_gb=tenths / 10, total_mib=left_mib)
-
     def _look(self) -> _Seen:
         """Return the machine as it is now, or was FRESH_SECONDS ago at most."""
         with self._looking:
@@ -322,3 +305,22 @@ def _capacity(seen: _Seen, uuid: str) -> int:
     if usage is None or usage.lost is not None:
         return 0
     return max(0, usage.total_mib - usage.foreign_mib)
+
+
+def _is_free(seen: _Seen, uuid: str) -> bool:
+    """Whether nobody holds a GPU, and it is not lost."""
+    held, usage = seen.held.get(uuid), seen.usage.get(uuid)
+    return held is not None and usage is not None and held.whole and usage.lost is None
+
+
+def _room(seen: _Seen, capability: Capability) -> dict[str, int]:
+    return {
+        gpu.uuid: max(0, _capacity(seen, gpu.uuid) - held.promised_mib) if held.shareable else 0
+        for gpu in capability.gpus
+        if (held := seen.held.get(gpu.uuid)) is not None
+    }
+
+
+def _held_back(seen: _Seen) -> dict[str, int]:
+    found = {uuid: usage.foreign_mib for uuid, usage in seen.usage.items()}
+    return {uuid: foreign_mib for uuid, foreign_mib in found.items() if foreign_mib > FOREIGN_TOLERATED_MIB}

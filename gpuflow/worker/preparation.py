@@ -76,6 +76,7 @@ def prepare(
     attempt: int,
     gpus: Sequence[str],
     share_mib: int | None = None,
+    cpus: float | None = None,
     folder: ResultsFolder,
     settings: Settings,
     worker_id: str,
@@ -84,9 +85,9 @@ def prepare(
 ) -> Prepared:
     """Create the attempt's folder and bring to this machine what its child reads.
 
-    `wanted` says whether somebody still waits for it, `owned` which of other tasks are of the same owner, so that their
-    results may be read. Raises OSError and GPUFlowError: NotAllowed, RefusedVariable, MissingSecret, ArtifactError,
-    CheckpointUnreachable.
+    `cpus` is what it has declared. `wanted` says whether somebody still waits for it, `owned` which of other tasks are
+    of the same owner, so that their results may be read. Raises OSError and GPUFlowError: NotAllowed, RefusedVariable,
+    MissingSecret, ArtifactError, CheckpointUnreachable.
     """
     policy = policy_of(settings, worker_id)
     policy.ask(spec)
@@ -102,6 +103,7 @@ def prepare(
             attempt=attempt,
             gpus=gpus,
             share_mib=share_mib,
+            cpus=cpus,
             folder=folder,
             settings=settings,
             worker_id=worker_id,
@@ -120,6 +122,7 @@ def _prepared(
     attempt: int,
     gpus: Sequence[str],
     share_mib: int | None,
+    cpus: float | None,
     folder: ResultsFolder,
     settings: Settings,
     worker_id: str,
@@ -183,6 +186,7 @@ def _prepared(
             results_dir=settings.results_dir,
             python_path=python_path(),
             executors=settings.executors,
+            cpus=cpus,
         ),
     )
     environment = start.variables(environment)

@@ -20,7 +20,7 @@ from gpuflow import __version__
 from gpuflow.fleet import versions
 from gpuflow.fleet.desired import DesiredState
 from gpuflow.fleet.disk import free_mib
-from gpuflow.fleet.gpu_usage import FOREIGN_TOLERATED_MIB
+from gpuflow.fleet.gpu_reservation import Reservation, boot_seconds
 from gpuflow.fleet.hardware import live
 from gpuflow.fleet.registry import Fleet, WorkerEntry, WorkerState
 from gpuflow.logs import get_logger
@@ -316,28 +316,27 @@ class PresenceThread(threading.Thread):
         return {
             "jobs": admission.jobs(),
             "freeJobs": admission.free_jobs(),
+            "usage": admission.usage().to_dict(),
             "sessions": admission.sessions.to_dict() if admission.sessions is not None else [],
             "kept": admission.sessions.kept() if admission.sessions is not None else {},
         }
 
     def _held_gpus(self) -> dict[str, Any]:
-        admission, gpus = self.runtime.admission, self.runtime.machine_gpus
-        return {
-            "gpusSeenAt": gpus.looked_at(),
-            "freeGpus": list(admission.free_gpus()),
-            "roomMib": gpus.room(admission.capability),
-        }
+        gpus = self.runtime.machine_gpus
+        seen_at, free = gpus.looked_at(), gpus.snapshot(self.runtime.admission.capability)
+        return {"gpusSeenAt": seen_at, "freeGpus": sorted(free.whole), "roomMib": dict(free.room_mib)}
 
     def _gpu_load(self) -> dict[str, Any]:
         gpus = self.runtime.machine_gpus
         reserved = gpus.reservation()
         return {
-            "foreignMib": {
-                uuid: usage.foreign_mib
-                for uuid, usage in gpus.usage().items()
-                if usage.foreign_mib > FOREIGN_TOLERATED_MIB
-            },
+            "foreignMib": gpus.held_back(),
             **self._held_gpus(),
-            "reservation": None if reserved is None else {"task": reserved.task, "gpus": list(reserved.gpus)},
+            "reservation": None if reserved is None else _told(reserved),
             "locks": gpus.identity(),
         }
+
+
+def _told(reserved: Reservation) -> dict[str, Any]:
+    left = None if reserved.deadline is None else max(0.0, reserved.deadline - boot_seconds())
+    return {"task": reserved.task, "queue": reserved.queue, "gpus": list(reserved.gpus), "secondsLeft": left}

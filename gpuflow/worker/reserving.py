@@ -7,14 +7,12 @@ reserved GPUs; what comes behind may if its time limit ends before the task coul
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import redis
 from redis.exceptions import RedisError
 
-from gpuflow.broker.gate import ANY_TIME
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.priorities import list_keys
 from gpuflow.broker.scripts import broker_script
@@ -22,6 +20,7 @@ from gpuflow.fleet.gpu_reservation import Reservation, boot_seconds
 from gpuflow.logs import get_logger
 from gpuflow.routing.capability import Capability
 from gpuflow.routing.fit import match
+from gpuflow.routing.placement import ReservedBefore
 from gpuflow.routing.requirement import Requirement
 from gpuflow.worker.machine_gpus import MachineGpus
 
@@ -30,14 +29,6 @@ log = get_logger("gpuflow.reserving")
 #: A reservation that is not renewed ends after this many seconds; a waiting worker looks every second.
 TERM_SECONDS: Final = 10.0
 _NEVER: Final = float("inf")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Room:
-    """What a queue may use of the GPUs that are free: these, and how long its task may take on them at most."""
-
-    capability: Capability
-    most_seconds: float = ANY_TIME
 
 
 class Reserving:
@@ -49,6 +40,7 @@ class Reserving:
         self._keys = keys
         self._worker = worker
         self._now: Reservation | None = None
+        self._ready: tuple[str, ...] = ()
         self._tag = ""
 
     @property
@@ -57,7 +49,8 @@ class Reserving:
         return self._now
 
     def look(self, ready: Sequence[str]) -> None:
-        """Read the reservation; one of ours whose queue is empty by now ends."""
+        """Read the reservation; one of ours whose queue is empty by now ends. `ready` is the order of the queues."""
+        self._ready = tuple(ready)
         self._now = self._gpus.reservation()
         ours = self._now is not None and self._now.worker == self._worker
         if ours and self._now is not None and self._now.queue not in ready and self._is_empty(self._now.queue):
@@ -70,24 +63,15 @@ class Reserving:
         except RedisError:
             return False
 
-    def kept_from(self, queue: str, ready: Sequence[str]) -> str | None:
-        """Return the queue for whose task this machine is reserved, if `queue` stands behind it."""
+    def before(self, queue: str, asked: Callable[[str], Requirement]) -> ReservedBefore | None:
+        """Return what a task of `queue` has to leave free; `asked` tells what the tasks of a queue ask for."""
         now = self._now
-        if now is None or queue == now.queue or _is_before(queue, now.queue, ready):
+        if now is None or queue == now.queue or _is_before(queue, now.queue, self._ready):
             return None
-        return now.queue
+        seconds = None if now.deadline is None else now.deadline - boot_seconds()
+        return ReservedBefore(gpus=now.gpus, asked=asked(now.queue), seconds=seconds)
 
-    def room(self, queue: str, ready: Sequence[str], free: Capability) -> tuple[Room, ...]:
-        """Return what a queue may use of `free`: without the reserved GPUs, and with them for a limited time."""
-        now = self._now
-        if now is None or self.kept_from(queue, ready) is None:
-            return (Room(capability=free),)
-        others = [gpu.uuid for gpu in free.gpus if gpu.uuid not in now.gpus]
-        rest = Room(capability=free.only(others))
-        seconds = now.deadline - boot_seconds() if now.deadline is not None else 0.0
-        return (rest, Room(capability=free, most_seconds=seconds)) if seconds > 0 else (rest,)
-
-    def claim(self, queue: str, asked: Requirement, whole: Capability, free: Capability, ready: Sequence[str]) -> None:
+    def claim(self, queue: str, asked: Requirement, whole: Capability, free: Capability) -> None:
         """Reserve GPUs for the next task of `queue`, or renew that.
 
         Those that are free already are chosen first, then those that will be free soonest. One of ours for a queue that
@@ -96,7 +80,7 @@ class Reserving:
         if self._now is not None and self._now.worker != self._worker:
             return
         if self._now is not None and self._now.queue != queue:
-            if not _is_before(queue, self._now.queue, ready):
+            if not _is_before(queue, self._now.queue, self._ready):
                 return
             self.end()
         ends = self._gpus.ends()

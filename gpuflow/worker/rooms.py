@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from gpuflow.broker.gate import ANY_TIME, Choice
-from gpuflow.fleet.gpu_usage import FOREIGN_TOLERATED_MIB
+from gpuflow.broker.gate import Choice
 from gpuflow.routing.capability import Capability
 from gpuflow.routing.fit import match
+from gpuflow.routing.placement import GpuGrant, Placement, place
 from gpuflow.routing.requirement import Requirement
 from gpuflow.worker.books import Books
 from gpuflow.worker.demands import Demands
 from gpuflow.worker.machine_gpus import MachineGpus
-from gpuflow.worker.reserving import Reserving, Room
+from gpuflow.worker.reserving import Reserving
 from gpuflow.worker.sessions.warm import Warm
 
 
@@ -37,40 +37,19 @@ class Rooms:
         """Return what a queue asks for."""
         return self._demands.requirement(queue) or Requirement()
 
-    def of(self, served: Mapping[str, Requirement], ready: Sequence[str]) -> Iterator[tuple[str, Room]]:
+    def of(self, served: Mapping[str, Requirement]) -> Iterator[tuple[str, Placement]]:
         """Yield the queues whose next message could start now, each with what it may use."""
         if not served:
             return
-        offers = {sized: self._gpus.free(self.capability, asks_memory=sized) for sized in (True, False)}
+        free, usage, whole = self._gpus.snapshot(self.capability), self._books.usage(), self.capability
         uses_gpus = False
         for queue, asked in served.items():
-            free = self._free(asked, offers)
-            room = self._room(queue, asked, ready, free)
-            if room is not None:
+            placed = place(asked, whole, usage, free, self.reserving.before(queue, self.asked))
+            if isinstance(placed, Placement):
                 uses_gpus = uses_gpus or asked.gpu_count > 0
-                yield queue, room
-                continue
-            if self._may_starve(asked) and not uses_gpus:
-                self.reserving.claim(queue, asked, self.capability, free, ready)
-
-    def _free(self, asked: Requirement, offers: Mapping[bool, Capability]) -> Capability:
-        """Return this worker with the GPUs that could be given to such a task now."""
-        if not asked.gpu_count:
-            return self.capability
-        if asked.shares:
-            return self.capability.with_room(self._gpus.room(self.capability))
-        return offers[asked.vram_gb_min is not None]
-
-    def _room(self, queue: str, asked: Requirement, ready: Sequence[str], free: Capability) -> Room | None:
-        """Return what the next task of a queue may use of `free`, None when it cannot start now."""
-        if not self._books.host_fits(asked, self.capability):
-            return None
-        kept = self.reserving.kept_from(queue, ready)
-        beside = kept is None or self._books.host_fits(asked, self.capability, self.asked(kept))
-        for room in self.reserving.room(queue, ready, free):
-            if (beside or room.most_seconds != ANY_TIME) and match(asked, room.capability).fits:
-                return room
-        return None
+                yield queue, placed
+            elif self._may_starve(asked) and not uses_gpus:
+                self.reserving.claim(queue, asked, whole, free.offered(asked, whole))
 
     def warm(self, queues: Sequence[str], *, most: int, beyond: bool) -> list[Choice]:
         """Return at most so many choices of queues that have no room: a warm session alone could take from them.
@@ -93,22 +72,11 @@ class Rooms:
 
     def fits_without(self, asked: Requirement, sessions: Collection[Warm]) -> bool:
         """Whether a task could start when some sessions have gone with all that they hold."""
-        if not self._books.host_fits(asked, self.capability, without=sessions):
-            return False
-        if not asked.gpu_count:
-            return True
-        room_mib = dict(self._gpus.room(self.capability))
-        free = {gpu.uuid for gpu in self._gpus.free(self.capability).gpus}
-        totals = {gpu.uuid: gpu.total_mib for gpu in self.capability.gpus}
-        for warm in sessions:
-            share_mib = warm.hold.share_mib if warm.hold is not None else None
-            for uuid in warm.gpus:
-                room_mib[uuid] = room_mib.get(uuid, 0) + share_mib if share_mib is not None else totals.get(uuid, 0)
-                if room_mib[uuid] >= totals.get(uuid, 0) - FOREIGN_TOLERATED_MIB:
-                    free.add(uuid)
-        if asked.shares:
-            return match(asked, self.capability.with_room(room_mib)).fits
-        return match(asked, self.capability.only(free)).fits
+        released = [GpuGrant(gpus=warm.gpus, share_mib=warm.hold.share_mib) for warm in sessions if warm.hold]
+        free = self._gpus.snapshot(self.capability).plus(released, self.capability)
+        reserved = self.reserving.before(asked.queue_name(), self.asked)
+        placed = place(asked, self.capability, self._books.usage(sessions), free, reserved)
+        return isinstance(placed, Placement) and placed.max_runtime_seconds is None
 
     def make(self, asked: Requirement, why: str) -> bool:
         """Close sessions that idle, those that were used longest ago, until a task would fit; say whether it will.
@@ -139,12 +107,12 @@ class Rooms:
         """Whether smaller tasks could keep one from its GPUs for ever: for several, or for one that is shared now."""
         return asked.gpu_count > 1 or (not asked.shares and self._gpus.shared())
 
-    def serves(self, queue: str, room: Room, first: Requirement, gpus: tuple[str, ...]) -> bool:
+    def serves(self, queue: str, placement: Placement, first: Requirement, gpus: tuple[str, ...]) -> bool:
         """Whether a message of `queue` could use exactly the GPUs that are held for `first`, or needs none."""
         asked = self.asked(queue)
         if not asked.gpu_count:
             return True
         if asked.shares or first.shares:
             return asked == first
-        fit = match(asked, room.capability.only(gpus))
+        fit = match(asked, placement.capability.only(gpus))
         return fit.fits and set(fit.gpus) == set(gpus)

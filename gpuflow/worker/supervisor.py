@@ -221,6 +221,7 @@ class Delivery:
             hold = hold_of(runtime, self.tag, allocation)
             self.meter = meter_of(runtime.admission, self.tag, hold, allocation)
             start = runtime.offering.start_of(self.spec, gpus=bool(hold.uuids))
+            asked = allocation.requirement if allocation is not None else None
             runtime.begin(self.id, preparing)
             if not leases.start(self.tag, lambda: preparing.stop("lost")):
                 preparing.stop("lost")
@@ -232,6 +233,7 @@ class Delivery:
                     attempt=number,
                     gpus=hold.uuids,
                     share_mib=hold.share_mib,
+                    cpus=asked.cpu if asked is not None else None,
                     folder=self.folder,
                     settings=settings,
                     worker_id=runtime.worker_id,
@@ -240,7 +242,6 @@ class Delivery:
                 ),
                 f"what task {self.id} reads",
             )
-            asked = allocation.requirement if allocation is not None else None
             runner = runner_of(runtime, allocation, prepared)
             self._trace_run(holder, prepared, runner)
             self.limits = runtime.limits.plan(asked, runner, limits_by_engine(prepared))

@@ -14,15 +14,18 @@ from pathlib import Path
 import pytest
 
 from gpuflow.fleet.registry import Fleet
+from gpuflow.monitor.pages import MERGE_COUNTS
 from tests.support.browser_page import BrowserPage, browser_page
 from tests.support.fleet import TestFleet
 from tests.support.monitored_fleet import (
     FlowerProcess,
     worker_entry,
     worker_id,
+    write_dead_letters,
     write_pipelines,
     write_queues,
     write_run,
+    write_scaling,
     write_workers,
 )
 from tests.support.waiting import eventually
@@ -31,6 +34,10 @@ LOGIN = "ana:word"
 PAGES = ("fleet", "queues", "pipelines", "scaling", "dead-letters", "merge")
 LOOKS = (("desktop", 1400, 900, False), ("phone", 390, 844, False), ("dark", 1400, 900, True))
 PICTURES = os.environ.get("MONITOR_SCREENSHOTS")
+#: How many tables go on beyond the edge of what scrolls them.
+HIDDEN = (
+    """[...document.querySelectorAll('.scroll:has(table)')].filter(one => one.scrollWidth > one.clientWidth).length"""
+)
 LIVE = "document.body.dataset.live === 'live'"
 
 
@@ -56,6 +63,9 @@ async def test_pages_at_every_size(sized: tuple[TestFleet, int], tmp_path: Path)
         write_queues(fleet, *((6, 200) if size < 100 else (30, 20_000)))
         runs = write_pipelines(fleet, 3 if size < 100 else 100)
         write_run(fleet, runs[0])
+        write_scaling(fleet, size // 5 + 1)
+        write_dead_letters(fleet, size // 5 + 1)
+        fleet.app.merger.store.add_counts(dict.fromkeys(MERGE_COUNTS, 1234 * size))
         pages.append(f"pipelines/{runs[0]}")
     with FlowerProcess(fleet, env={"FLOWER_BASIC_AUTH": LOGIN}) as flower:
         async with browser_page(tmp_path / "profile") as page:
@@ -70,6 +80,8 @@ async def test_pages_at_every_size(sized: tuple[TestFleet, int], tmp_path: Path)
                     await page.look(width=width, height=height, dark=dark)
                     wide = await page.value("document.documentElement.scrollWidth - window.innerWidth")
                     assert wide <= 0, f"{path} is {wide} px wider than a {name} window"
+                    hidden = await page.value(HIDDEN)
+                    assert name != "phone" or hidden == 0, f"{hidden} tables of {path} are wider than a phone"
                     if PICTURES:
                         label = "pipeline" if "/" in path else path
                         await page.screenshot(Path(PICTURES) / f"{size}-{label}-{name}.png")

@@ -288,3 +288,14 @@ time.sleep(3600)
     assert task.get(timeout=patient(120))["output"] == "from 5"
     assert task.record().attempt == 2
     assert fleet.app.ledger.attempts(task.id)[0].outcome == "preempted"
+
+
+@pytest.mark.parametrize(("env", "threads"), [({"OMP_NUM_THREADS": ""}, "2 1.5"), ({"OMP_NUM_THREADS": "1"}, "1 1.5")])
+def test_a_program_uses_as_many_threads_as_the_task_has_declared_cpus(
+    fleet: TestFleet, env: dict[str, str], threads: str
+) -> None:
+    show = "import os; print(os.environ['OMP_NUM_THREADS'], os.environ['GPUFLOW_CPUS'])"
+    spec = command(["python", "-c", show], env=env)
+    spec["resources"]["hardware"]["cpu"] = 1.5
+
+    assert ran(fleet, spec)[1]["output"] == threads

@@ -249,6 +249,24 @@ def test_a_read_only_flower_offers_and_does_nothing(fleet: TestFleet) -> None:
         assert reader.post("/api/worker/shutdown/w1").status_code == 403
 
 
+def test_read_only_holds_without_the_pages_and_over_flowers_own_options(fleet: TestFleet) -> None:
+    file = fleet.folder / "flower_options.py"
+    file.write_text("read_only = False\n")
+    options = ("--no-fleet-pages", "--read-only=false", f"--conf={file}")
+    env = {"GPUFLOW_FLOWER_READ_ONLY": "1"}
+    with FlowerProcess(fleet, "bare", *options, env=env) as process, process.client() as reader:
+        assert reader.get("/fleet").status_code == 404
+        node = eventually(
+            lambda: next(iter(reader.get("/api/workers", params={"refresh": "1"}).json()), ""),
+            within=60,
+            what="the worker in Flower's list",
+        )
+        assert "worker-shutdown" not in reader.get(f"/worker/{node}").text
+        for path in (f"worker/shutdown/{node}", f"worker/pool/grow/{node}", "task/revoke/none", "task/send-task/x"):
+            assert reader.post(f"/api/{path}").status_code == 403, path
+        assert node in reader.get("/api/workers", params={"refresh": "1"}).json()
+
+
 def test_a_flower_without_login_is_read_only(fleet: TestFleet) -> None:
     env = {"FLOWER_BASIC_AUTH": "", "FLOWER_UNAUTHENTICATED_API": "true"}
     with FlowerProcess(fleet, "open", env=env) as process, process.client(login=None) as anyone:

@@ -217,14 +217,39 @@ def test_an_oauth_user_has_the_role_of_the_address(fleet: TestFleet) -> None:
                     assert user.get("/fleet").status_code == 302
 
 
-def test_without_a_login_roles_change_nothing(fleet: TestFleet) -> None:
-    env = {"FLOWER_BASIC_AUTH": "", "FLOWER_UNAUTHENTICATED_API": "true", SETTING: "*=viewer"}
-    with FlowerProcess(fleet, "open", env=env) as process, process.client(login=None) as anyone:
-        page = anyone.get("/fleet")
-        assert "FLOWER_BASIC_AUTH" in page.text
-        assert "data-action=" not in anyone.get("/fleet/updates").text
-        assert act(anyone, "disable", "w1").status_code == 403
-        assert anyone.post("/api/task/revoke/none").json() == {"message": "Revoked 'none'"}
+@pytest.mark.parametrize("options", [(), ("--no-fleet-pages",)])
+@pytest.mark.parametrize("everybody", ["viewer", "operator"])
+def test_without_a_login_nobody_acts(fleet: TestFleet, everybody: str, options: tuple[str, ...]) -> None:
+    # Given roles, but no login by which anybody has a name, and an API that is open to everybody
+    env = {"FLOWER_BASIC_AUTH": "", "FLOWER_UNAUTHENTICATED_API": "true", SETTING: f"ana=operator,*={everybody}"}
+    with FlowerProcess(fleet, f"open-{everybody}{len(options)}", *options, env=env) as process:
+        # Then it is said at the start,
+        eventually(lambda: "flower_roles_without_login" in process.log_path.read_text(), what="the warning")
+        with process.client(login=None) as anyone:
+            # nobody acts, by Flower's own API either,
+            refused = anyone.post("/api/task/revoke/none")
+            assert refused.status_code == 403
+            assert SETTING in refused.text
+            assert anyone.get("/api/workers").status_code == 200
+            # and pages are shown without buttons
+            if not options:
+                assert "FLOWER_BASIC_AUTH" in anyone.get("/fleet").text
+                assert "data-action=" not in anyone.get("/fleet/updates").text
+                assert act(anyone, "disable", "w1").status_code == 403
+
+
+def test_a_login_of_flowers_own_file_is_a_login(fleet: TestFleet) -> None:
+    file = fleet.folder / "flower_options.py"
+    file.write_text(f"basic_auth = ['{LOGINS['ana']}', '{LOGINS['ben']}']\n")
+    env = {"FLOWER_BASIC_AUTH": "", SETTING: ENV[SETTING]}
+    with (
+        FlowerProcess(fleet, "of-file", f"--conf={file}", env=env) as process,
+        process.client(LOGINS["ben"]) as ben,
+        process.client(LOGINS["ana"]) as ana,
+    ):
+        assert ben.post("/api/task/revoke/none").status_code == 403
+        assert ana.post("/api/task/revoke/none").status_code == 200
+        assert "flower_roles_without_login" not in process.log_path.read_text()
 
 
 def test_a_flower_without_the_pages_keeps_the_roles(fleet: TestFleet) -> None:

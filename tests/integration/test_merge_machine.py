@@ -36,8 +36,6 @@ from tests.support.fleet import Broker
 from tests.support.lost_answers import Calls
 from tests.support.pops import POP_ONE
 
-pytestmark = pytest.mark.alone
-
 LEASE_SECONDS = 1000.0
 #: How many random sequences of steps are tried, in each of so many parts.
 SEQUENCES = int(os.environ.get("MERGE_SEQUENCES", "25"))

@@ -37,8 +37,6 @@ from tests.support.lost_answers import Calls
 from tests.support.pops import POP_ONE
 from tests.support.waiting import patient
 
-pytestmark = pytest.mark.alone
-
 #: How many random sequences of steps are tried, in each of so many parts.
 SEQUENCES = int(os.environ.get("PIPELINE_SEQUENCES", "60"))
 PARTS = int(os.environ.get("LEDGER_PARTS", "1"))

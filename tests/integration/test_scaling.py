@@ -629,6 +629,58 @@ def test_up_with_autoscale_launches_and_ends_its_workers(tmp_path: Path) -> None
         fleet.close()
 
 
+@pytest.mark.alone
+def test_up_with_four_launched_workers_while_its_beat_is_killed_beside_another(quick: TestFleet) -> None:
+    # Given `gpuflow up --autoscale --max 4`, whose workers run one task at once, and a second beat beside its own
+    fleet, store = quick, ScalingStore(quick.app.redis, quick.app.keys)
+    log_path = fleet.folder / "up.log"
+    options = ["--workers", "0", "--autoscale", "--max", "4", "--max-jobs", "1", "--no-flower", "--no-gateway"]
+    most: list[int] = []
+    # its own policy is like this one, and launches for a minute of work
+    policy = POLICY.replace("max: 1, maxJobs: 4", "max: 4, maxJobs: 1, targetBacklog: 1s")
+    (fleet.folder / "scaling.yaml").write_text(policy)
+    with log_path.open("ab") as log:
+        up = subprocess.Popen(
+            [sys.executable, "-c", "from gpuflow.cli import main; main()", "up", *options],
+            env=_environment(fleet),
+            cwd=fleet.folder,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+    def own_beat() -> psutil.Process | None:
+        found = [one for one in psutil.Process(up.pid).children() if "beat" in one.cmdline()]
+        return found[0] if found else None
+
+    try:
+        killed = eventually(own_beat, within=30, what="the beat of the cluster")
+        beat(fleet, "beside")
+        # When forty tasks come, and the cluster's beat is killed in the middle
+        tasks = [submit(fleet.echo(sleep_seconds=0.5), app=fleet.app) for _ in range(40)]
+        eventually(lambda: fleet.state(tasks[0].id) == "SUCCEEDED", within=60, what="the first result")
+        killed.kill()
+        again = eventually(
+            lambda: (one := own_beat()) is not None and one.pid != killed.pid and one, within=30, what="another beat"
+        )
+        assert again.is_running()
+        # Then each has run once: nothing is lost, and nobody was ended while busy
+        for task in tasks:
+            task.get(timeout=patient(120))
+            most.append(len(store.machines()))
+        assert {task.record().attempt for task in tasks} == {1}
+        # and there were never more workers than allowed, and none is left when nothing waits
+        assert 1 < max(most) <= 4
+        eventually(lambda: store.machines() == [], within=60, what="the end of the machines")
+        assert launched_by(fleet).machines() == {}
+        counts = store.counts()
+        assert counts["launched"] == counts["terminated"], "each launch is accounted for"
+    finally:
+        if up.poll() is None:
+            up.send_signal(signal.SIGINT)
+            up.wait(timeout=patient(60))
+
+
 def test_up_ends_what_one_that_was_killed_has_launched_and_not_that_of_one_that_lives(tmp_path: Path) -> None:
     fleet = TestFleet(tmp_path, env=QUICK)
     launched = launched_by(fleet)

@@ -116,6 +116,22 @@ def sessions_of(worker: WorkerProcess) -> list[psutil.Process]:
 # -- what is to be ----------------------------------------------------------------------------------------------
 
 
+def test_a_replica_that_downloads_its_model_is_not_loaded(
+    fleet: TestFleet, serving: Serving, env: dict[str, str], tmp_path: Path
+) -> None:
+    gate = tmp_path / "loads"
+    fleet.start_worker("w1", env={**env, "LOADS_AFTER": str(gate), "GPUFLOW_PASS_ENV": "LOADS_AFTER"})
+    serving.serve(model())
+
+    def progress() -> Any:
+        return next((record.progress for record in serving.records()), None)
+
+    eventually(lambda: (progress() or {}).get("unit") == "MB", within=60, what="the progress of the download")
+    assert serving.status().warm == []
+    gate.touch()
+    serving.warm("w1")
+
+
 def test_a_served_model_answers_without_a_load_and_stop_frees_its_place(
     fleet: TestFleet, serving: Serving, env: dict[str, str]
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +92,21 @@ def all_idle(uuids: Sequence[str]) -> Uses:
 
 
 def worker(
-    client: Client, folder: Path, capability: Capability, name: str = "w1", *, warm: bool = False, **limits: Any
+    client: Client,
+    folder: Path,
+    capability: Capability,
+    name: str = "w1",
+    *,
+    warm: bool = False,
+    query: Callable[[Sequence[str]], Uses] = all_idle,
+    **limits: Any,
 ) -> Admission:
-    """Return the admission of one worker of the machine whose lock directory is `folder`; `warm`: it keeps sessions."""
+    """Return the admission of one worker of the machine whose lock directory is `folder`; `warm`: it keeps sessions.
+
+    `query` answers as the driver.
+    """
     clock = iter(range(10**9))
-    gpus = MachineGpus(capability.gpus, folder, clock=lambda: next(clock), reader=UsageReader(all_idle))
+    gpus = MachineGpus(capability.gpus, folder, clock=lambda: next(clock), reader=UsageReader(query))
     log_dir = folder.parent / f"logs-{name}"
     sessions = Sessions(idle_seconds=3600, log_dir=log_dir, release=gpus.release, on_change=lambda: None)
     return Admission(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import os
 import re
 import subprocess
@@ -17,6 +19,7 @@ from gpuflow.broker.priorities import list_key
 from gpuflow.client import submit, submit_pipeline
 from gpuflow.fleet.desired import DesiredState
 from gpuflow.fleet.registry import Fleet, WorkerEntry, WorkerState
+from gpuflow.scaling.store import Machine
 from tests.support.fleet import TestFleet, keep_log
 from tests.support.waiting import eventually, patient
 
@@ -103,7 +106,9 @@ def write_workers(fleet: TestFleet, count: int) -> None:
         registry.announce(entry)
         heartbeat = fleet.app.keys.heartbeat(entry.id)
         if number % 13 == 4:  # overdue
-            fleet.app.redis.pexpire(heartbeat, int((entry.timeout_seconds - 3 * entry.interval_seconds) * 1000))
+            late = 3 * entry.interval_seconds
+            registry.announce(dataclasses.replace(entry, heartbeat_at=entry.heartbeat_at - late))
+            fleet.app.redis.pexpire(heartbeat, int((entry.timeout_seconds - late) * 1000))
         elif number % 50 == 21:
             fleet.app.redis.delete(heartbeat)
     for number in range(0, count, 7):
@@ -207,14 +212,57 @@ def write_run(fleet: TestFleet, pipeline_id: str) -> None:
             )  # fmt: skip
 
 
+def write_scaling(fleet: TestFleet, machines: int) -> None:
+    """Let a beat lead that has launched machines, one of each three of them spot, and failed to launch another."""
+    client, keys, now = fleet.app.redis, fleet.app.keys, time.time()
+    client.hset(keys.scaling_leader, mapping={"owner": "beat-1", "epoch": 3, "until": now + 3600})
+    for number in range(machines):
+        machine = Machine(
+            id=f"gpuflow-a100-{number:04d}",
+            family="a100-spot" if number % 3 == 0 else "a100",
+            state="launching" if number % 5 == 0 else "running",
+            wanted_at=now - 60 * number,
+            spot=number % 3 == 0,
+            cost_per_hour=0.7 * (1 + number % 3),
+        )
+        client.hset(keys.machines, machine.id, machine.to_json())
+        who = HOSTILE if number == 1 else "nobody"
+        why = f"{3 + number} tasks wait for gpu-a100, the oldest for {number} min; {who} serves it"
+        told = {
+            "at": now - 60 * number,
+            "action": "launch",
+            "machine": machine.id,
+            "family": machine.family,
+            "reason": why,
+        }
+        client.rpush(keys.scaling_decisions, json.dumps(told))
+
+
+def write_dead_letters(fleet: TestFleet, count: int) -> None:
+    """Put tasks among the dead letters, and as many messages that nobody could read beside them."""
+    client, keys, now = fleet.app.redis, fleet.app.keys, time.time()
+    for number in range(count):
+        template = {**fleet.echo(message="x"), "resources": {"labels": {"no": "such"}}}
+        name = HOSTILE if number == 0 else f"tune-{number}"
+        task = submit({"apiVersion": "gpuflow/v1", "metadata": {"name": name}, "spec": template}, app=fleet.app)
+        error = {"type": "OutOfMemory", "message": f"CUDA out of memory: tried to allocate {number}.0 GiB; {HOSTILE}"}
+        fields = {"state": "DEAD", "attempt": 3, "error": json.dumps(error), "finished_at": now - 60 * number}
+        client.hset(keys.task(task.id), mapping=fields)
+        client.zadd(keys.dead, {task.id: now - 60 * number})
+        told = {"at": now - 60 * number, "list": "tasks", "why": "it is not JSON", "message": f"{{{HOSTILE}"}
+        client.rpush(keys.unreadable, json.dumps(told))
+
+
 __all__ = [
     "HOSTILE",
     "LOGIN",
     "FlowerProcess",
     "worker_entry",
     "worker_id",
+    "write_dead_letters",
     "write_pipelines",
     "write_queues",
     "write_run",
+    "write_scaling",
     "write_workers",
 ]

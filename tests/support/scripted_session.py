@@ -2,9 +2,9 @@
 
 `echo X` answers X; `wait FILE` answers when there is such a file, or is aborted; `die` kills the process; `freeze`
 stops it; `sleep N` answers after N seconds; `spell X` tells X letter by letter; `length` is that of its
-secret; `log X` writes X to stderr; `do X` runs X as Python, which has the request and answers with `said`; `cancelled`,
-`garbage`, `closing` and `deaf` (it does not end) are what they say. Started as a task's own child it answers at once.
-It needs the standard library alone.
+secret; `fail X` fails for good; `log X` writes X to stderr; `do X` runs X as Python, which has the request and answers
+with `said`; `cancelled`, `garbage`, `closing` and `deaf` (it does not end) are what they say. Started as a task's own
+child it answers at once. It needs the standard library alone.
 """
 
 from __future__ import annotations
@@ -47,6 +47,9 @@ def answer(id: str | None, request: dict[str, Any], model: str, opened: dict[str
         time.sleep(1)  # the stop may come a moment later
     if word == "cancelled":
         say("finish", id, status="cancelled")
+        return
+    if word == "fail":
+        say("finish", id, status="failed", error={"type": "BadInput", "message": rest, "retryable": False})
         return
     if word == "closing":
         say("closing")
@@ -105,6 +108,8 @@ def main() -> None:
     opening = json.loads(sys.stdin.readline())
     model = opening["spec"]["model"]["source"]["identifier"]
     gate = os.environ.get("LOADS_AFTER")
+    if gate:
+        say("progress", current=1, total=2, unit="MB")
     while gate and not Path(gate).exists():
         time.sleep(0.01)
     if model.endswith("broken"):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import redis
@@ -21,6 +21,7 @@ from gpuflow.fleet.gpu_locks import Hold
 from gpuflow.fleet.gpu_reservation import Reservation
 from gpuflow.routing.capability import Capability
 from gpuflow.routing.families import CONTROL_QUEUE
+from gpuflow.routing.placement import FreeGpus
 from gpuflow.worker.admission import Admission
 from gpuflow.worker.demands import Demands
 from gpuflow.worker.reserving import Reserving
@@ -47,11 +48,10 @@ class VirtualGpus:
         self._reservation: Reservation | None = None
         self.users: dict[str, list[Hold]] = {uuid: [] for uuid in self._total}
 
-    def free(self, capability: Capability, *, asks_memory: bool = True) -> Capability:
-        return replace(capability, gpus=tuple(gpu for gpu in capability.gpus if not self.users[gpu.uuid]))
-
-    def room(self, capability: Capability) -> dict[str, int]:
-        return {gpu.uuid: self._room(gpu.uuid) for gpu in capability.gpus}
+    def snapshot(self, capability: Capability) -> FreeGpus:
+        uuids = [gpu.uuid for gpu in capability.gpus]
+        free = frozenset(uuid for uuid in uuids if not self.users[uuid])
+        return FreeGpus(whole=free, room_mib={uuid: self._room(uuid) for uuid in uuids})
 
     def _room(self, uuid: str) -> int:
         users = self.users[uuid]

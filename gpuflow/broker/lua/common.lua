@@ -45,9 +45,9 @@ end
 -- Count a duration in its bucket, and its milliseconds. metrics/counters.py has the same bounds.
 local SECONDS_BOUNDS = {0.1, 0.5, 1, 5, 15, 60, 300, 900, 3600, 14400, 86400}
 
-local function observe(prefix, name, task_type, seconds)
+local function observe(prefix, name, task_type, seconds, bounds)
   local bucket = '+Inf'
-  for _, bound in ipairs(SECONDS_BOUNDS) do
+  for _, bound in ipairs(bounds or SECONDS_BOUNDS) do
     if seconds <= bound then
       bucket = tostring(bound)
       break

@@ -31,6 +31,7 @@ _OF_TASK: Final = frozenset(
         "NOTICE_SECONDS",
         "CUDA_VISIBLE_DEVICES",
         "GPU_DEVICE",
+        "GPUFLOW_CPUS",
     }
 )
 #: Sections of a spec that say what is loaded.

@@ -317,6 +317,7 @@ class Sessions:
                     "idle": warm.is_idle(),
                     "replica": warm.replica is not None,
                     "gpus": list(warm.gpus),
+                    "shareMib": warm.hold.share_mib if warm.hold is not None else None,
                     "memoryBytes": session.told.memory_bytes,
                 }
                 for warm in self._warm

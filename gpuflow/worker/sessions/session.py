@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from gpuflow.logs import get_logger
-from gpuflow.protocol import Request
+from gpuflow.protocol import REPLICA_UNIT, Request
 from gpuflow.secrets import Redactor, known
 from gpuflow.worker.child import Child
 from gpuflow.worker.judging import ending
@@ -34,7 +34,7 @@ ABORT_SECONDS: Final = 30.0
 SUSPECT_SECONDS: Final = 25.0
 SUSPECT_ABORT_SECONDS: Final = 5.0
 #: Told to a replica when the model is loaded.
-_LOADED: Final = b'{"event": "progress", "current": 1, "total": 1, "unit": "replica"}'
+_LOADED: Final = json.dumps({"event": "progress", "current": 1, "total": 1, "unit": REPLICA_UNIT}).encode()
 #: No engine answers more at once.
 _MOST_REQUESTS: Final = 100_000
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -28,6 +29,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from gpuflow.broker.embedded import _shipped_program
+from tests.support.collector import Collector
 from tests.support.fleet import ROOT, keep_log
 from tests.support.waiting import eventually, patient
 
@@ -42,13 +44,13 @@ HEADERS = {"Authorization": f"Bearer {VARIABLES['GPUFLOW_WORKER_TOKEN']}"}
 SERVICES = ("gateway", "beat", "flower", "worker-cpu")
 
 
-def resolved(text: str) -> str:
+def resolved(text: str, variables: Mapping[str, str]) -> str:
     """Replace the variables of a text as Compose does."""
 
     def value(found: re.Match[str]) -> str:
         name, default = found[1], found[2] or ""
-        assert name in VARIABLES or not default.startswith(":?"), f"{name} is required"
-        return VARIABLES.get(name, default.removeprefix(":-"))
+        assert name in variables or not default.startswith(":?"), f"{name} is required"
+        return variables.get(name, default.removeprefix(":-"))
 
     return re.sub(r"\$\{([A-Z_]+)(:[-?][^}]*)?\}", value, text).replace("$$", "$")
 
@@ -101,6 +103,12 @@ class Composed:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.collector = Collector()
+        self._variables = {
+            **VARIABLES,
+            "GPUFLOW_TRACES": "otlp",
+            "OTEL_EXPORTER_OTLP_ENDPOINT": self.collector.url,
+        }
         self.compose: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text("utf-8"))
         self.ports = {name: free_port() for name in ("valkey", "gateway", "flower")}
         self.services: dict[str, Service] = {}
@@ -114,17 +122,20 @@ class Composed:
             "GPUFLOW_STATE_DIR": str(folder / "state"),
             "GPUFLOW_CACHE_DIR": str(folder / "cache"),
             "PYTHONUNBUFFERED": "1",
+            "NO_PROXY": "127.0.0.1",
+            "OTEL_BSP_SCHEDULE_DELAY": "50",
         }
 
     def start(self, name: str) -> Service:
         """Start a service with what the file says of it."""
         spec = self.compose["services"][name]
-        command = [self._here(resolved(word), name) for word in spec["command"]]
+        command = [self._here(resolved(word, self._variables), name) for word in spec["command"]]
         if name == "valkey":
             command += ["--port", str(self.ports["valkey"]), "--bind", "127.0.0.1"]
             shutil.copytree(ROOT / "deploy" / "valkey", self.folder / "etc")
             (self.folder / "data").mkdir()
-        environment = {key: self._here(resolved(str(value)), name) for key, value in spec["environment"].items()}
+        given = {key: resolved(str(value), self._variables) for key, value in spec["environment"].items()}
+        environment = {key: self._here(value, name) for key, value in given.items()}
         extra = {"VALKEY_DATA": str(self.folder / "data")} if name == "valkey" else {}
         if name in self.ports:
             extra["HEALTH_PORT"] = str(self.ports[name])
@@ -157,6 +168,7 @@ class Composed:
     def close(self) -> None:
         for service in reversed(self.services.values()):
             service.kill()
+        self.collector.close()
 
 
 @pytest.fixture(scope="module")
@@ -212,6 +224,29 @@ def test_a_task_runs_through_the_services(composed: Composed) -> None:
 
     found = eventually(all_there, what="the task and its worker in the metrics")
     assert found["gpuflow_broker_aof_enabled"] == 1
+
+    # And the collector has its trace, from the gateway to the worker
+    def whole_trace() -> set[tuple[str, str]] | None:
+        spans = composed.collector.of(answer.json()["id"])
+        names = {(one.name, one.service) for one in spans}
+        wanted = {("submit echo", "gpuflow-gateway"), ("attempt echo", "gpuflow-worker"), ("commit", "gpuflow-worker")}
+        return names if names >= wanted and len({one.trace for one in spans}) == 1 else None
+
+    eventually(whole_trace, within=30, what="the trace of the task")
+
+
+def test_the_doctor_of_each_service_has_an_answer_of_the_collector(composed: Composed) -> None:
+    for name in SERVICES:
+        run = subprocess.run(
+            ["gpuflow", "doctor", "--json"],
+            env=composed.services[name].environment,
+            cwd=composed.folder,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        (found,) = (one for one in json.loads(run.stdout)["checks"] if one["name"] == "traces")
+        assert (found["status"], composed.collector.url in found["detail"]) == ("ok", True), (name, found)
 
 
 def test_each_check_of_health_is_content(composed: Composed) -> None:

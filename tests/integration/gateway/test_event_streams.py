@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from gpuflow.client import submit, submit_pipeline
+from gpuflow.gateway import streams
 from tests.support.fleet import TestFleet
 from tests.support.gateway import Gateway
 from tests.support.waiting import eventually, patient
@@ -190,6 +191,39 @@ def test_hundreds_of_readers_share_one_poller(front: Gateway, served: TestFleet,
     assert told[0][-1]["event"] == "end"
 
 
+def test_a_new_stream_does_not_wait_for_the_poll_of_others(served: TestFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A poll of a silent stream is under way, for longer than the reader of the new one waits."""
+    monkeypatch.setattr(streams, "_POLL_MS", 9000)
+    keys, broker = served.app.keys, served.broker.client
+    silent, new = "of-nobody", "of-somebody"
+
+    async def read() -> list[str]:
+        hub = streams.Hub(lambda: served.broker.url, keys, most_readers=10)
+        try:
+            async with streams.Reader(hub, silent) as first, streams.Reader(hub, new) as second:
+                waiting = asyncio.create_task(first.next(8))
+                await asyncio.to_thread(eventually, lambda: polls(served), what="a poll that waits")
+                asked = asyncio.create_task(second.next(8))
+                while hub.streams < 2:
+                    await asyncio.sleep(0)
+                broker.xadd(keys.events(new), {"event": json.dumps({"event": "log", "message": "here"})})
+                found = [event.data["message"] for event in await asked]
+                waiting.cancel()
+                return found
+        finally:
+            await hub.aclose()
+
+    try:
+        assert asyncio.run(read()) == ["here"]
+    finally:
+        broker.delete(keys.events(new))
+
+
+def polls(fleet: TestFleet) -> list[Any]:
+    """Return the clients that wait in XREAD."""
+    return [one for one in fleet.broker.client.client_list() if one["cmd"] == "xread" and "b" in one["flags"]]
+
+
 def test_a_reader_that_leaves_leaves_nothing(front: Gateway, served: TestFleet) -> None:
     task = submit({**served.echo(message="x"), "resources": {"labels": {"no": "where"}}}, app=served.app)
     process = psutil.Process(front.process.pid)
@@ -206,13 +240,9 @@ def test_a_reader_that_leaves_leaves_nothing(front: Gateway, served: TestFleet) 
             lines.append(answer.iter_lines())
             assert next(lines[-1]).startswith("id: ")
         assert len(process.net_connections()) >= before + 50
+        eventually(lambda: len(polls(served)) == 1, what="one poll for all of them")
     eventually(lambda: len(process.net_connections()) <= before + 10, what="the end of the readers' lines")
-    polled = [client for client in served.broker.client.client_list() if client["cmd"].startswith("xread")]
-    eventually(
-        lambda: not [c for c in served.broker.client.client_list() if c["cmd"] == "xread" and float(c["idle"]) < 1],
-        what="the end of the polls",
-    )
-    assert len(polled) <= 1
+    eventually(lambda: not polls(served), what="the end of the polls")
     task.cancel()
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from openai.types.chat import ChatCompletionMessageParam
+from prometheus_client.parser import text_string_to_metric_families
 
 from gpuflow.serving.models import ServedModel, served_spec, source_of
 from gpuflow.serving.replicas import Replicas
@@ -96,6 +98,48 @@ def test_a_served_model_is_listed_and_answers_without_a_load(answering: TestFlee
     odd = b'{"model": "\\u0000\\ud800 odd", "prompt": "echo x"}'
     headers = {**front.headers, "Content-Type": "application/json"}
     assert httpx.post(f"{front.url}/v1/completions", content=odd, headers=headers).status_code in (400, 404)
+
+
+def test_models_and_calls_are_counted_for_prometheus(answering: TestFleet, front: Gateway) -> None:
+    """By model and outcome, and for streamed calls how long their first text took; a model that is unknown is not."""
+    serve(answering, "one")
+    chat: list[ChatCompletionMessageParam] = [{"role": "user", "content": "spell abc"}]
+
+    def found() -> dict[str, float]:
+        answer = httpx.get(f"{front.url}/metrics", headers=front.headers)
+        return {
+            " ".join(
+                [one.name.removeprefix("gpuflow_served_"), *(one.labels[name] for name in sorted(one.labels))]
+            ): one.value
+            for family in text_string_to_metric_families(answer.text)
+            for one in family.samples
+            if one.name.startswith("gpuflow_served_")
+        }
+
+    before = found()
+    with client_of(front) as client:
+        client.chat.completions.create(model="one", messages=chat)
+        list(client.chat.completions.create(model="one", messages=chat, stream=True))
+        with pytest.raises(openai.APIStatusError):
+            client.completions.create(model="one", prompt="fail it")
+        with client.completions.create(model="one", prompt=f"wait {answering.folder}/never", stream=True) as left:
+            next(iter(left))
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model="nobody", prompt="x")
+
+    expected = {"answered": 2, "failed": 1, "cancelled": 1}
+    after = eventually(
+        lambda: (now := found()) and all(now.get(f"calls_total one {key}") == n for key, n in expected.items()) and now,
+        within=30,
+        what="the counts of all calls",
+    )
+    assert (before["models"], before["replicas one"], before["replicas_loaded one"]) == (1, 1, 1)
+    assert (before["calls_total one answered"], before["calls_total one failed"]) == (0, 0)
+    assert after["first_token_seconds_count one"] == 2
+    assert not [name for name in after if "nobody" in name]
+    stop(answering, "one")
+    gone = eventually(lambda: (now := found()) and not now["models"] and now, within=15, what="no served model")
+    assert (gone.get("replicas one"), gone["calls_total one answered"]) == (None, 2)
 
 
 def test_vectors_are_made_by_a_model_that_is_served_for_them(answering: TestFleet, front: Gateway) -> None:

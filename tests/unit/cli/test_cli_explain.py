@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from gpuflow.fleet.worker_views import view_of
 from gpuflow.ledger.records import TaskRecord
 from gpuflow.ledger.states import TaskState
 from gpuflow.routing.capability import Capability, GpuCapability
+from gpuflow.routing.placement import HostUsage
 from gpuflow.routing.requirement import Requirement
 from gpuflow.routing.situation import judge
 from gpuflow.routing.views import TaskView, WorkerView
@@ -61,25 +63,35 @@ def test_all_that_a_worker_tells_is_in_its_view() -> None:
             {"model": "at-work", "idle": False, "gpus": ["i"]},
         ],
         "freeJobs": 2,
+        "usage": {"cpus": 2.0, "memory_mib": 512, "undeclared_jobs": 1, "undeclared_limit": 4, "of_a_newer_version": 1},
         "foreignMib": {"g": 3000},
         "roomMib": {"g": 4000},
-        "reservation": {"task": "big", "gpus": ["g"], "since": NOW - 30},
+        "reservation": {"task": "big", "queue": "gpu-2", "gpus": ["g"], "secondsLeft": 70.0},
         "diskFreeMib": 5000,
     }
     records = {
-        name: TaskRecord(id=name, state=state, name=f"{name}-job", started_at=NOW - 60)
+        name: TaskRecord(id=name, state=state, name=f"{name}-job", created_at=NOW - 30, started_at=NOW - 60)
         for name, state in (("big", TaskState.QUEUED), ("small", TaskState.RUNNING))
     }
-    worker = entry("tasks", load=json.loads(json.dumps(load)), tasks=("small", "unknown"), heartbeat_at=NOW - 5)
+    two = replace(A100, gpus=(*A100.gpus, replace(A100.gpus[0], uuid="h", index=1)))
+    worker = entry(
+        "tasks",
+        load=json.loads(json.dumps(load)),
+        tasks=("small", "unknown"),
+        heartbeat_at=NOW - 5,
+        capability=two.to_dict(),
+    )
 
     view = view_of(worker, records, NOW)
 
     assert view.families == ("gpu-a100", "cpu")
     assert view.executors == ("echo", "inference")
     assert (view.free_gpus, view.free_jobs, view.silent_seconds) == (("g", "h"), 2, 5)
-    assert (dict(view.foreign_mib), view.room_mib) == ({"g": 3000}, {"g": 4000})
+    assert (dict(view.foreign_mib), view.room_mib) == ({"g": 3000}, {"g": 4000, "h": 81_000})
+    assert view.usage == HostUsage(cpus=2.0, memory_mib=512, undeclared_jobs=1, undeclared_limit=4)
     assert view.reservation is not None
     assert (view.reservation.name, view.reservation.seconds) == ("big-job", 30)
+    assert (view.reservation.queue, view.reservation.seconds_left) == ("gpu-2", 70.0)
     assert [(task.id, task.name, task.seconds) for task in view.tasks] == [
         ("small", "small-job", 60),
         ("unknown", "", None),

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from gpuflow.settings import Settings
+from gpuflow.settings.model import env_names
 from gpuflow.worker.service import EXTENSION_SECONDS
 from gpuflow.worker.stopping import MARGIN_SECONDS
 from tests.unit.metrics.test_dashboards import check
@@ -70,7 +71,7 @@ def test_each_service_is_confined_and_watched() -> None:
         # A worker that has drained ends with 0 and must not take work again.
         assert service["restart"] == ("on-failure" if name.startswith("worker") else "unless-stopped"), name
         assert "privileged" not in service and service.get("user") != "root", name
-        if "profiles" not in service or "monitoring" not in service["profiles"]:
+        if not {"monitoring", "traces"} & set(service.get("profiles", ())):
             assert service["healthcheck"]["test"], name
             assert seconds(service["stop_grace_period"]) > 0, name
     assert {name for name, one in services.items() if not one.get("profiles")} == {
@@ -94,6 +95,38 @@ def test_each_variable_is_in_the_example_and_secrets_have_no_default() -> None:
         if name.endswith(("PASSWORD", "TOKEN")):
             assert named[name] == ""
             assert not re.search(rf"\$\{{{name}(?![A-Z_])(?!:\?set it in \.env\}})", text), f"{name} is not required"
+
+
+def test_traces_are_a_setting_that_all_services_get_and_all_images_have() -> None:
+    services = compose()["services"]
+    ours = {name: one["environment"] for name, one in services.items() if "build" in one}
+    assert set(ours) == {"gateway", "beat", "flower", "worker-cpu", "worker-gpu"}
+    for name, variables in ours.items():
+        assert variables["GPUFLOW_TRACES"] == "${GPUFLOW_TRACES:-none}", name
+        assert variables["OTEL_SERVICE_NAME"] == f"gpuflow-{name.split('-')[0]}"
+        assert variables.keys() >= {"OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_HEADERS", "OTEL_TRACES_SAMPLER"}
+        # The SDK takes an empty name of a certificate for none to be checked.
+        assert "OTEL_EXPORTER_OTLP_CERTIFICATE" not in variables
+    # By default spans go to the collector of the profile.
+    assert services["jaeger"]["profiles"] == ["traces"]
+    assert "http://jaeger:4318" in ours["gateway"]["OTEL_EXPORTER_OTLP_ENDPOINT"]
+    extras = re.findall(r'-c constraints\.txt "\.\[([^]]+)\]"', DOCKERFILE)
+    (of_worker,) = re.findall(r"^ARG WORKER_EXTRAS=(.+)$", DOCKERFILE, re.MULTILINE)
+    assert [one.replace("${WORKER_EXTRAS}", of_worker).split(",")[-1] for one in extras] == ["traces", "traces"]
+    assert services["worker-cpu"]["build"]["args"]["WORKER_EXTRAS"] == f"${{WORKER_EXTRAS:-{of_worker}}}"
+    assert f"\nWORKER_EXTRAS={of_worker}\n" in (ROOT / ".env.example").read_text("utf-8")
+
+
+def test_each_setting_that_a_file_names_is_one() -> None:
+    files = [ROOT / "docker-compose.yml", ROOT / ".env.example", *(ROOT / "deploy").rglob("*")]
+    named = {
+        name
+        for path in files
+        if path.is_file()
+        for name in re.findall(r"\b(?:GPUFLOW|ELASTIC|ENABLE)_[A-Z_]+[A-Z]\b", path.read_text("utf-8"))
+    }
+    assert named >= {"GPUFLOW_TRACES", "ENABLE_ELASTIC_SCALING", "GPUFLOW_LOCK_DIR"}
+    assert named - set(env_names().values()) == set()
 
 
 def test_a_worker_has_time_to_hand_back() -> None:

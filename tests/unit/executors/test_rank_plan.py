@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from executors.base import ExecutorError
+from executors.cores import DECLARED
+from executors.distributed.launch import environment
 from executors.distributed.plan import RankPlan, plan_ranks, use_gpus
 from executors.distributed.processes import Roster
 from executors.distributed.records import RankEnd, culprit, failure, is_from_peer, read_end, write_record
@@ -175,3 +177,17 @@ def test_a_notice_reaches_ranks_that_run_and_those_that_start_later(tmp_path: Pa
         assert len(seen) == 2
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize(
+    ("declared", "set_already", "threads"), [("5", None, "2"), ("0.5", None, "1"), ("8", "3", "3"), ("1.5", "1", "1")]
+)
+def test_ranks_share_the_cpus_that_the_task_has_declared(
+    monkeypatch: pytest.MonkeyPatch, declared: str, set_already: str | None, threads: str
+) -> None:
+    monkeypatch.setenv(DECLARED, declared)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if set_already is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", set_already)
+
+    assert environment(RankPlan(processes=2))["OMP_NUM_THREADS"] == threads

@@ -14,6 +14,8 @@ from gpuflow.fleet.gpu_locks import GpuLedger, Hold
 from gpuflow.fleet.gpu_usage import UsageReader
 from gpuflow.fleet.hardware_nvml import GpuProcess, GpuUse, Uses
 from gpuflow.routing.capability import Capability, GpuCapability
+from gpuflow.routing.placement import FreeGpus
+from gpuflow.routing.requirement import Requirement
 from gpuflow.worker.machine_gpus import FRESH_SECONDS, MachineGpus
 from tests.fixtures.simulated_nvml import SimGpu, gpu_uuid
 
@@ -78,6 +80,12 @@ def machine(tmp_path: Path, driver: Driver) -> Make:
     return make
 
 
+def offered(machine: MachineGpus, capability: Capability, *, asks_memory: bool = True) -> Capability:
+    """Return what a task for one GPU could be given, whether or not it says how much memory it needs."""
+    asked = Requirement(gpu_count=1, vram_gb_min=1.0 if asks_memory else None)
+    return machine.snapshot(capability).offered(asked, capability)
+
+
 def names(capability: Capability) -> str:
     return " ".join(one.uuid for one in capability.gpus)
 
@@ -89,11 +97,11 @@ def taken(hold: Hold | None) -> Hold:
 
 def test_without_gpus_nothing_is_done(tmp_path: Path) -> None:
     alone, capability = MachineGpus((), tmp_path / "locks"), Capability(cpu_count=4)
-    assert alone.free(capability) is capability
+    assert alone.snapshot(capability) == FreeGpus()
     hold = taken(alone.take(()))
     assert alone.take(["GPU-0"]) is None
     assert alone.release(hold)
-    assert (alone.room(capability), alone.usage(), alone.lost(), alone.identity()) == ({}, {}, {}, None)
+    assert (alone.held_back(), alone.usage(), alone.lost(), alone.identity()) == ({}, {}, {}, None)
     reserved = alone.reserve(task="t", queue="q", gpus=[], worker="w", term_seconds=1)
     assert (alone.reservation(), reserved, alone.drop("t", "w"), alone.problem) == (None, None, False, None)
     assert list(tmp_path.iterdir()) == []
@@ -101,36 +109,36 @@ def test_without_gpus_nothing_is_done(tmp_path: Path) -> None:
 
 def test_two_workers_of_a_machine_see_each_others_gpus(machine: Make, driver: Driver) -> None:
     one, two = machine(), machine()
-    assert names(two.free(FOUR)) == "GPU-0 GPU-1 GPU-2 GPU-3"
+    assert names(offered(two, FOUR)) == "GPU-0 GPU-1 GPU-2 GPU-3"
     hold = taken(one.take(["GPU-1", "GPU-2"]))
     driver.now += FRESH_SECONDS
-    assert names(one.free(FOUR)) == names(two.free(FOUR)) == "GPU-0 GPU-3"
-    assert two.free(FOUR).cpu_count == 8
+    assert names(offered(one, FOUR)) == names(offered(two, FOUR)) == "GPU-0 GPU-3"
+    assert offered(two, FOUR).cpu_count == 8
     assert two.take(["GPU-2", "GPU-3"]) is None
     assert one.release(hold)
     assert one.release(hold)
     driver.now += FRESH_SECONDS
-    assert names(two.free(FOUR)) == "GPU-0 GPU-1 GPU-2 GPU-3"
+    assert names(offered(two, FOUR)) == "GPU-0 GPU-1 GPU-2 GPU-3"
 
 
 def test_what_was_seen_counts_for_a_moment_unless_it_changed_here(machine: Make, driver: Driver) -> None:
     one, two = machine(), machine()
-    one.free(FOUR), one.free(FOUR)
+    offered(one, FOUR), offered(one, FOUR)
     assert driver.asked == 1
     taken(two.take(["GPU-0"]))
-    assert names(one.free(FOUR)) == "GPU-0 GPU-1 GPU-2 GPU-3"
+    assert names(offered(one, FOUR)) == "GPU-0 GPU-1 GPU-2 GPU-3"
     assert one.take(["GPU-0"]) is None
-    assert names(one.free(FOUR)) == "GPU-1 GPU-2 GPU-3"
+    assert names(offered(one, FOUR)) == "GPU-1 GPU-2 GPU-3"
 
 
 def test_foreign_memory_is_promised_to_nobody(machine: Make, driver: Driver) -> None:
     driver.used = {"GPU-0": 512, "GPU-1": 513, "GPU-2": 40_960, "GPU-3": 81_920}
     one = machine()
-    offered = one.free(FOUR)
-    assert names(offered) == "GPU-0 GPU-1 GPU-2"
-    assert [(part.vram_gb, part.total_mib) for part in offered.gpus] == [(80, 81_920), (79.4, 81_407), (40, 40_960)]
-    assert names(one.free(FOUR, asks_memory=False)) == "GPU-0"
-    assert one.room(FOUR) == {"GPU-0": 81_408, "GPU-1": 81_407, "GPU-2": 40_960, "GPU-3": 0}
+    found = offered(one, FOUR)
+    assert names(found) == "GPU-0 GPU-1 GPU-2"
+    assert [(part.vram_gb, part.total_mib) for part in found.gpus] == [(80, 81_920), (79.4, 81_407), (40, 40_960)]
+    assert names(offered(one, FOUR, asks_memory=False)) == "GPU-0"
+    assert one.snapshot(FOUR).room_mib == {"GPU-0": 81_408, "GPU-1": 81_407, "GPU-2": 40_960, "GPU-3": 0}
     assert one.usage()["GPU-2"].foreign_mib == 40_960
 
 
@@ -139,11 +147,11 @@ def test_a_share_takes_what_is_left(machine: Make, driver: Driver) -> None:
     one, two = machine(), machine()
     first = taken(one.take(["GPU-0"], share_mib=50_000))
     driver.now += FRESH_SECONDS
-    assert names(two.free(FOUR)) == "GPU-1 GPU-2 GPU-3"
+    assert names(offered(two, FOUR)) == "GPU-1 GPU-2 GPU-3"
     driver.used = {"GPU-0": 51_920}  # and it uses what it was promised
     driver.processes = {"GPU-0": [(NO_PID, 50_000)]}
     driver.now += FRESH_SECONDS
-    assert two.room(FOUR)["GPU-0"] == 30_000
+    assert two.snapshot(FOUR).room_mib["GPU-0"] == 30_000
     assert two.take(["GPU-0"], share_mib=30_001) is None
     second = taken(two.take(["GPU-0"], share_mib=30_000))
     assert one.take(["GPU-0"], share_mib=1) is None
@@ -151,7 +159,7 @@ def test_a_share_takes_what_is_left(machine: Make, driver: Driver) -> None:
     driver.used, driver.processes = {}, {}
     assert two.release(second)
     driver.now += FRESH_SECONDS
-    assert names(one.free(FOUR)) == "GPU-0 GPU-1 GPU-2 GPU-3"
+    assert names(offered(one, FOUR)) == "GPU-0 GPU-1 GPU-2 GPU-3"
 
 
 def test_a_lost_gpu_is_out_until_it_is_back(machine: Make, driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
@@ -159,27 +167,27 @@ def test_a_lost_gpu_is_out_until_it_is_back(machine: Make, driver: Driver, caplo
     hold = taken(one.take(["GPU-2"]))
     driver.lost = {"GPU-1", "GPU-2"}
     driver.now += FRESH_SECONDS
-    assert names(one.free(FOUR)) == "GPU-0 GPU-3"
+    assert names(offered(one, FOUR)) == "GPU-0 GPU-3"
     assert set(one.lost()) == {"GPU-1", "GPU-2"}, "also the one that a task runs on"
-    assert one.room(FOUR)["GPU-1"] == 0
+    assert one.snapshot(FOUR).room_mib["GPU-1"] == 0
     assert one.take(["GPU-1"]) is None
     assert one.take(["GPU-1"], share_mib=5) is None
     assert "GPU-1: the GPU is lost" in (one.problem or "")
     assert one.release(hold), "nobody is on a GPU that is lost"
     for _ in range(3):
         driver.now += FRESH_SECONDS
-        one.free(FOUR)
+        offered(one, FOUR)
     assert len([line for line in caplog.messages if "gpus_not_usable" in line]) == 1
     driver.lost = set()
     driver.now += FRESH_SECONDS
-    assert names(one.free(FOUR)) == "GPU-0 GPU-1 GPU-2 GPU-3"
+    assert names(offered(one, FOUR)) == "GPU-0 GPU-1 GPU-2 GPU-3"
     assert one.problem is None
 
 
 def test_slices_are_gpus_and_keep_their_parent(machine: Make, driver: Driver) -> None:
     one = machine(SLICED)
     hold = taken(one.take(["MIG-0"]))
-    assert names(one.free(SLICED)) == "GPU-0 MIG-1"
+    assert names(offered(one, SLICED)) == "GPU-0 MIG-1"
     assert machine().take(["GPU-1"]) is None
     assert one.release(hold)
     assert machine().take(["GPU-1"]) is not None
@@ -191,7 +199,7 @@ def test_a_driver_that_hangs_gives_out_nothing_until_it_answers(
     monkeypatch.setattr("gpuflow.worker.machine_gpus.DRIVER_WAIT_SECONDS", 0.02)
     one = machine()
     driver.hangs = threading.Event()
-    assert names(one.free(FOUR)) == ""
+    assert names(offered(one, FOUR)) == ""
     assert one.take(["GPU-0"]) is None
     assert "does not answer" in (one.problem or "")
     driver.hangs.set()
@@ -201,7 +209,7 @@ def test_a_driver_that_hangs_gives_out_nothing_until_it_answers(
     if stuck is not None:
         stuck.join(30)
     driver.now += FRESH_SECONDS
-    assert names(one.free(FOUR)) == "GPU-0 GPU-1 GPU-2 GPU-3"
+    assert names(offered(one, FOUR)) == "GPU-0 GPU-1 GPU-2 GPU-3"
 
 
 def test_a_directory_that_fails_gives_out_nothing_and_says_so(machine: Make, driver: Driver, tmp_path: Path) -> None:
@@ -209,13 +217,13 @@ def test_a_directory_that_fails_gives_out_nothing_and_says_so(machine: Make, dri
     hold = taken(one.take(["GPU-0"]))
     (tmp_path / "locks").rename(tmp_path / "moved")
     driver.now += FRESH_SECONDS
-    assert names(one.free(FOUR)) == ""
+    assert names(offered(one, FOUR)) == ""
     assert one.take(["GPU-1"]) is None
     assert one.reservation() is None
     assert "GPUFLOW_LOCK_DIR" in (one.problem or "")
     assert one.release(hold)
     driver.now += FRESH_SECONDS
-    assert names(one.free(FOUR)) == "GPU-0 GPU-1 GPU-2 GPU-3"
+    assert names(offered(one, FOUR)) == "GPU-0 GPU-1 GPU-2 GPU-3"
 
 
 def test_a_full_disk_refuses_a_share_and_is_named(machine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +231,7 @@ def test_a_full_disk_refuses_a_share_and_is_named(machine: Make, monkeypatch: py
         raise OSError(28, "No space left on device")
 
     one = machine()
-    one.free(FOUR)
+    offered(one, FOUR)
     monkeypatch.setattr("os.link", full)
     assert one.take(["GPU-0"], share_mib=5) is None
     assert "No space left on device" in (one.problem or "")
@@ -241,7 +249,7 @@ def test_a_gpu_is_given_back_when_nothing_is_left_on_it(machine: Make, driver: D
     assert not one.release(hold, wait_seconds=0), "something is left: the caller hears of it, the GPU is given back"
     driver.used = {"GPU-0": 7400}
     driver.now += FRESH_SECONDS
-    assert names(one.free(FOUR, asks_memory=False)) == "GPU-1 GPU-2 GPU-3"
+    assert names(offered(one, FOUR, asks_memory=False)) == "GPU-1 GPU-2 GPU-3"
 
     driver.processes, driver.used = {"GPU-0": [(11, 400)]}, {"GPU-0": 400}
     hold = taken(one.take(["GPU-0"]))
@@ -292,7 +300,7 @@ def test_threads_never_have_the_same_gpu(machine: Make) -> None:
 
     def work(worker: MachineGpus, want: list[str]) -> None:
         for _ in range(25):
-            worker.free(FOUR)
+            offered(worker, FOUR)
             hold = worker.take(want)
             if hold is None:
                 continue
@@ -310,7 +318,7 @@ def test_threads_never_have_the_same_gpu(machine: Make) -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
-    assert names(one.free(FOUR)) == "GPU-0 GPU-1 GPU-2 GPU-3"
+    assert names(offered(one, FOUR)) == "GPU-0 GPU-1 GPU-2 GPU-3"
 
 
 SIMULATED = """
@@ -318,16 +326,17 @@ import json, os, sys
 from pathlib import Path
 from gpuflow.fleet.hardware import probe
 from gpuflow.routing.capability import Capability
+from gpuflow.routing.requirement import Requirement
 from gpuflow.worker.machine_gpus import MachineGpus
 
 now = 0.0
 capability = Capability.of(probe())
 machine = MachineGpus(capability.gpus, Path(sys.argv[1]), clock=lambda: now)
-shown = []
+asked, shown = Requirement(gpu_count=1, vram_gb_min=1.0), []
 for state in sys.argv[2:]:
     now += 1
     Path(os.environ["FAKE_NVML_STATE"]).write_text(Path(state).read_text())
-    shown.append([[gpu.uuid, gpu.vram_gb] for gpu in machine.free(capability).gpus])
+    shown.append([[gpu.uuid, gpu.vram_gb] for gpu in machine.snapshot(capability).offered(asked, capability).gpus])
 hold = machine.take([shown[-1][0][0]])
 print(json.dumps({"shown": shown, "taken": hold.uuids, "clean": machine.release(hold)}))
 """
@@ -345,7 +354,7 @@ capability = Capability.of(probe())
 machine = machine_gpus.MachineGpus(capability.gpus, Path(sys.argv[1]))
 write_machine(Path(sys.argv[2]), "T4", hang_ms=500)
 machine_gpus.DRIVER_WAIT_SECONDS = 0.01
-print(len(machine.free(capability).gpus), machine.problem)
+print(len(machine.snapshot(capability).whole), machine.problem)
 """
 
 
@@ -383,7 +392,7 @@ def test_a_take_and_a_release_are_changes_that_the_next_look_sees_at_once(machin
     assert gpus.last_seen() == seen[1], "it looks at nothing"
     gpus.looked_at()
     assert gpus.last_seen() != seen[1]
-    assert "GPU-0" not in {gpu.uuid for gpu in gpus.free(FOUR).gpus}
+    assert "GPU-0" not in {gpu.uuid for gpu in offered(gpus, FOUR).gpus}
 
     gpus.release(hold)
     assert gpus.change is not after

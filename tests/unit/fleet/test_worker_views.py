@@ -78,6 +78,10 @@ def test_a_reservation_counts_as_long_as_its_task_waits(state: str, kept: bool) 
 
     assert (view_of(entry, {"t1": record}, 0.0).reservation is not None) is kept
     assert view_of(entry, {}, 0.0).reservation is not None
+    newer = replace(record, state=TaskState.QUEUED, requirement={"schema": 99, "gpu_count": "many"})
+    found = view_of(entry, {"t1": newer}, 0.0).reservation
+    assert found is not None
+    assert found.asked is None
 
 
 @pytest.mark.parametrize(
@@ -89,6 +93,8 @@ def test_a_reservation_counts_as_long_as_its_task_waits(state: str, kept: bool) 
         {"capability": worker("a", 1.0, BOTH).capability | {"memory_mib": "much"}},
         {"load": {"roomMib": {"GPU-0": "much"}}},
         {"load": {"sessions": 3, "freeGpus": []}},
+        {"load": {"usage": {"cpus": "all"}}},
+        {"load": {"sessions": [{"idle": True, "gpus": ["GPU-0"], "shareMib": "half"}], "freeGpus": []}},
     ],
 )
 def test_a_worker_whose_entry_cannot_be_read_is_left_out(fields: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ def test_the_gateway_connects_to_no_address_that_a_result_names(tmp_path: Path) 
         listener.listen()
         listener.setblocking(False)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/value"
-        call = TaskCall(Shared(calls=Calls(settings), hub=cast("Any", None)), {}, "")
+        call = TaskCall(Shared(calls=Calls(settings), hub=cast("Any", None)), "one", {}, "")
         result = {"items": make_reference(["x"], json_bytes(["x"]), url)}
         call._record = cast("Any", SimpleNamespace(id="t", state=TaskState.SUCCEEDED, result=result))
         # When the gateway answers with it

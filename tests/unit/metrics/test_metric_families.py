@@ -17,10 +17,15 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from gpuflow.broker.scripts import script_text
 from gpuflow.fleet.registry import WorkerEntry, WorkerState
-from gpuflow.metrics.counters import SECONDS_BOUNDS, durations, parse
+from gpuflow.ledger.records import TaskRecord
+from gpuflow.ledger.states import TaskState
+from gpuflow.metrics.counters import FIRST_TOKEN_BOUNDS, SECONDS_BOUNDS, durations, parse
 from gpuflow.metrics.families import MOST_QUEUES, families
 from gpuflow.metrics.reading import QueueReading, Readings
 from gpuflow.metrics.table import METRICS
+from gpuflow.protocol import REPLICA_UNIT
+from gpuflow.serving.models import ServedModel
+from gpuflow.serving.replicas import Failure, ServedStatus
 
 ROOT = Path(__file__).parents[3]
 EMPTY = Readings(
@@ -117,10 +122,51 @@ def test_durations_are_cumulative_and_in_seconds() -> None:
     assert found['gpuflow_task_wait_seconds_sum{"type": "echo"}'] == pytest.approx(90000.5)
 
 
-def test_lua_and_python_have_the_same_bounds() -> None:
-    bounds = re.search(r"SECONDS_BOUNDS = \{([^}]*)\}", script_text("gpuflow.broker", "common"))
+@pytest.mark.parametrize(
+    ("package", "script", "name", "expected"),
+    [
+        ("gpuflow.broker", "common", "SECONDS_BOUNDS", SECONDS_BOUNDS),
+        ("gpuflow.serving", "count_call", "FIRST_TOKEN_BOUNDS", FIRST_TOKEN_BOUNDS),
+    ],
+)
+def test_lua_and_python_have_the_same_bounds(package: str, script: str, name: str, expected: tuple[float, ...]) -> None:
+    bounds = re.search(name + r" = \{([^}]*)\}", script_text(package, script))
     assert bounds is not None
-    assert tuple(float(bound) for bound in bounds[1].split(",")) == SECONDS_BOUNDS
+    assert tuple(float(bound) for bound in bounds[1].split(",")) == expected
+
+
+def test_a_served_model_is_shown_with_its_replicas_and_calls() -> None:
+    def replica(id: str, state: TaskState, progress: dict[str, Any] | None) -> TaskRecord:
+        return TaskRecord(id=id, name="replica of one", task_type="inference", state=state, spec={}, progress=progress)
+
+    status = ServedStatus(
+        model=ServedModel(name="one", replicas=3),
+        replicas=(
+            replica("a", TaskState.RUNNING, {"current": 1, "unit": REPLICA_UNIT}),
+            replica("b", TaskState.RUNNING, {"current": 1, "unit": "byte"}),
+            replica("c", TaskState.QUEUED, None),
+        ),
+        failure=Failure(count=2, at=1.0, error="no such model"),
+    )
+    counts = {
+        "calls\nfailed\none": "2", "calls\ncancelled\none": "1", "first_bucket\n0.25\none": "3",
+        "first_bucket\n+Inf\none": "1", "first_ms\n\none": "91000",
+    }  # fmt: skip
+    found = samples(replace(EMPTY, counts=counts, served=(status,)))
+    of_one = {name.replace(', "model": "one"', ""): value for name, value in found.items() if '"model": "one"' in name}
+
+    assert found["gpuflow_served_models"] == 1
+    assert {name: of_one[f'gpuflow_served_{name}{{"model": "one"}}'] for name in (
+        "replicas", "replicas_loaded", "failures", "first_token_seconds_count", "first_token_seconds_sum",
+    )} == {
+        "replicas": 3, "replicas_loaded": 1, "failures": 2, "first_token_seconds_count": 4,
+        "first_token_seconds_sum": 91,
+    }  # fmt: skip
+    calls = {outcome: found[f'gpuflow_served_calls_total{{"model": "one", "outcome": "{outcome}"}}']
+             for outcome in ("answered", "failed", "cancelled")}  # fmt: skip
+    assert calls == {"answered": 0, "failed": 2, "cancelled": 1}
+    assert of_one['gpuflow_served_first_token_seconds_bucket{"le": "0.25"}'] == 3
+    assert of_one['gpuflow_served_first_token_seconds_bucket{"le": "60.0"}'] == 3
 
 
 def test_a_count_of_another_form_is_passed_over() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from html.parser import HTMLParser
 from typing import Any
 
@@ -13,7 +14,7 @@ from gpuflow.ledger.records import TaskRecord
 from gpuflow.ledger.states import TaskState
 from gpuflow.monitor import drawing
 from gpuflow.monitor.pages import PAGES, TEMPLATES, Renderer, _numbered, _progress, when
-from gpuflow.monitor.reading import log_lines, losses, worker_row
+from gpuflow.monitor.reading import _node, log_lines, losses, worker_row
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'\x1b[31m\u202e"
 
@@ -79,6 +80,56 @@ def test_the_actions_of_a_worker(worker: WorkerEntry, can_act: bool, expected: l
 def test_silent_is_not_offline() -> None:
     assert ">silent<" in rendered(entry(state=WorkerState.SILENT))
     assert ">offline<" in rendered(entry(state=WorkerState.OFFLINE, seen_seconds=None))
+
+
+@pytest.mark.parametrize(
+    ("worker", "told"),
+    [
+        (entry(state=WorkerState.DRAINING), ["draining"]),
+        (entry(state=WorkerState.SILENT, seen_seconds=50.0), ["silent"]),  # since when: the heartbeat's column
+        (entry(enabled=False, state=WorkerState.BUSY), ["busy", "disabled"]),
+        (entry(state=WorkerState.CONNECTING), ["connecting", "to the broker"]),
+    ],
+)
+def test_how_a_worker_stands_is_told_once(worker: WorkerEntry, told: list[str]) -> None:
+    cell = rendered(worker).partition('data-label="State">')[2].partition("</td>")[0]
+    assert re.sub(r"(<[^>]+>|\s)+", " ", cell).split() == " ".join(told).split()
+
+
+@pytest.mark.parametrize("state", [WorkerState.IDLE, WorkerState.SILENT, WorkerState.OFFLINE])
+def test_a_row_does_not_change_as_time_goes_on(state: WorkerState) -> None:
+    def row(seconds: float) -> str:
+        found = worker_row(entry(state=state, seen_seconds=50.0 + seconds), {}, 1_000_000.0 + seconds)
+        return Renderer(can_act=True).render("fleet_row.html", row=found, bar=drawing.memory_bar)
+
+    assert row(0) == row(5) == row(500)
+
+
+@pytest.mark.parametrize(("waiting", "kind"), [(0, "soft"), (1, "warn")])
+def test_a_queue_without_workers_is_a_warning_where_something_waits(waiting: int, kind: str) -> None:
+    row = {"name": "gpu", "waiting": waiting, "running": 0, "oldestAt": None, "workers": [], "why": ""}
+    text = Renderer(can_act=True).render("queue_row.html", asks="", row=row)
+    assert f'<span class="{kind}">nobody</span>' in text
+
+
+@pytest.mark.parametrize(
+    ("state", "tasks", "note"),
+    [
+        ("PENDING", [], "pending"),
+        ("DISPATCHED", ["QUEUED"], "queued"),
+        ("DISPATCHED", ["RUNNING"], "running"),
+        ("DISPATCHED", ["SUCCEEDED", "STARTING"], "running, 1 of 2 tasks"),
+        ("FAILED", ["FAILED"], "failed"),
+    ],
+)
+def test_a_stage_is_told_alike_in_graph_and_table(state: str, tasks: list[str], note: str) -> None:
+    stage = {"name": "tune", "state": state, "tasks": [{"state": one} for one in tasks], "dependsOn": [], "error": None,
+             "reason": ""}  # fmt: skip
+    node = _node(stage)
+    assert node.note == note
+    text = Renderer(can_act=True).render("stage_row.html", stage=stage, note=node.note)
+    assert f'<span class="state">{note}</span>' in text
+    assert note in drawing.graph([node])
 
 
 def test_text_of_others_stays_text_in_every_row() -> None:

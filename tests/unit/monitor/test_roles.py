@@ -134,8 +134,10 @@ def test_nobody_acts_before_the_login_whatever_everybody_may() -> None:
     everybody = Roles(("*=operator",))
     assert "nobody has logged in" in everybody.why_not(request(None, auth=".*@x.org", basic=False))
     assert everybody.why_not(request("ana@x.org", auth=".*@x.org", basic=False)) == ""
-    # without a login there are no users, and roles say nothing
-    assert Roles(("ana=operator",)).why_not(request(True, basic=False)) == ""
+    # without a login there are no users, so nobody is one who may act; without roles that is not for them to say
+    for roles in (everybody, Roles(("ana=operator",))):
+        assert "Flower has no login" in roles.why_not(request(True, basic=False))
+    assert Roles(()).why_not(request(True, basic=False)) == ""
 
 
 def test_a_request_is_refused_before_the_handler_sees_it() -> None:

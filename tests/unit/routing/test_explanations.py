@@ -12,6 +12,7 @@ from test_fit import machine
 
 from gpuflow.routing.explain import MAX_LISTED, explain
 from gpuflow.routing.offers import Lack, Offers
+from gpuflow.routing.placement import HostUsage
 from gpuflow.routing.requirement import Requirement
 from gpuflow.routing.resources import requirement_from_resources
 from gpuflow.routing.views import QueueView, Reservation, RunningTask, TaskView, WorkerView
@@ -221,6 +222,60 @@ def test_only_a_reservation_of_the_gpus_for_another_task_keeps_a_task_away():
 def test_a_share_is_taken_from_a_busy_gpu_if_that_has_room(room, kind):
     worker = busy("box1", "l4", room_mib=None if room is None else {"GPU-0": room})
     assert told("L4:0.5", worker).workers[0].kind == kind
+
+
+@pytest.mark.parametrize(
+    ("resources", "usage", "text"),
+    [
+        (
+            {"cpu": 2},
+            HostUsage(cpus=15),
+            "is busy with train-7b (7aa1), started 12 min ago; 15 of its 16 CPUs are in use",
+        ),
+        ({"cpu": 2}, HostUsage(cpus=14), "is free"),
+        ("cpu", HostUsage(undeclared_jobs=1, undeclared_limit=2), "is free"),
+        (
+            "cpu",
+            HostUsage(undeclared_jobs=2, undeclared_limit=2),
+            "is busy with train-7b (7aa1), started 12 min ago; "
+            "it runs as many tasks without declared CPUs as it may at once (2)",
+        ),
+        (
+            {"memory": "48 GiB"},
+            HostUsage(memory_mib=24 * 1024),
+            "is busy with train-7b (7aa1), started 12 min ago; 24 GiB of its 64 GiB of memory are in use",
+        ),
+    ],
+)
+def test_a_busy_worker_takes_what_its_host_has_left(resources, usage, text):
+    asked = resources if isinstance(resources, str) else {"hardware": {"gpu": {"count": 0}, **resources}}
+    worker = busy("box1", "a100-80", usage=usage)
+    assert told(asked, worker).workers[0].text == text
+
+
+@pytest.mark.parametrize(
+    ("limit", "left", "ahead", "kind"),
+    [
+        (60.0, 90.0, False, "free"),
+        (600.0, 90.0, False, "reserved"),
+        (None, 90.0, False, "reserved"),
+        (60.0, None, False, "reserved"),
+        (None, None, True, "free"),
+    ],
+)
+def test_what_ends_in_time_or_goes_before_may_use_reserved_gpus(limit, left, ahead, kind):
+    reserved = Reservation(task="x", queue="gpu-2", gpus=("GPU-0",), seconds_left=left)
+    task = replace(TASK, limit_seconds=limit, ahead_of=frozenset({"gpu-2"} if ahead else ()))
+    assert told("A100:1", view("box1", "a100-80", reservation=reserved), task=task).workers[0].kind == kind
+
+
+def test_what_a_foreign_process_leaves_of_a_gpu_is_there_for_a_task_that_says_what_it_needs():
+    worker = view("box1", "a100-80", foreign_mib={"GPU-0": 30 * 1024})
+    assert [told(ask, worker).workers[0].kind for ask in ("A100:1", "40GB:1", "60GB:1")] == [
+        "foreign",
+        "free",
+        "foreign",
+    ]
 
 
 def test_what_a_worker_does_not_tell_is_unknown_and_not_against_it():

@@ -14,6 +14,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from gpuflow.broker.keys import Keys
 from gpuflow.fleet.registry import WorkerEntry, WorkerState
 from gpuflow.routing.capability import Capability
+from gpuflow.routing.placement import HostUsage
 from gpuflow.settings import Settings
 from gpuflow.worker import presence
 from gpuflow.worker.machine_gpus import MachineGpus
@@ -59,6 +60,7 @@ class Worker:
         admission = SimpleNamespace(
             jobs=lambda: self.held,
             free_jobs=lambda: 2 - self.held,
+            usage=HostUsage,
             sessions=None,
             draining=False,
             enabled=True,

@@ -131,6 +131,23 @@ def test_memory_of_an_idle_session_is_given_back_where_a_gpu_is_free(
     assert take(admission, queue, "2")
 
 
+def test_an_idle_session_makes_room_where_the_free_gpus_are_reserved_for_another_task(
+    client: Client, make: Make, tmp_path: Path
+) -> None:
+    any_gpu, several = client.register(ANY, Requirement(gpu_count=2))
+    admission = make()
+    load(admission, any_gpu, "warm", "1", tmp_path)
+    (held,) = {uuid for warm in warm_of(admission) for uuid in warm.gpus}
+    free = "GPU-1" if held == "GPU-0" else "GPU-0"
+    admission._gpus.reserve(task="t", queue=several, gpus=[free], worker="another", term_seconds=60)
+    assert [choice.warm_only for choice in admission.choose([several, any_gpu], barren=[several])] == [True]
+
+    admission.cold(any_gpu)
+
+    eventually(lambda: not warm_of(admission), what="it has gone")
+    assert held in admission.free_gpus()
+
+
 def test_nothing_is_closed_for_a_task_that_waits_for_something_else(client: Client, make: Make, tmp_path: Path) -> None:
     any_gpu, many_cpus = client.register(ANY, Requirement(gpu_count=1, cpu=8))
     admission = make()
