@@ -294,6 +294,24 @@ class LeaseTable:
             log.warning("lease_to_be_settled", tag=tag, how=how, cause=str(error))
             self.gate.settled(tag)
 
+    def owe_ack(self, tag: str) -> tuple[str, bool] | None:
+        """Note that a message is done, whose lease ends with the next pop of this consumer; None if it is not ours.
+
+        Returns the message's last return, as the server has to know it, and whether more may be taken than before.
+        Until it is `acknowledged`, the keeper's next turn settles it too.
+        """
+        with self._lock:
+            lease = self._leases.get(tag)
+            if lease is None:
+                return None
+            lease.owed = "ack"
+        return lease.returned, self.gate.settled(tag)
+
+    def acknowledged(self, tag: str, *, was_lost: bool) -> None:
+        """Note that the server has ended the lease of a message that was done, or had lost it before."""
+        if self._drop(tag) is not None and was_lost:
+            log.warning("lease_lost", tag=tag, at="ack")
+
     def set_aside(self, tag: str, task_id: str, why: str, returned: str = NEVER) -> None:
         """Put a message aside that nobody can read or run; its task is told first. Errors leave it to the sweep.
 

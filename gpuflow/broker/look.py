@@ -33,6 +33,9 @@ class Look:
     are passed over, so that they do not hide those behind them. One that others have emptied is none: what comes into
     it next is as old as any. `full` are those that were chosen for the warm sessions alone, and gave nothing for them:
     they are passed over for those alone, since a place for other tasks may be free at any moment.
+
+    `done` are messages whose leases the last pop was to end, with their last returns; `has_room` says that one of them
+    has made room since that pop was sent.
     """
 
     queues: list[str] = field(default_factory=list)
@@ -47,6 +50,8 @@ class Look:
     fertile_at: float = 0.0
     again_at: float = 0.0
     far_at: float = 0.0
+    done: dict[str, str] = field(default_factory=dict)
+    has_room: bool = False
 
     def names(self) -> list[str]:
         """Return the ready demand queues that are known, best first; what the doorbell told is new, and so last."""
@@ -56,6 +61,8 @@ class Look:
     def begin(self, now: float) -> bool:
         """Begin a look, if it is time for one; say whether it is."""
         self.queues, self.chosen = [], []
+        if self.has_room:
+            self.has_room, self.again_at, self.fertile_at = False, 0.0, now
         if now >= self.fertile_at:
             self._forget()
         return now >= self.again_at

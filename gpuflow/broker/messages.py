@@ -56,8 +56,8 @@ class LeaseQoS(virtual.QoS):  # type: ignore[misc]
         super().append(message, delivery_tag)
 
     def ack(self, delivery_tag: str) -> None:
-        """End the lease, now or when the server is back; a LOST one is logged and changes nothing."""
-        self.channel.leases.settle_surely(delivery_tag, "ack")
+        """End the lease (with the next pop, or when the server is back); a LOST one is logged and changes nothing."""
+        self.channel.acknowledge(delivery_tag)
         super().ack(delivery_tag)
 
     def reject(self, delivery_tag: str, requeue: bool = False) -> None:

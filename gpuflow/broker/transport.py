@@ -90,6 +90,10 @@ class Channel(stock.Channel):  # type: ignore[misc]
         self._keeper_pool: redis.ConnectionPool | None = None
         self._unacknowledged: set[str] = set()
         self._look = Look()
+        #: Whether a pop was sent whose answer has not been read.
+        self._pops = False
+        #: Messages that are done, with their last returns: the next pop ends their leases.
+        self._done: dict[str, str] = {}
         self._refused = ""
         self._refused_until = 0.0
 
@@ -242,19 +246,40 @@ class Channel(stock.Channel):  # type: ignore[misc]
     def _brpop_start(self, timeout: float | None = None) -> None:
         self.leases.tick()
         if time.monotonic() < self._refused_until:
+            self._acknowledge_all()
             return
         gate, look = self.leases.gate, self._look
         if look.begin(time.monotonic()):
             look.plain = gate.open_queues(self._queue_cycle.consume(len(self.active_queues)))
             look.chosen = gate.choose(look.names_to_choose(), look.barren, look.full) if self._carrier() else []
             look.queues = [*look.plain, *(choice.queue for choice in look.chosen)]
+        if not look.queues:
+            self._acknowledge_all()
         connection = self.client.connection
         self._in_poll = connection
         self._brpop_sent_at = time.monotonic()
+        self._pops = bool(look.queues)
         if look.queues:
+            look.done, self._done = self._done, {}
             connection.send_command(*self._pop_command())
         else:
             connection.send_command("BLPOP", self.leases.bell, RESCAN_SECONDS)
+
+    def acknowledge(self, tag: str) -> None:
+        """End the lease of a message that is done: with the next pop of a worker that is about to send one, or now."""
+        sleeps = self._in_poll and not self._pops
+        owed = None if sleeps or self.closed or installed() is None else self.leases.owe_ack(tag)
+        if owed is None:
+            self.leases.settle_surely(tag, "ack")
+            return
+        self._done[tag], has_room = owed
+        self._look.has_room |= has_room
+
+    def _acknowledge_all(self) -> None:
+        """End at once what would have ended with the next pop."""
+        done, self._done = self._done, {}
+        for tag in done:
+            self.leases.settle_surely(tag, "ack")
 
     def _pop_command(self) -> list[Any]:
         keys, leases, look = self.keys, self.leases, self._look
@@ -271,6 +296,7 @@ class Channel(stock.Channel):  # type: ignore[misc]
             leases.owner,
             leases.lease_seconds,
             look.to_json(groups, leases.gate.taste, PAGE_NAMES if waits_as else 0),
+            *(part for ended in look.done.items() for part in ended),
         ]
 
     def _meet_server(self) -> None:
@@ -281,6 +307,7 @@ class Channel(stock.Channel):  # type: ignore[misc]
     def _brpop_read(self, **options: Any) -> bool:
         look = self._look
         popped = bool(look.queues)
+        self._pops = False
         connection = self.client.connection
         reply: Any = None
         try:
@@ -323,7 +350,9 @@ class Channel(stock.Channel):  # type: ignore[misc]
 
     def _read_popped(self, reply: Any) -> bool:
         gate, look = self.leases.gate, self._look
-        key, raw, names, cold, tag, returned = reply
+        key, raw, names, cold, tag, returned, lost = reply
+        for done in look.done:
+            self.leases.acknowledged(done, was_lost=done.encode() in lost)
         look.page = [bytes_to_str(name) for name in names]
         key, tag, returned = (bytes_to_str(part) for part in (key, tag, returned))
         delivered = bool(key) and self._deliver_leased(key, raw, tag, returned)

@@ -56,7 +56,7 @@ class Queues:
         look = Look(queues=queues, chosen=chosen)
         keys = [KEYS.leases, KEYS.unacked, KEYS.owners, KEYS.ready, KEYS.returned, KEYS.sweep, KEYS.bell("me")]
         args = ["me", 60, look.to_json(["@mine"], Taste(**taste), 0)]
-        _, raw, _, self.cold, _, _ = broker_script("pop")(self.client, [*keys, *list_keys(queues)], args)
+        _, raw, _, self.cold, *_ = broker_script("pop")(self.client, [*keys, *list_keys(queues)], args)
         return json.loads(raw)["headers"]["id"] if raw else None
 
 

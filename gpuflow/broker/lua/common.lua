@@ -207,3 +207,13 @@ end
 
 -- Forget that: the message has ended.
 local function forget_return(ready, tag) redis.call('ZREM', prefix_of(ready) .. 'gpuflow.returned', tag) end
+
+-- Return the list from which a delivery came, if its lease is still that owner's; nil when it was LOST: another owner
+-- holds it, or it was settled before, or it went back since `last` (has_returned).
+local function list_of_lease(owners, ready, tag, owner, last)
+  local held = redis.call('HGET', owners, tag)
+  if not held then return end
+  local cut = string.find(held, '\n', 1, true)
+  if string.sub(held, 1, cut - 1) ~= owner or has_returned(ready, tag, last) then return end
+  return string.sub(held, cut + 1)
+end

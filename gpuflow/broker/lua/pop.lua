@@ -1,4 +1,5 @@
 -- Look, then take: lease the most urgent message of some queues; of equally urgent ones, the one queued first.
+-- Before that, end the leases of messages that are done: so a busy consumer needs one step for each message.
 --
 -- KEYS[1] gpuflow.leases  KEYS[2] gpuflow.unacked  KEYS[3] gpuflow.owners  KEYS[4] gpuflow.ready
 -- KEYS[5] gpuflow.returned  KEYS[6] gpuflow.sweep  KEYS[7] doorbell of this consumer
@@ -20,11 +21,12 @@
 --            of one is left to others, with GPUs for a time
 --   full     sessions here without a place, beside which none is to be opened: their messages are left
 --   models   the models that this worker has   patience: seconds to leave a task to a worker that has its model
+-- ARGV[4..] tag and last return of deliveries to acknowledge (settle.lua)
 --
--- Returns {list, message, names, cold, tag, returned}, `cold` being the queues that have a message for this worker but
--- but for their warm_only, `returned` when the message last went back undone, '0' for never. With '' for the first two
--- when nothing was taken: then the doorbell is registered in the same step, so that no publish is missed, and another
--- waiter is woken for the queue of pass_on.
+-- Returns {list, message, names, cold, tag, returned, lost}, `cold` being the queues that have a message for this worker
+-- but for their warm_only, `returned` when the message last went back undone, '0' for never, `lost` the tags whose leases
+-- were LOST before they were acknowledged. With '' for the first two when nothing was taken: then the doorbell is
+-- registered in the same step, so that no publish is missed, and another waiter is woken for the queue of pass_on.
 -- Nothing is taken while the fleet gathers after a new server run (arrive.lua).
 -- A message that is not JSON with a delivery tag is put aside.
 local ready = KEYS[4]
@@ -134,6 +136,9 @@ local function best_of(list, most_seconds, mine, warm_only, yields)
 end
 
 local function tag_of(raw)
+  -- Where kombu writes it. If it is another's the consumer sees that; to parse all of the message here takes long.
+  local last = string.match(string.sub(raw, -80), '"delivery_tag": "([^"\\]+)"}}$')
+  if last then return last end
   local ok, message = pcall(cjson.decode, raw)
   -- What is nested too deeply for this parser may still be told of by the consumer, which knows of which task it is.
   if not ok then return string.match(raw, '"delivery_tag": "([^"]+)"') end
@@ -184,6 +189,16 @@ local function take()
   end
 end
 
+local lost = {}
+for place = 4, #ARGV, 2 do
+  if list_of_lease(KEYS[3], ready, ARGV[place], ARGV[1], ARGV[place + 1]) then
+    forget_return(ready, ARGV[place])
+    end_lease(KEYS[1], KEYS[2], KEYS[3], ARGV[place])
+  else
+    lost[#lost + 1] = ARGV[place]
+  end
+end
+
 local list, raw, tag
 if tonumber(redis.call('HGET', KEYS[6], 'hold') or '0') <= now then list, raw, tag = take() end
 if not list then
@@ -198,4 +213,4 @@ end
 local names = look.page > 0 and redis.call('ZRANGE', ready, 0, look.page - 1) or {}
 local queues = {}
 for queue in pairs(cold) do queues[#queues + 1] = queue end
-return {list or '', raw or '', names, queues, tag or '', tag and redis.call('ZSCORE', KEYS[5], tag) or '0'}
+return {list or '', raw or '', names, queues, tag or '', tag and redis.call('ZSCORE', KEYS[5], tag) or '0', lost}

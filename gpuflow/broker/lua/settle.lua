@@ -7,11 +7,8 @@
 -- ARGV[6] when the message had last gone back before this delivery, 0 for never (pop.lua)
 --
 -- Returns 1 done, 0 LOST (another owner holds the lease, or it was settled before): nothing was changed.
-local held = redis.call('HGET', KEYS[3], ARGV[1])
-if not held then return 0 end
-local cut = string.find(held, '\n', 1, true)
-if string.sub(held, 1, cut - 1) ~= ARGV[2] or has_returned(KEYS[4], ARGV[1], ARGV[6]) then return 0 end
-local list = string.sub(held, cut + 1)
+local list = list_of_lease(KEYS[3], KEYS[4], ARGV[1], ARGV[2], ARGV[6])
+if not list then return 0 end
 local raw = ARGV[3] ~= 'ack' and redis.call('HGET', KEYS[2], ARGV[1])
 local pause = tonumber(ARGV[5])
 if raw and pause > 0 then

@@ -281,3 +281,39 @@ def test_a_stuck_loop_is_said_once_and_not_where_the_broker_is_away(
     table._ticked_at = time.monotonic() - 2 * table.lease_seconds
     table._renew()
     assert said == ["consumer_loop_stuck"] * 2, "another time that it is stuck"
+
+
+def test_what_ends_with_the_next_pop_gives_its_place_back_at_once_and_is_told_by_the_keeper_if_none_comes(
+    table: LeaseTable, server: Server
+) -> None:
+    for tag in ("a", "b"):
+        table.take(tag, "queue", returned="7.5")
+        table.start(tag)
+
+    assert table.owe_ack("a") == ("7.5", False)
+    assert table.owe_ack("unknown") is None
+
+    assert table.gate.given_back == ["a"]  # type: ignore[attr-defined]
+    assert table.release_unstarted() == 0, "it is done, and not to be run again"
+    assert server.settled == []
+    table.settle_owed()
+    assert server.settled == [("a", "ack")]
+    assert list(table.held()) == ["b"]
+
+
+def test_a_lease_that_was_lost_before_its_end_is_told_of_unless_the_keeper_has_ended_it(
+    table: LeaseTable, caplog: pytest.LogCaptureFixture
+) -> None:
+    for tag in ("lost", "told", "done"):
+        table.take(tag, "queue")
+        table.start(tag)
+        table.owe_ack(tag)
+    table.settle("told", "ack")
+
+    table.acknowledged("done", was_lost=False)
+    table.acknowledged("told", was_lost=True)
+    assert "lease_lost" not in caplog.text
+    table.acknowledged("lost", was_lost=True)
+
+    assert caplog.text.count("lease_lost") == 1
+    assert table.held() == {}
