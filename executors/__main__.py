@@ -20,7 +20,8 @@ from executors.cache import hold_inputs
 from executors.cores import limit_threads
 from executors.distributed.plan import plan_ranks, use_gpus
 from executors.registry import find
-from gpuflow.protocol import Emitter, Request
+from gpuflow.importing import end_quickly
+from gpuflow.protocol import Emitter, Request, is_user_type
 from gpuflow.spec.references import UnresolvedReference, resolve_env
 
 COMPLETED: Final = 0
@@ -49,6 +50,8 @@ def _serve(emitter: Emitter) -> int:
         request = _with_environment(request)
         emitter.output_dir = request.output_dir
         executor = find(request.task_type)
+        if not is_user_type(request.task_type):
+            end_quickly()
     except ExecutorError as error:
         return _fail(emitter, error, BAD_REQUEST)
     except Exception as error:  # noqa: BLE001  (a broken executor module is this task's failure)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from executors.data.columns import preference_rows
 from executors.training.run import Parts, Rows, Training
+from gpuflow.importing import loading
 
 if TYPE_CHECKING:
     from executors.training.lengths import Fit, Tell
@@ -34,13 +35,15 @@ class PreferenceTuning(Training):
 
     def config(self) -> type[Any]:
         """Return TRL's DPOConfig."""
-        from trl import DPOConfig
+        with loading():
+            from trl import DPOConfig
 
         return DPOConfig
 
     def trainer(self, parts: Parts) -> Any:
         """Return TRL's DPOTrainer; the reference of a full training is a copy of the model as it is now."""
-        from trl import DPOTrainer
+        with loading():
+            from trl import DPOTrainer
 
         from executors.training.shaping import shape_preferences
 

@@ -9,6 +9,7 @@ from executors.base import bad_input
 from executors.data.columns import prompt_rows
 from executors.training.rewards import check_reward, check_reward_rows, load_reward
 from executors.training.run import Parts, Rows, Training
+from gpuflow.importing import loading
 from gpuflow.protocol import Request
 
 #: Field of the section `generation` -> field of TRL's GRPOConfig.
@@ -53,7 +54,8 @@ class GroupTuning(Training):
 
     def config(self) -> type[Any]:
         """Return TRL's GRPOConfig."""
-        from trl import GRPOConfig
+        with loading():
+            from trl import GRPOConfig
 
         return GRPOConfig
 
@@ -80,7 +82,8 @@ class GroupTuning(Training):
 
     def trainer(self, parts: Parts) -> Any:
         """Return TRL's GRPOTrainer."""
-        from trl import GRPOTrainer
+        with loading():
+            from trl import GRPOTrainer
 
         from executors.training.shaping import shape_prompts
 

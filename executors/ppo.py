@@ -10,6 +10,7 @@ from executors.base import bad_input
 from executors.data.columns import prompt_rows
 from executors.training.rewards import check_reward, check_reward_rows
 from executors.training.run import Parts, Rows, Training
+from gpuflow.importing import loading
 from gpuflow.protocol import Request
 
 #: Field of the section `generation` -> field of PPOConfig.
@@ -50,7 +51,8 @@ class PolicyTuning(Training):
 
     def config(self) -> type[Any]:
         """Return PPOConfig. Raises ImportError where TRL is too new, or missing."""
-        from trl.experimental.ppo import PPOConfig
+        with loading():
+            from trl.experimental.ppo import PPOConfig
 
         config: type[Any] = PPOConfig
         return config
@@ -76,9 +78,10 @@ class PolicyTuning(Training):
         """Return TRL's PPOTrainer, with a value model that begins as the model itself."""
         import copy
 
-        import datasets
-        from transformers import AutoModelForSequenceClassification
-        from trl.experimental.ppo import PPOTrainer
+        with loading():
+            import datasets
+            from transformers import AutoModelForSequenceClassification
+            from trl.experimental.ppo import PPOTrainer
 
         from executors.modeling.loading import load_model
         from executors.training.scoring import RewardModule, padded_prompts, text_scorer

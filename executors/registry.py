@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from executors.base import Executor, ExecutorError
+from gpuflow.importing import load
 from gpuflow.protocol import Emitter, is_user_type
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def find(task_type: str) -> Executor:
     place = _place(task_type)
     if place is not None:
         module, _, name = place.partition(":")
-        executor: Executor = getattr(import_module(module), name)()
+        executor: Executor = getattr(load(module), name)()
         return executor
     if not is_user_type(task_type):
         raise ExecutorError(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from executors.data.columns import preference_rows
 from executors.training.run import Parts, Rows, Training
+from gpuflow.importing import loading
 
 if TYPE_CHECKING:
     from executors.modeling.location import Location
@@ -34,7 +35,8 @@ class RewardTuning(Training):
 
     def config(self) -> type[Any]:
         """Return TRL's RewardConfig."""
-        from trl import RewardConfig
+        with loading():
+            from trl import RewardConfig
 
         return RewardConfig
 
@@ -48,7 +50,8 @@ class RewardTuning(Training):
 
     def trainer(self, parts: Parts) -> Any:
         """Return TRL's RewardTrainer."""
-        from trl import RewardTrainer
+        with loading():
+            from trl import RewardTrainer
 
         from executors.training.shaping import shape_preferences
 

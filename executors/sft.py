@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from executors.base import bad_input
 from executors.data.columns import training_rows, with_text_column
 from executors.training.run import Parts, Rows, Training
+from gpuflow.importing import loading
 from gpuflow.protocol import Request
 
 if TYPE_CHECKING:
@@ -89,13 +90,15 @@ class SupervisedTuning(Training):
 
     def config(self) -> type[Any]:
         """Return TRL's SFTConfig."""
-        from trl import SFTConfig
+        with loading():
+            from trl import SFTConfig
 
         return SFTConfig
 
     def trainer(self, parts: Parts) -> Any:
         """Return TRL's SFTTrainer."""
-        from trl import SFTTrainer
+        with loading():
+            from trl import SFTTrainer
 
         from executors.training.shaping import shape
 

@@ -6,8 +6,9 @@ Public names are loaded when they are first used, so that `import gpuflow` is fa
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from gpuflow.importing import load
 
 __version__ = "0.1.0"
 
@@ -93,7 +94,7 @@ def __getattr__(name: str) -> Any:
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'gpuflow' has no attribute {name!r}")
-    value = getattr(import_module(home), name)
+    value = getattr(load(home), name)
     globals()[name] = value
     return value
 

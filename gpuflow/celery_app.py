@@ -27,6 +27,7 @@ from gpuflow.broker.keys import Keys
 from gpuflow.broker.priorities import DEFAULT_PRIORITY, PRIORITY_STEPS, SEPARATOR
 from gpuflow.broker.transport import RECORD_HEADER
 from gpuflow.errors import BrokerUnavailable
+from gpuflow.importing import end_quickly, load
 from gpuflow.ledger.backend import Attempts, LedgerBackend
 from gpuflow.ledger.eventlog import EventLog
 from gpuflow.ledger.joining import joining_here
@@ -87,7 +88,8 @@ class GPUFlow(Celery):  # type: ignore[misc]
     @cached_property
     def Worker(self) -> Any:  # noqa: N802  (Celery's name)
         """The worker class: Celery's, with the node name made from `--name`."""
-        return self.subclass_with_self("gpuflow.worker.main:Worker")
+        load("gpuflow.worker.bootsteps")
+        return self.subclass_with_self(load("gpuflow.worker.main").Worker)
 
     @cached_property
     def settings(self) -> Settings:
@@ -443,6 +445,7 @@ def _on_beat(sender: Any, **_: Any) -> None:
     """Start the duties of a beat process of ours; other apps' beats are left alone."""
     if isinstance(sender.app, GPUFlow):
         guard_process(sender.app.settings.umask_bits)
+        end_quickly()
         symbol_by_name("gpuflow.upkeep.duties:start")(sender.app)
         symbol_by_name("gpuflow.schedules.duty:start")(sender.app)
 

@@ -18,6 +18,7 @@ from executors.base import plain
 from executors.checkpoints import folder_of
 from executors.distributed.processes import Roster, end_with
 from executors.distributed.records import CANCELLED, is_from_peer, write_record
+from gpuflow.importing import loading
 from gpuflow.protocol import Emitter, Request
 
 #: A file on stdin is opened anew by each rank: they share one stdin, and so its position.
@@ -67,7 +68,8 @@ def _run(request: Request, emitter: Emitter) -> dict[str, Any]:
     from executors.registry import find
 
     prepare_libraries()
-    import torch
+    with loading():
+        import torch
 
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -7,6 +7,7 @@ from typing import Any
 from executors.modeling.libraries import prepare_libraries
 from executors.modeling.location import Location
 from executors.sessions.lines import Opening
+from gpuflow.importing import loading
 from gpuflow.protocol import Emitter, Request
 
 
@@ -42,8 +43,9 @@ def load_base(
     """Return location, model (`headless`: without its output layer), tokenizer and resolved revision."""
     prepare_libraries()
     emitter.status("loading", "loading the model")
-    import torch
-    from transformers import AutoModel, AutoModelForCausalLM
+    with loading():
+        import torch
+        from transformers import AutoModel, AutoModelForCausalLM
 
     from executors.modeling.loading import load_model, load_tokenizer
     from executors.modeling.precision import inference_options

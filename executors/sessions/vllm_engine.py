@@ -24,6 +24,7 @@ from executors.sessions.memory import total_mib
 from executors.sessions.sides import Sides
 from executors.sessions.transformers_loading import locate_base, revision_of
 from executors.sessions.vllm_arguments import engine_arguments, lora_arguments, memory_arguments
+from gpuflow.importing import loading
 from gpuflow.protocol import Emitter, Request
 
 #: What a CPU keeps for the KV cache where nobody says, in GiB.
@@ -51,9 +52,10 @@ class VllmEngine(Engine):
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         emitter.status("loading", "starting vLLM")
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.platforms import current_platform
-        from vllm.v1.engine.async_llm import AsyncLLM
+        with loading():
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.platforms import current_platform
+            from vllm.v1.engine.async_llm import AsyncLLM
 
         if current_platform.is_cpu():
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", _CPU_CACHE_GIB)

@@ -26,6 +26,7 @@ from executors.training.memory import Batch, free_memory, is_out_of_memory, with
 from executors.training.requirements import check_requirements, quantised
 from executors.training.rows import RowCounts, without_empty
 from executors.training.tracking import finish_tracking, prepare_tracking
+from gpuflow.importing import loading
 from gpuflow.protocol import Emitter, Request, complete_checkpoints
 
 if TYPE_CHECKING:
@@ -296,8 +297,9 @@ class Training(Executor):
             job.cut_rows = fit.cut
 
     def _trainer(self, job: Job) -> tuple[Any, Any, Parts]:
-        import datasets
-        from transformers import PrinterCallback, set_seed
+        with loading():
+            import datasets
+            from transformers import PrinterCallback, set_seed
 
         from executors.distributed.preparing import shard_where_asked
         from executors.modeling.loading import load_tokenizer, locate

@@ -10,6 +10,7 @@ from typing import Any, Final
 import click
 
 from gpuflow.cli.errors import ReaderGone, guarded, set_debug
+from gpuflow.importing import end_quickly, load
 
 #: section -> command -> (module under gpuflow.cli, its attribute, one line of help).
 SECTIONS: Final[dict[str, dict[str, tuple[str, str, str]]]] = {
@@ -63,12 +64,10 @@ class LazyGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import a command."""
-        from importlib import import_module
-
         for section in SECTIONS.values():
             if cmd_name in section:
                 module, attribute, _ = section[cmd_name]
-                command: click.Command = getattr(import_module(f"gpuflow.cli.{module}"), attribute)
+                command: click.Command = getattr(load(f"gpuflow.cli.{module}"), attribute)
                 return command
         return None
 
@@ -95,6 +94,7 @@ class LazyGroup(click.Group):
 
         if not standalone_mode:
             return run()
+        end_quickly()
         raise SystemExit(guarded(run))
 
 

@@ -13,6 +13,7 @@ from celery.utils.nodenames import default_nodename, gethostname
 from click import ClickException
 
 from gpuflow.errors import GPUFlowError
+from gpuflow.importing import end_quickly
 from gpuflow.logs import dress, get_logger, use_level
 from gpuflow.process_guard import guard_process
 from gpuflow.secrets import known
@@ -52,6 +53,7 @@ class Worker(CeleryWorker):  # type: ignore[misc]
             ours.settings = ours.settings.model_copy(update=update)
         settings = ours.settings
         guard_process(settings.umask_bits)
+        end_quickly()
         self.worker_id = name or settings.worker_id or f"w-{uuid.uuid4().hex[:10]}"
         try:
             if worker_token_file is not None:

@@ -30,6 +30,7 @@ from celery.apps.worker import REMAP_SIGTERM
 from celery.exceptions import WorkerTerminate
 from celery.platforms import EX_FAILURE
 from celery.worker import state
+from kombu.asynchronous import get_event_loop
 
 from gpuflow.logs import get_logger
 
@@ -109,6 +110,7 @@ class Stopper(threading.Thread):
                 log.info("drained", worker=self._runtime.worker_id)
                 signals.worker_shutting_down.send(sender=self._runtime.worker_id, sig="SIGTERM", how="Warm", exitcode=0)
                 state.should_stop = os.EX_OK
+                _wake_consumer()
                 is_drained = True  # what is left may still be told to end at once
 
     def _look_again_after(self, seconds: float) -> None:
@@ -128,6 +130,7 @@ class Stopper(threading.Thread):
             stop_now(runtime)
         finally:
             state.should_terminate = EX_FAILURE
+            _wake_consumer()
 
     def _busy_looking(self) -> bool:
         return self._runtime.admission.draining or self._runtime.ephemeral
@@ -168,6 +171,13 @@ def _active_requests() -> list[Any]:
     while True:
         with contextlib.suppress(RuntimeError):  # another thread has added one
             return list(state.active_requests)
+
+
+def _wake_consumer() -> None:
+    """Have the consumer loop see now that it is to end: it may sleep on its sockets for a second."""
+    hub = get_event_loop()
+    if hub is not None:
+        hub.call_soon(lambda: None)
 
 
 def _say(text: str) -> None:
