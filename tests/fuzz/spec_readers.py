@@ -130,6 +130,7 @@ class References(Reader):
         {"value": "${a.result.items[0].output}", "result": {"items": [{"output": "x"}]}, "env": {"HOME": "/h"}},
         {"value": {"p": ["${a.items}", "x ${env:HOME} y $${env:A} ${a.n}"]}, "result": {"items": [], "n": 1.5}},
         {"value": ["$${x}", "$$${a.b}", "${a.b.c.d[3][4]}"], "result": {"b": {"c": {"d": "${env:TOKEN}"}}}, "env": {}},
+        {"value": float("nan"), "result": {}, "env": {}},
     )
 
     def made_of(self) -> Mutator:
@@ -151,7 +152,8 @@ class References(Reader):
         value, result, env = given.get("value"), given.get("result"), given.get("env")
         environ = {str(name): str(item) for name, item in env.items()} if isinstance(env, dict) else {}
         find_references(value)
-        assert resolve_env(resolve(escape(value), _nothing), {}) == value, "what is escaped comes back as it was"
+        back = resolve_env(resolve(escape(value), _nothing), {})
+        assert repr(back) == repr(value), "what is escaped comes back as it was"  # as text: NaN is equal to nothing
         escape_malformed(value)
         done = resolve(value, lambda reference: pick(result, reference))
         resolve_env(done, environ)
