@@ -63,6 +63,8 @@ def test_what_may_be_tried_again(code: int, run: dict[str, Any], flaky_before: i
 PREFIX = (
     "import os, pytest, sys, threading\nfrom pathlib import Path\nfrom tests.support.waiting import BrokenPromise\n"
 )
+#: Those that these runs need: to load all that are installed takes longer than each of them.
+PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin,pytest_timeout"}
 #: Fails in the first so many of its runs.
 FAILS_FIRST = """
 def test_odd():
@@ -84,7 +86,7 @@ def run_suite(folder: Path, text: str, *options: str, **environment: str) -> tup
         [sys.executable, "-m", "tests.gate.suite", "s", "test_it.py", "-p", "no:cacheprovider", *options],
         cwd=folder, capture_output=True, text=True, check=False, timeout=patient(100),
         env={**os.environ, "CI": "true", "GATE_DIR": str(folder), "PYTHONPATH": str(ROOT), "TEST_PATIENCE": "0.05",
-             "GATE_QUIET_SECONDS": "0", **environment},
+             "GATE_QUIET_SECONDS": "0", **PLUGINS, **environment},
     )  # fmt: skip
     return done.returncode, json.loads((folder / "s.json").read_text()), done.stdout + done.stderr
 
