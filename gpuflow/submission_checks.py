@@ -33,6 +33,9 @@ log = get_logger("gpuflow.submit")
 
 #: The same warning is not told again for so many seconds: a loop that submits 10,000 tasks tells it once.
 _QUIET_SECONDS: Final = 60.0
+#: What a warning ends with where the task is submitted all the same.
+_UNTIL_ONE_IS: Final = "; it waits until one is"
+_UNTIL_ONE_DOES: Final = "; it waits until one does"
 
 
 #: What is asked to run it and which secrets it asks for (`routing.offers`), and alternatives.
@@ -86,7 +89,8 @@ def problems_at_submit(app: GPUFlow, template: Template, *, fail_fast: bool = Fa
             known.said[key] = now
             found.append(problem)
     if found and fail_fast:
-        raise NoCapableWorker("; ".join(found))
+        told = (problem.removesuffix(_UNTIL_ONE_IS).removesuffix(_UNTIL_ONE_DOES) for problem in found)
+        raise NoCapableWorker(f"{'; '.join(told)}; nothing was submitted")
     return found
 
 
@@ -119,7 +123,7 @@ def problem_of(
         judged.append(one)
     asked = " or ".join(describe(ask) for ask in alternatives)
     if not judged:
-        return f"no worker is there to run {name!r} ({asked}); it waits until one is"
+        return f"no worker is there to run {name!r} ({asked}){_UNTIL_ONE_IS}"
     judged.sort(key=lambda one: (*one.order, one.worker))
     capable = [one for one in judged if one.fits]
     if capable and {one.kind for one in capable} == {"restricted"}:
@@ -128,7 +132,7 @@ def problem_of(
         return f"only their -Q keeps {names} from running {name!r}; start a worker without -Q, or with -Q {queues}"
     if capable:
         mend = f"; run {capable[0].mend} there" if capable[0].mend else ""
-        return f"no worker takes {name!r} now: {capable[0].worker} {capable[0].text}{mend}; it waits until one does"
+        return f"no worker takes {name!r} now: {capable[0].worker} {capable[0].text}{mend}{_UNTIL_ONE_DOES}"
     nearest = judged[0]
     return f"no live worker can run {name!r}: the nearest is {nearest.worker}, but the task {nearest.text}"
 

@@ -107,7 +107,7 @@ def test_submit_warns_refuses_and_chooses_where(fleet: TestFleet, tmp_path: Path
     assert refused.stdout == ""
     assert "no live worker can run 'big': the nearest is w1, but the task asks for h100" in refused.stderr
     assert [line for line in warned.stderr.splitlines() if line.startswith("warning: ")] == [
-        "warning: " + refused.stderr.strip().removeprefix("gpuflow: ")
+        "warning: " + refused.stderr.strip().removeprefix("gpuflow: ").removesuffix("; nothing was submitted")
     ]
     assert len(warned.stdout.split()) == 1
     assert "big: cannot start: the only worker, w1, cannot run it" in shown

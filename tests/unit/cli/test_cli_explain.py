@@ -182,6 +182,12 @@ def test_fail_fast_names_every_stage_and_looks_anew(monkeypatch: pytest.MonkeyPa
     assert app.reads >= 2
 
 
+def test_fail_fast_says_that_nothing_was_submitted_and_not_that_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    app: Any = FakeFleet(monkeypatch)
+    with pytest.raises(NoCapableWorker, match=r"^no worker is there to run 's0' \(.*\); nothing was submitted$"):
+        problems_at_submit(app, template("A100"), fail_fast=True)
+
+
 def test_can_serve_wants_a_worker_for_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     app: Any = FakeFleet(monkeypatch, worker(state="BUSY", free_gpus=()))
     assert can_serve(app, template("A100", ["H100", "A100"]))
