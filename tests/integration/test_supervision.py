@@ -242,6 +242,20 @@ def test_a_cold_stop_gives_a_plain_task_back(fleet: TestFleet, tmp_path: Path, t
     eventually(lambda: f"wait_for[{sent.id}] succeeded" in other.log(), what="the other worker's turn")
 
 
+def test_a_third_sigquit_ends_a_worker_whose_plain_task_ends_by_nothing(fleet: TestFleet) -> None:
+    worker = fleet.start_worker("w1", "--include", "plain_tasks")
+    sent = fleet.app.send_task("plain_tasks.block")
+    eventually(lambda: f"block[{sent.id}] received" in worker.log(), what="the task")
+    eventually(lambda: fleet.broker.client.hlen(fleet.app.keys.unacked) == 1, what="its lease")
+
+    for number in (1, 2, 3):
+        assert worker.process.poll() is None, f"it ended before signal {number}"
+        worker.send(signal.SIGQUIT)
+        eventually(lambda n=number: worker.log().count("worker: stopping") == n, what=f"signal {number}")
+
+    assert worker.process.wait(timeout=patient(20)) != 0
+
+
 def _tree_of(worker: object, at_least: int) -> list[int]:
     """Return the worker's descendants, the process that forks its shims first."""
 

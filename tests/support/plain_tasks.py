@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -133,3 +134,9 @@ def merged_retry(self: Any, number: int) -> int:
     if tries < 3:
         raise self.retry(countdown=0.1)
     return tries
+
+
+@app.task
+def block() -> None:
+    """Wait in a call that no exception gets into."""
+    threading.Event().wait()
