@@ -13,6 +13,7 @@ from pathlib import Path
 
 from executors.base import bad_input
 from gpuflow.policy.child import read_policy
+from gpuflow.policy.guarding import guard_connections
 from gpuflow.policy.hosts import Hosts
 from gpuflow.policy.roots import Opened, Roots, opened, readable
 from gpuflow.protocol import Request
@@ -30,6 +31,7 @@ def use(request: Request) -> None:
         roots, hosts = read_policy(request.policy)
     except (KeyError, TypeError, ValueError) as error:
         raise bad_input(f"the request has a policy that cannot be read: {error}") from error
+    guard_connections()
     before = _roots.own if _roots else ()
     _roots, _hosts = replace(roots, own=tuple(dict.fromkeys((*before, *roots.own)))), hosts
 

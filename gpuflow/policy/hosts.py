@@ -66,14 +66,10 @@ class Hosts:
 
     def refusal(self, host: str, port: int, address: str, *, path: str = "") -> Refusal | None:
         """Say why a connection to `address`, which is what `host` stands for, is refused; None: it is not."""
+        if (never := never_refusal(host, address, path=path)) is not None:
+            return never
         found = reached(address)
-        shown = host if host == address else f"{host} ({address})"
-        if _is_never(found) or _plain(host) in _NEVER_NAMES:
-            return Refusal(
-                path=path,
-                setting="",
-                message=f"{shown} is link-local or a metadata service of the machine; no setting lets a task reach it",
-            )
+        shown = _shown(host, address)
         if found.is_global and not found.is_multicast and not _is_site_local(found):
             return None
         if Place(host=_plain(host), port=port) in self.own or self._lists(host, found):
@@ -113,6 +109,18 @@ class Hosts:
             elif address.version == network.version and address in network:
                 return True
         return False
+
+
+def never_refusal(host: str, address: str, *, path: str = "") -> Refusal | None:
+    """Say why a connection is refused whatever the operator lists; None: it is not."""
+    if not (_is_never(reached(address)) or _plain(host) in _NEVER_NAMES):
+        return None
+    message = "is link-local or a metadata service of the machine; no setting lets a task reach it"
+    return Refusal(path=path, setting="", message=f"{_shown(host, address)} {message}")
+
+
+def _shown(host: str, address: str) -> str:
+    return host if host == address else f"{host} ({address})"
 
 
 def reached(address: str) -> IPAddress:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import http.server
+import json
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +30,7 @@ from gpuflow.policy.roots import Roots
 from gpuflow.protocol import Emitter, Request
 from gpuflow.settings import Settings
 from gpuflow.upkeep.notices import deliver
+from tests.support.waiting import patient
 
 CLOSED = Hosts()
 #: A task may reach the receiver of these tests, and no other address of the machine.
@@ -41,6 +45,29 @@ NEVER = (
     "[2002:a9fe:a9fe::]", "[fd00:ec2::254]", "100.100.100.200", "168.63.129.16", "192.0.0.192",
     "metadata.google.internal", "METADATA.google.internal.",
 )  # fmt: skip
+
+
+#: What a library of a child does, with the server's address and where that sends it.
+CHILD = """
+import json, socket, sys, urllib.request
+from pathlib import Path
+from executors import limits
+from gpuflow.errors import NotAllowed
+from gpuflow.protocol import Request
+
+policy, by, target, redirector = json.loads(sys.argv[1])
+limits.use(Request(task_id="t", task_type="echo", spec={}, output_dir=".", policy=policy))
+urllib.request.urlopen(redirector + "here").read()  # the policy of libraries is not that of gpuflow's own requests
+try:
+    if by == "redirect":
+        urllib.request.urlopen(redirector + f"http://{target}/latest/")
+    elif by == "datagram":
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"x", (target, 80))
+    else:
+        socket.create_connection((target, 80), timeout=1)
+except NotAllowed as error:
+    print("refused:", error)
+"""
 
 
 class Redirector(http.server.BaseHTTPRequestHandler):
@@ -262,3 +289,17 @@ def test_the_policy_of_settings() -> None:
     assert hosts.brokers == (Place(host="db", port=6380),)
     assert hosts.own == (Place(host="gateway.internal", port=8080),)
     assert hosts.allowed == ("a",)
+
+
+@pytest.mark.parametrize("by", ["redirect", "connection", "datagram"])
+@pytest.mark.parametrize("target", ["169.254.169.254", "2852039166", "100.100.100.200"])
+def test_a_library_of_a_child_is_led_to_a_metadata_service(
+    server: http.server.ThreadingHTTPServer, by: str, target: str
+) -> None:
+    policy = child_policy(Roots(), Hosts(allowed=("0.0.0.0/0",)))
+    given = json.dumps([policy, by, target, f"http://127.0.0.1:{server.server_address[1]}/"])
+
+    done = subprocess.run([sys.executable, "-c", CHILD, given], capture_output=True, text=True, timeout=patient(60))
+
+    assert done.stdout.startswith("refused: "), done.stderr
+    assert "metadata service" in done.stdout

@@ -1,0 +1,44 @@
+"""Keeps all Python code of a child from metadata services and link-local addresses, whatever leads it there.
+
+The libraries of the hub, of trackers and of data sets connect by themselves and follow redirects. What native code
+connects to is not seen; `connecting` judges gpuflow's own requests by the whole policy.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+from typing import Any
+
+from gpuflow.errors import NotAllowed
+from gpuflow.policy.hosts import never_refusal
+
+
+class _Guard:
+    is_on = False
+
+
+def guard_connections() -> None:
+    """Refuse such connections of this process from now on, with NotAllowed. It cannot be undone."""
+    if not _Guard.is_on:
+        _Guard.is_on = True
+        sys.addaudithook(_audit)
+
+
+def _audit(event: str, given: tuple[Any, ...]) -> None:
+    if event not in ("socket.connect", "socket.sendto"):
+        return
+    connection, address = given
+    if connection.family not in (socket.AF_INET, socket.AF_INET6) or not isinstance(address, tuple):
+        return
+    for found in _addresses(str(address[0])):
+        refusal = never_refusal(str(address[0]), found)
+        if refusal is not None:
+            raise NotAllowed(refusal.message, refusal.setting)
+
+
+def _addresses(host: str) -> list[str]:
+    try:
+        return [str(entry[4][0]) for entry in socket.getaddrinfo(host, None)]
+    except (OSError, UnicodeError):
+        return []
