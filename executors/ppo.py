@@ -95,7 +95,8 @@ class PolicyTuning(Training):
             )
         if arguments.max_steps > 0 and arguments.total_episodes is None:
             arguments.total_episodes = arguments.max_steps * step
-        prompts, width = padded_prompts([row["prompt"] for row in rows], parts.tokenizer)
+        longest = parts.job.training.get("max_prompt_length")
+        prompts, width = padded_prompts([row["prompt"] for row in rows], parts.tokenizer, longest=longest)
         options = {**parts.location.options, "dtype": str(parts.model.dtype).removeprefix("torch."), "num_labels": 1}
         value_model = load_model(parts.location, options, AutoModelForSequenceClassification)
         dataset = datasets.Dataset.from_list(prompts)
