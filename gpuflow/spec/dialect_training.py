@@ -7,6 +7,7 @@ src/worker/executors (sft, lora_sft, dpo, ppo), read in 2026.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -88,7 +89,10 @@ def _told(filled: Mapping[str, Any]) -> str:
 
 
 def _value(value: Any) -> str:
-    return "/".join(value) if isinstance(value, list) else str(value).lower() if isinstance(value, bool) else str(value)
+    """Return a default as text; what the author wrote may stand in its place, and be anything."""
+    if isinstance(value, list) and all(isinstance(one, str) for one in value):
+        return "/".join(value)
+    return value if value in ("bfloat16", "float16", "float32") else show(value)
 
 
 def _adapter(spec: dict[str, Any], findings: Findings) -> None:
@@ -103,7 +107,10 @@ def _adapter(spec: dict[str, Any], findings: Findings) -> None:
 
 
 def _precision(spec: dict[str, Any], training: dict[str, Any], task_type: str) -> dict[str, Any]:
-    """Without bf16 and fp16 they compute in float32 (sft, lora_sft); with them, a GPU holds the weights so too."""
+    """Without bf16 and fp16 they compute in float32 (sft, lora_sft); with them, a GPU holds the weights so too.
+
+    A CPU holds them in float32 there, as ours does but for the frozen weights under an adapter.
+    """
     if training.get("bf16") is None and training.get("fp16") is None:
         if task_type not in _SUPERVISED:
             return {}  # TRL's own choice, as here
@@ -112,8 +119,10 @@ def _precision(spec: dict[str, Any], training: dict[str, Any], task_type: str) -
     wanted = "bfloat16" if _is_on(training.get("bf16")) else None
     if _is_on(training.get("fp16")) and task_type == "lora_sft":
         wanted = wanted or "float16"
+    if not _asks_gpu(spec):
+        wanted = "float32" if wanted and task_type == "lora_sft" else None
     model = spec.get("model")
-    if wanted is None or not _asks_gpu(spec) or not isinstance(model, dict):
+    if wanted is None or not isinstance(model, dict):
         return {}
     options = model.setdefault("transformers", {})
     if not isinstance(options, dict) or any(name in options for name in ("dtype", "torch_dtype")):
@@ -234,7 +243,7 @@ def _processes(spec: Mapping[str, Any], training: dict[str, Any], findings: Find
         return
     if is_off or training.get("fsdp"):
         return
-    if given is not None and str(given[1]) >= str(_SHARDED):
+    if given is not None and _whole(given[1]) >= _SHARDED:
         findings.add(
             ("training", given[0]),
             f"is {show(given[1])}, which spreads the weights over the GPUs; write fsdp: full_shard auto_wrap",
@@ -252,7 +261,7 @@ def _gpus(spec: Mapping[str, Any]) -> int:
     hardware = resources.get("hardware") if isinstance(resources, Mapping) else None
     gpu = hardware.get("gpu") if isinstance(hardware, Mapping) else None
     count = gpu.get("count") if isinstance(gpu, Mapping) else None
-    return int(count) if isinstance(count, int | str) and str(count).isdigit() else 0
+    return _whole(count)
 
 
 def _padding(training: dict[str, Any], task_type: str, findings: Findings) -> None:
@@ -308,7 +317,7 @@ def _reward(spec: dict[str, Any], findings: Findings, renamed: Renames) -> None:
         renamed["reward_model", "weight"] = ("reward_model", "scale")
     for name, known in (("positive_label", _POSITIVE), ("negative_label", _NEGATIVE)):
         label = reward.pop(name, None)
-        if label is not None and str(label).lower() not in known:
+        if label is not None and not (isinstance(label, str) and label.lower() in known):
             findings.add((*at, name), f"is {show(label)}; the classes are told by their names: {', '.join(known)}")
     longest = reward.pop("max_length", None)
     if longest not in (None, PROMPT_TOKENS):
@@ -317,6 +326,13 @@ def _reward(spec: dict[str, Any], findings: Findings, renamed: Renames) -> None:
         reward.setdefault("score", "margin")
     elif reward.get("type") in (None, "model") and reward.get("identifier") is not None:
         findings.warn(at, "scores prompt and answer together, where FlowMesh scores the answer alone")
+
+
+def _whole(value: Any) -> int:
+    """Return a small number as it may be written; 0 for all else."""
+    if isinstance(value, str) and re.fullmatch(r"[0-9]{1,6}", value):
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 10**6 else 0
 
 
 def _is_on(value: Any) -> bool:

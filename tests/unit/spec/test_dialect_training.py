@@ -5,6 +5,7 @@ The numbers are those of mlsys-io/FlowMesh, src/worker/executors; docs/howto/com
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -59,6 +60,11 @@ TRAINED = {
 }
 #: A name that the author may write for each default.
 WRITTEN = {"per_device_train_batch_size": "batch_size", "max_length": "max_seq_length"}
+
+
+def repr_of(value):
+    is_long = isinstance(value, str) and len(value) > 20
+    return type(value).__name__ if is_long or value == 10**5000 else repr(value)
 
 
 def foreign(spec, version="flowmesh/v1"):
@@ -181,11 +187,12 @@ def test_the_page_has_each_default_with_both_values():
 @pytest.mark.parametrize("task_type", TRAINED)
 def test_with_bf16_a_gpu_holds_the_weights_so_too(task_type):
     asked = {**TASKS[task_type], "training": {"bf16": True}}
-    assert "transformers" not in spec_of(asked)["model"]
+    on_cpu = {"dtype": "float32"} if task_type == "lora_sft" else None
+    assert spec_of(asked)["model"].get("transformers") == on_cpu
     for resources in (GPU, {"accelerators": "A100:1"}, "A100:1"):
         assert spec_of({**asked, "resources": resources})["model"]["transformers"] == {"dtype": "bfloat16"}
     for resources in ({"hardware": {"gpu": {"count": 0}}}, {"accelerators": "cpu"}, {"hardware": {"cpu": 2}}):
-        assert "transformers" not in spec_of({**asked, "resources": resources})["model"]
+        assert spec_of({**asked, "resources": resources})["model"].get("transformers") == on_cpu
     named = {**asked, "resources": GPU, "model": {**MODEL, "transformers": {"dtype": "float32"}}}
     assert spec_of(named)["model"]["transformers"] == {"dtype": "float32"}
 
@@ -319,6 +326,33 @@ def test_the_side_of_the_padding_changes_no_loss(task_type, side, is_told):
     spec = {**TASKS[task_type], "training": {"padding_side": side}}
     assert bool(told(spec)) is is_told
     assert "padding_side" not in spec_of(spec)["training"]
+
+
+@pytest.mark.parametrize("task_type", TRAINED)
+@pytest.mark.parametrize(
+    "value",
+    [[], [1], {}, {"a": [None]}, "", "x", "${a}", -1, 1e400, 10**5000, True, False, "9" * 5000, "٣"],
+    ids=repr_of,
+)
+def test_no_value_of_a_field_breaks_the_reader(task_type, value):
+    fields = {
+        "training": [
+            "max_seq_length", "load_in_4bit", "bnb_4bit_quant_type", "resume_from_path", "zero_stage", "bf16",
+            "auto_deepspeed", "deepspeed", "padding_side", "learning_rate", "early_stopping", "temperature",
+        ],
+        "generation": ["stop", "temperature", "max_new_tokens"],
+        "reward_model": ["scale", "positive_label", "max_length", "type", "identifier"],
+        "data": ["jsonl", "jsonl_path", "text_field", "columns"],
+        "model": ["transformers"],
+        "checkpoint": ["load"],
+    }  # fmt: skip
+    for section, names in fields.items():
+        for name in names:
+            given = TASKS[task_type].get(section)
+            spec = {**TASKS[task_type], section: {**(given or {}), name: value}}
+            for one in (spec, {**spec, section: value}, {**spec, "resources": {"hardware": {"gpu": {"count": value}}}}):
+                with contextlib.suppress(InvalidTemplate):
+                    foreign(one)
 
 
 @pytest.mark.parametrize("name", ["lr", "epochs", "max_prompt_length", "tokenizer"])
