@@ -11,14 +11,10 @@ from executors.data.columns import prompt_rows
 from executors.training.rewards import check_reward, check_reward_rows
 from executors.training.run import Parts, Rows, Training
 from gpuflow.protocol import Request
+from gpuflow.spec.policy_tuning import FIXED
 
 #: Field of the section `generation` -> field of PPOConfig.
 _GENERATION: Mapping[str, str] = {"max_new_tokens": "response_length", "temperature": "temperature"}
-#: What TRL's PPO samples with, whatever it is told.
-_FIXED: Mapping[str, Sequence[Any]] = {
-    "do_sample": (True,), "top_p": (1,), "top_k": (0, -1), "min_p": (0,), "min_new_tokens": (0,),
-    "repetition_penalty": (1,), "num_return_sequences": (1,),
-}  # fmt: skip
 
 
 class PolicyTuning(Training):
@@ -60,7 +56,7 @@ class PolicyTuning(Training):
         training: Mapping[str, Any] = request.spec.get("training") or {}
         found: dict[str, Any] = {"save_strategy": "no", "num_sample_generations": 0}
         for name, value in (request.spec.get("generation") or {}).items():
-            if name in _FIXED and value is not None and value not in _FIXED[name]:
+            if name in FIXED and value is not None and value not in FIXED[name]:
                 raise bad_input(f"generation.{name} is {value}, which TRL's PPO has no such choice for; leave it out")
             if name in _GENERATION and value is not None:
                 field = _GENERATION[name]

@@ -44,7 +44,7 @@ def _wanted(section: Mapping[str, Any]) -> dict[str, list[str]]:
 
 def asks(value: Any) -> bool:
     """Say whether a field of `inference` asks for something; null, false and what is empty do not."""
-    return value is not None and value is not False and value != [] and value != {}
+    return value is not None and value is not False and value not in ([], {})
 
 
 def choose_engine(spec: dict[str, Any], findings: Findings) -> None:
