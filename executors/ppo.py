@@ -12,14 +12,10 @@ from executors.training.rewards import check_reward, check_reward_rows
 from executors.training.run import Parts, Rows, Training
 from gpuflow.importing import loading
 from gpuflow.protocol import Request
+from gpuflow.spec.policy_tuning import FIXED
 
 #: Field of the section `generation` -> field of PPOConfig.
 _GENERATION: Mapping[str, str] = {"max_new_tokens": "response_length", "temperature": "temperature"}
-#: What TRL's PPO samples with, whatever it is told.
-_FIXED: Mapping[str, Sequence[Any]] = {
-    "do_sample": (True,), "top_p": (1,), "top_k": (0, -1), "min_p": (0,), "min_new_tokens": (0,),
-    "repetition_penalty": (1,), "num_return_sequences": (1,),
-}  # fmt: skip
 
 
 class PolicyTuning(Training):
@@ -62,7 +58,7 @@ class PolicyTuning(Training):
         training: Mapping[str, Any] = request.spec.get("training") or {}
         found: dict[str, Any] = {"save_strategy": "no", "num_sample_generations": 0}
         for name, value in (request.spec.get("generation") or {}).items():
-            if name in _FIXED and value is not None and value not in _FIXED[name]:
+            if name in FIXED and value is not None and value not in FIXED[name]:
                 raise bad_input(f"generation.{name} is {value}, which TRL's PPO has no such choice for; leave it out")
             if name in _GENERATION and value is not None:
                 field = _GENERATION[name]
@@ -98,7 +94,8 @@ class PolicyTuning(Training):
             )
         if arguments.max_steps > 0 and arguments.total_episodes is None:
             arguments.total_episodes = arguments.max_steps * step
-        prompts, width = padded_prompts([row["prompt"] for row in rows], parts.tokenizer)
+        longest = parts.job.training.get("max_prompt_length")
+        prompts, width = padded_prompts([row["prompt"] for row in rows], parts.tokenizer, longest=longest)
         options = {**parts.location.options, "dtype": str(parts.model.dtype).removeprefix("torch."), "num_labels": 1}
         value_model = load_model(parts.location, options, AutoModelForSequenceClassification)
         dataset = datasets.Dataset.from_list(prompts)

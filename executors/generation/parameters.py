@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from executors.base import bad_input
+from gpuflow.spec.engines import asks
 from gpuflow.spec.report import path_text
 from gpuflow.spec.structured import needs_vllm, wrong_structure
 
@@ -91,7 +92,7 @@ def read_sampling(inference: Mapping[str, Any] | None) -> Sampling:
     Raises ExecutorError: BadInput for a parameter that the transformers engine does not have, or a value out of range.
     """
     given = {name: value for name, value in (inference or {}).items() if value is not None}
-    unknown = sorted(set(given) - _OWN - _SAMPLING - _HARMLESS)
+    unknown = sorted(name for name in set(given) - _OWN - _SAMPLING - _HARMLESS if asks(given[name]))
     if unknown:
         raise bad_input(
             f"inference.{unknown[0]} is not supported by the transformers engine; leave it out "

@@ -11,7 +11,16 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 #: Fields of a template's `training` that are ours, not the trainer's.
-OWN: Final = frozenset({"allow_multi_gpu", "nproc_per_node", "save_model", "merge_adapter", "allow_non_finite_loss"})
+OWN: Final = frozenset(
+    {
+        "allow_multi_gpu",
+        "nproc_per_node",
+        "save_model",
+        "merge_adapter",
+        "allow_non_finite_loss",
+        "max_prompt_length",
+    }
+)
 #: Up to so many steps, every one is logged.
 _LOG_EVERY_STEP: Final = 200
 #: Checkpoints that are kept of a training that saves by the clock.
@@ -58,6 +67,8 @@ def trainer_arguments(
     given = {name: value for name, value in training.items() if name not in OWN and name != "model_init_kwargs"}
     if not has_eval and given.get("eval_strategy", "no") != "no":
         raise bad_input("training.eval_strategy needs data to evaluate on; set data.eval_split, as in 0.1")
+    if given.get("report_to", "") is None:
+        del given["report_to"]  # transformers looks for a reporter of that name
     usual = {**_defaults(given, cuda=torch.cuda.is_available()), **(defaults or {})}
     try:
         return config(**{**usual, **given, **(extra or {}), "output_dir": output_dir})

@@ -76,7 +76,7 @@ class Progress(TrainerCallback):
         logs = dict(logs or {})
         logs |= {name: logs[theirs] for name, theirs in _OF_PPO.items() if theirs in logs}
         if self._fails_on_nan:
-            _check_finite(logs, state.global_step)
+            _check_finite(logs, state.global_step, rows=getattr(args, "local_batch_size", None))
         numbers = _numbers(logs)
         if not state.is_world_process_zero or not numbers:
             return
@@ -99,14 +99,16 @@ class Progress(TrainerCallback):
         return round(speed, 1)
 
 
-def _check_finite(logs: Mapping[str, Any], step: int) -> None:
+def _check_finite(logs: Mapping[str, Any], step: int, *, rows: int | None) -> None:
+    """Raise ExecutorError for a loss that is no number. `rows` is the batch of ppo, which is scaled by its variance."""
     for name in _LOSSES:
         value = logs.get(name)
         if isinstance(value, float) and not math.isfinite(value):
+            alone = "an answer of one token in a batch of one has no variance, so raise batch_size; or " * (rows == 1)
             raise ExecutorError(
                 "NonFiniteLoss",
-                f"{name} is {value} at step {step}: the training has diverged; use a smaller training.learning_rate, "
-                "set max_grad_norm, or train in float32 or bf16 instead of fp16 "
+                f"{name} is {value} at step {step}: {alone}the training has diverged; use a smaller "
+                "training.learning_rate, set max_grad_norm, or train in float32 or bf16 instead of fp16 "
                 "(training.allow_non_finite_loss: true trains on)",
             )
 

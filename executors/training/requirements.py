@@ -47,6 +47,12 @@ def check_requirements(request: Request) -> None:
                 f"training.report_to: {modules[0]} is not installed in the environment of this task; run "
                 "`pip install 'gpuflow[tracking]'` beside the worker, or leave report_to out",
             )
+    if training.get("deepspeed") and importlib.util.find_spec("deepspeed") is None:
+        raise ExecutorError(
+            "MissingDependency",
+            "training.deepspeed: deepspeed is not installed in the environment of this task; run "
+            "`pip install deepspeed` beside the worker, or write training.fsdp: full_shard auto_wrap in its place",
+        )
     if training.get("use_vllm"):
         raise bad_input(
             "training.use_vllm: the environment of the trainers has no vLLM, which needs another transformers; leave "

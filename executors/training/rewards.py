@@ -19,6 +19,7 @@ GROUP: Final = "gpuflow.reward_functions"
 #: A classifier of sentiment in English, where the task names none.
 DEFAULT_SENTIMENT: Final = "distilbert/distilbert-base-uncased-finetuned-sst-2-english"
 _POSITIVE: Final = ("positive", "pos", "label_1")
+_NEGATIVE: Final = ("negative", "neg", "label_0")
 
 RewardFunction = Callable[..., Sequence[float]]
 
@@ -107,7 +108,8 @@ def load_reward(request: Request, emitter: Emitter) -> tuple[Any, Any]:
     model, tokenizer, name = load_scorer(request, emitter)
     if kind == "model":
         return model, tokenizer
-    return _on_texts(_sentiment(model, tokenizer, name), "sentiment"), None
+    is_margin = _section(request).get("score") == "margin"
+    return _on_texts(_sentiment(model, tokenizer, name, is_margin=is_margin), "sentiment"), None
 
 
 def load_scorer(request: Request, emitter: Emitter) -> tuple[Any, Any, str]:
@@ -147,12 +149,20 @@ def _check_head(location: Any) -> None:
         )
 
 
-def _sentiment(model: Any, tokenizer: Any, name: str) -> RewardFunction:
-    """Return a function that gives the probability of the positive class for each completion."""
+def _sentiment(model: Any, tokenizer: Any, name: str, *, is_margin: bool = False) -> RewardFunction:
+    """Return a function that gives the probability of the positive class for each completion.
+
+    With `is_margin` it is the logit of that class less the one of the negative class.
+    """
     import torch
 
     labels = {index: str(label).lower() for index, label in model.config.id2label.items()}
     positive = next((index for index, label in labels.items() if label in _POSITIVE), None)
+    negative = next((index for index, label in labels.items() if label in _NEGATIVE), None)
+    if is_margin and negative is None:
+        raise bad_input(
+            f"reward_model: {name} has no negative class ({', '.join(labels.values())}); leave score: margin out"
+        )
     if positive is None:
         raise bad_input(
             f"reward_model: {name} has no positive class ({', '.join(labels.values())}); name a sentiment classifier"
@@ -162,7 +172,9 @@ def _sentiment(model: Any, tokenizer: Any, name: str) -> RewardFunction:
         batch = tokenizer(list(completions), return_tensors="pt", padding=True, truncation=True, max_length=512)
         with torch.inference_mode():
             logits = model(**{key: value.to(model.device) for key, value in batch.items() if key != "token_type_ids"})
-        scores: list[float] = logits.logits.float().softmax(-1)[:, positive].tolist()
+        found = logits.logits.float()
+        rated = found[:, positive] - found[:, negative] if is_margin else found.softmax(-1)[:, positive]
+        scores: list[float] = rated.tolist()
         return scores
 
     return score

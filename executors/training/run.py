@@ -405,6 +405,9 @@ def settings(request: Request, arguments: Any) -> dict[str, Any]:
     size, accumulation = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps
     compute = "bfloat16" if arguments.bf16 else "float16" if arguments.fp16 else None
     return {
+        "learning_rate": arguments.learning_rate,
+        "num_train_epochs": arguments.num_train_epochs,
+        "max_length": getattr(arguments, "max_length", None),
         "compute_dtype": compute,
         "batch": {
             "per_device_train_batch_size": size,

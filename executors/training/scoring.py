@@ -39,15 +39,26 @@ def _by_model(model: Any, tokenizer: Any) -> Callable[..., list[float]]:
     return score
 
 
-def padded_prompts(prompts: Sequence[Any], tokenizer: Any) -> tuple[list[dict[str, list[int]]], int]:
-    """Return rows of token ids, all filled up on the left to the longest prompt, and that number of tokens."""
+def padded_prompts(
+    prompts: Sequence[Any], tokenizer: Any, *, longest: int | None = None
+) -> tuple[list[dict[str, list[int]]], int]:
+    """Return rows of token ids, all filled up on the left to the longest prompt, and that number of tokens.
+
+    Of a prompt with more than `longest` tokens the first ones are kept.
+    """
     texts = [
         prompt
         if isinstance(prompt, str)
         else tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
         for prompt in prompts
     ]
-    encoded = tokenizer(texts, padding=True, add_special_tokens=not tokenizer.chat_template)
+    encoded = tokenizer(
+        texts,
+        padding=True,
+        add_special_tokens=not tokenizer.chat_template,
+        truncation=longest is not None,
+        max_length=longest,
+    )
     rows = [
         {"input_ids": ids, "attention_mask": mask}
         for ids, mask in zip(encoded["input_ids"], encoded["attention_mask"], strict=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gpuflow.cli.options import json_option, load_template, show_warnings
+from gpuflow.cli.options import json_option, load_template, show_filled, show_warnings
 
 if TYPE_CHECKING:
     from gpuflow.celery_app import GPUFlow
@@ -70,6 +70,7 @@ def _shown(target: str) -> Template:
     """Return a template, and tell what of it is not used, as every command that reads one does."""
     template = load_template(target)
     show_warnings(template)
+    show_filled(template)
     return template
 
 

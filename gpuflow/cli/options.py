@@ -171,3 +171,12 @@ def show_warnings(template: Template) -> None:
 
     for warning in template.warnings:
         note(f"warning: {line_text(template.source, warning)}")
+
+
+def show_filled(template: Template) -> None:
+    """Tell on stderr what a foreign template leaves out, and how it was filled in."""
+    from gpuflow.cli.output import note
+    from gpuflow.spec.report import line_text
+
+    for one in template.filled:
+        note(line_text(template.source, one))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from gpuflow.cli.errors import BAD_INPUT
-from gpuflow.cli.options import json_option, load_template, show_warnings, template_options
+from gpuflow.cli.options import json_option, load_template, show_filled, show_warnings, template_options
 
 
 @click.command(short_help="Check a template.")
@@ -42,12 +42,14 @@ def validate(source: str, overrides: tuple[str, ...], labels: tuple[str, ...], a
                 ],
                 "mistakes": [],
                 "warnings": [warning.to_dict() for warning in template.warnings],
+                "filled": [one.to_dict() for one in template.filled],
                 "code": {stage: list(kinds) for stage, kinds in code.items()},
                 "secrets": {stage: list(names) for stage, names in secrets.items()},
             }
         )
         return None
     show_warnings(template)
+    show_filled(template)
     for stage, kinds in code.items():
         note(f"stage {stage!r} brings code ({', '.join(kinds)}): only workers whose GPUFLOW_ALLOW_CODE has it take it")
     for stage, names in secrets.items():

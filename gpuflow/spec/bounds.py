@@ -72,6 +72,7 @@ TRAINING: Final[dict[str, Bound]] = {
     "ddp_timeout": _COUNT,
     "max_length": _TOKENS,
     "max_completion_length": _TOKENS,
+    "max_prompt_length": _TOKENS,
     "response_length": _TOKENS,
     "num_generations": Bound(low=1, high=4096),
     "num_iterations": Bound(low=1, high=10_000),

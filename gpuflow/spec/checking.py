@@ -19,6 +19,7 @@ from gpuflow.spec.models_task import TaskSpec
 from gpuflow.spec.multimodal import check_multimodal
 from gpuflow.spec.normalise import normalise
 from gpuflow.spec.plain_secrets import check_plain_secrets
+from gpuflow.spec.policy_tuning import check_ppo
 from gpuflow.spec.pydantic_report import report
 from gpuflow.spec.ranks import check_ranks
 from gpuflow.spec.reading import read_mapping
@@ -82,6 +83,8 @@ def check_spec(
         check_retrieval(spec, task_type, findings)
     _library_sections(spec, task_type, findings, foreign=foreign, at_dispatch=at_dispatch)
     check_structured(spec, findings)
+    if task_type == "ppo":
+        check_ppo(spec, findings)
     if task_type in TRAINING_SCHEMAS:
         check_ranks(spec, findings)
     elif isinstance(spec.get("checkpoint"), dict) and spec["checkpoint"].get("merge_first") is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
+from gpuflow.spec.dialect_training import train_as_they_do
 from gpuflow.spec.engines import chooses_engine
 from gpuflow.spec.presets import names_preset
 from gpuflow.spec.references import walk_references
@@ -31,6 +32,8 @@ _TEMPLATES: Final = ("two_column_briefing", "format")
 #: Their name of the result file, and ours.
 _THEIR_RESULTS, _OUR_RESULTS = "results.json", "responses.json"
 _ENV_STYLE: Final = re.compile(r"(?<!\$)\$\{([A-Z_][A-Z0-9_]*)\}")
+#: What a variable is called that holds a secret.
+_SECRET: Final = re.compile(r"(?:^|_)(?:KEY|APIKEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(?:_|$)")
 _ARCHIVE: Final = re.compile(r"(?<!\$)\$\{([A-Za-z0-9][\w-]*(?:\.result)?\.final_(?:lora|model|index)_archive)\}")
 #: Where an archive is fetched by its URL: section, the mapping inside it (a list of them, for adapters).
 _FETCHED: Final = (("checkpoint", "load"), ("model", "adapters"), ("search", "index"), ("reward_model", None))
@@ -45,18 +48,33 @@ def translate(spec: dict[str, Any], findings: Findings, renamed: Renames) -> Non
     if any(isinstance(found, ValueError) for _, found in walk_references(spec)):
         for key, value in spec.items():
             spec[key] = _env_style(value)
+        _secrets(spec)
     _parallel(spec, findings)
-    _sampling(spec)
+    _sampling(spec, findings)
     _structured(spec, findings, renamed)
     _model(spec, findings, renamed)
     _archives(spec, renamed)
     _joined_text(spec)
     _ppo(spec, findings)
+    train_as_they_do(spec, findings, renamed)
     _output(spec)
     data = spec.get("data")
     if isinstance(data, dict):
         _graph_template(data, findings)
         _metadata(data, findings, spec.get("taskType"))
+
+
+def _secrets(spec: dict[str, Any]) -> None:
+    """Name as secrets what looks like one among the variables of their worker; the task would not get it otherwise."""
+    env, named = _mapping(spec.get("env")), spec.get("secrets")
+    found = {
+        str(one.name)
+        for _, one in walk_references(spec)
+        if not isinstance(one, ValueError) and one.kind == "env" and _SECRET.search(str(one.name))
+    } - set(env)
+    if found and (named is None or isinstance(named, list)):
+        kept = named or []
+        spec["secrets"] = [*kept, *sorted(name for name in found if name not in kept)]
 
 
 def _enforce_cpu(spec: dict[str, Any], renamed: Renames) -> None:
@@ -89,17 +107,21 @@ def _parallel(spec: dict[str, Any], findings: Findings) -> None:
         spec["resources"] = {name: value for name, value in resources.items() if name != "replicas"}
 
 
-def _sampling(spec: dict[str, Any]) -> None:
+def _sampling(spec: dict[str, Any], findings: Findings) -> None:
     """Write out the sampling that the author counts on; ours differs."""
     if spec.get("taskType") != "inference":
         return
     section = spec.setdefault("inference", {})
     if not isinstance(section, dict):
         return
+    filled = []
     for name, (value, spellings) in _SAMPLING.items():
         is_greedy = name == "temperature" and section.get("do_sample") is False
         if not is_greedy and all(section.get(spelling) is None for spelling in spellings):
             section[name] = value
+            filled.append(f"{name} {value}")
+    if filled:
+        findings.fill(("inference",), f"is left out in part, and filled in as FlowMesh has it: {', '.join(filled)}")
 
 
 def _structured(spec: dict[str, Any], findings: Findings, renamed: Renames) -> None:
@@ -200,11 +222,6 @@ def _ppo(spec: dict[str, Any], findings: Findings) -> None:
     training = spec.get("training")
     if spec.get("taskType") != "ppo" or not isinstance(training, dict):
         return
-    if training.get("padding_side") == "left":  # as this trainer pads
-        del training["padding_side"]
-    elif training.get("padding_side") is not None:
-        findings.add(("training", "padding_side"), f"is {show(training['padding_side'])}; PPO pads on the left")
-        del training["padding_side"]
     stops = training.pop("early_stopping", None)
     if stops not in (None, False):
         findings.add(

@@ -13,6 +13,15 @@ from gpuflow.spec.structured import needs_vllm
 
 #: Fields of `inference` that the transformers engine has and vLLM has not.
 TRANSFORMERS_ALONE: Final = frozenset({"no_repeat_ngram_size"})
+#: Fields of `inference` that vLLM has and the transformers engine has not.
+VLLM_ALONE: Final = frozenset(
+    {
+        "allowed_token_ids", "bad_words", "extra_args", "flat_logprobs", "logit_bias", "logprob_token_ids", "logprobs",
+        "prompt_logprob_start", "prompt_logprob_token_ids", "prompt_logprobs", "repetition_detection",
+        "routed_experts_prompt_start", "skip_reading_prefix_cache", "stream_interval", "thinking_token_budget",
+        "trace_decode_token_ids", "watermarking",
+    }
+)  # fmt: skip
 _WITH_ENGINES: Final = ("inference", "rag")
 
 
@@ -26,8 +35,16 @@ def _wanted(section: Mapping[str, Any]) -> dict[str, list[str]]:
     """Engine -> what is asked for that it has alone, and that changes the answer so much that nobody can do without."""
     return {
         "transformers": sorted(name for name in TRANSFORMERS_ALONE if section.get(name) is not None),
-        "vllm": [f"structured_outputs.{name}" for name in needs_vllm(section.get("structured_outputs"))],
+        "vllm": [
+            *(f"structured_outputs.{name}" for name in needs_vllm(section.get("structured_outputs"))),
+            *sorted(name for name in VLLM_ALONE if asks(section.get(name))),
+        ],
     }
+
+
+def asks(value: Any) -> bool:
+    """Say whether a field of `inference` asks for something; null, false and what is empty do not."""
+    return value is not None and value is not False and value not in ([], {})
 
 
 def choose_engine(spec: dict[str, Any], findings: Findings) -> None:

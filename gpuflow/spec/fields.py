@@ -112,7 +112,7 @@ def _refuse(name: str, section: Section, path: Path, findings: Findings, lenient
     else:
         hint = f"; {section.hints[name]}" if name in section.hints else suggest(name, known_fields(section))
         message = f"unknown field{hint or '; the fields are those of ' + _schema_file(section.schema)['source']}"
-    if lenient:
+    if lenient and (name not in section.hints or name in section.harmless):
         findings.warn(path, f"{message}; it is not used")
     else:
         findings.add(path, message)

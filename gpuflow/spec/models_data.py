@@ -229,6 +229,9 @@ class RewardModel(Strict):
     headers: dict[Name, Text] | None = None
     trust_remote_code: Flag | None = None
     weight: Number | None = Field(None, ge=-1000, le=1000)
+    score: Literal["probability", "margin"] | None = Field(
+        None, description="Of a sentiment: how likely it is positive, or its logit less that of the negative class"
+    )
 
     @model_validator(mode="after")
     def _names_something(self) -> RewardModel:
@@ -241,6 +244,8 @@ class RewardModel(Strict):
             raise ValueError(f"is a function, which is no {places[0]}; name it by identifier")
         if self.headers is not None and self.url is None:
             raise ValueError("has headers, which are those of a url; give url, or leave them out")
+        if self.score is not None and self.type != "sentiment":
+            raise ValueError("has score, which is that of a sentiment; give type: sentiment, or leave it out")
         return self
 
 

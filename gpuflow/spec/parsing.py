@@ -114,6 +114,7 @@ def _build(document: Document, findings: Findings) -> Template | None:
         stages=stages,
         is_pipeline=is_pipeline,
         warnings=tuple(findings.warnings),
+        filled=tuple(findings.filled),
         source=document.name,
     )
 

@@ -56,6 +56,7 @@ class Findings:
     line_of: Callable[[Path], int | None] = lambda path: None
     mistakes: list[Mistake] = field(default_factory=list)
     warnings: list[Mistake] = field(default_factory=list)
+    filled: list[Mistake] = field(default_factory=list)
     seen: set[Mistake] = field(default_factory=set)
     checks: Mapping[str, Check] = field(default_factory=dict)
 
@@ -66,6 +67,10 @@ class Findings:
     def warn(self, path: Path, message: str) -> None:
         """Note a warning, once."""
         self._note(self.warnings, path, message)
+
+    def fill(self, path: Path, message: str) -> None:
+        """Note what was filled in where the author of a foreign template left it out, once."""
+        self._note(self.filled, path, message)
 
     def within(self, locate: Callable[[Path], Path]) -> Findings:
         """Return a view that writes into the same lists, with paths mapped by `locate`."""

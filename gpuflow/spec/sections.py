@@ -56,8 +56,8 @@ NEEDS: Final[Mapping[str, tuple[str | tuple[str, ...], ...]]] = {
     "sft": ("model", "data"),
     "lora_sft": ("model", "data"),
     "dpo": ("model", "data"),
-    "ppo": ("model", "data"),
-    "grpo": ("model", "data"),
+    "ppo": ("model", "data", "reward_model"),
+    "grpo": ("model", "data", "reward_model"),
     "reward": ("model", "data"),
     "command": ("command",),
     "container": ("container",),
@@ -82,6 +82,8 @@ class Section:
     own: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     managed: Mapping[str, str] = field(default_factory=dict)
     hints: Mapping[str, str] = field(default_factory=dict)
+    #: Of the fields with a hint, those that change no result: in a foreign template they are left out with a warning.
+    harmless: frozenset[str] = frozenset()
 
 
 _TRAINING_ALIASES: Final[Mapping[str, str]] = {
@@ -145,6 +147,7 @@ ENGINE: Final = Section(
     schema="engine",
     bounds=bounds.ENGINE,
     managed={"model": "it is the model of the task; set model.source"},
+    harmless=frozenset({"swap_space", "device"}),
     hints={
         "swap_space": "vLLM dropped it; use cpu_offload_gb or kv_offloading_size",
         "rope_scaling": "write it into hf_overrides",
@@ -172,7 +175,9 @@ def training_section(task_type: str) -> Section:
             "save_model": ("bool",),
             "merge_adapter": ("bool",),
             "allow_non_finite_loss": ("bool",),
+            **({"max_prompt_length": ("int", "null")} if schema == "ppo" else {}),
         },
         managed=_TRAINING_MANAGED,
         hints=_TRAINING_HINTS,
+        harmless=frozenset({"target_kl"}),
     )

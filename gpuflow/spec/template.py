@@ -95,6 +95,8 @@ class Template:
     stages: tuple[Stage, ...]
     is_pipeline: bool
     warnings: tuple[Mistake, ...] = ()
+    #: What a foreign template leaves out, and was filled in as its own project has it.
+    filled: tuple[Mistake, ...] = ()
     source: str = "template"
 
     @property
@@ -133,6 +135,7 @@ class Template:
             "stages": [stage.to_dict() for stage in self.stages],
             "is_pipeline": self.is_pipeline,
             "warnings": [warning.to_dict() for warning in self.warnings],
+            **({"filled": [one.to_dict() for one in self.filled]} if self.filled else {}),
             "source": self.source,
         }
 
@@ -162,6 +165,7 @@ class Template:
                 ),
                 is_pipeline=bool(data["is_pipeline"]),
                 warnings=tuple(Mistake(**warning) for warning in data.get("warnings") or ()),
+                filled=tuple(Mistake(**one) for one in data.get("filled") or ()),
                 source=data.get("source", "template"),
             )
         except (KeyError, TypeError, AttributeError) as error:

@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 
+from gpuflow.templates import parse
 from tests.fixtures.tiny_model import PAIRS, make_tiny_model
 
 pytestmark = pytest.mark.ml
@@ -95,7 +96,7 @@ def tool_model(tmp_path_factory):
     return folder
 
 
-def _plain(task_type, model, rows, lora, folder):
+def _plain(task_type, model, rows, lora, folder, settings=SETTINGS):
     """Train as a script of TRL does; return its rows, steps and losses."""
     import datasets
     import trl
@@ -104,14 +105,14 @@ def _plain(task_type, model, rows, lora, folder):
 
     kinds = {"dpo": (trl.DPOConfig, trl.DPOTrainer)}
     config, trainer = kinds.get(task_type, (trl.SFTConfig, trl.SFTTrainer))
-    arguments = config(output_dir=str(folder), **SCRIPT, **SETTINGS)
+    arguments = config(output_dir=str(folder), **SCRIPT, **settings)
     set_seed(arguments.seed)
     made = trainer(
         model=AutoModelForCausalLM.from_pretrained(model, dtype="float32"),
         args=arguments,
         train_dataset=datasets.Dataset.from_list(rows, on_mixed_types="use_json"),
         processing_class=AutoTokenizer.from_pretrained(model),
-        peft_config=LoraConfig(task_type="CAUSAL_LM", **LORA) if lora else None,
+        peft_config=LoraConfig(task_type="CAUSAL_LM", **(LORA if lora is True else lora)) if lora else None,
     )
     made.train()
     losses = [(log["step"], log["loss"]) for log in made.state.log_history if "loss" in log]
@@ -122,12 +123,12 @@ def _plain(task_type, model, rows, lora, folder):
 def plain(tmp_path):
     """Run a script beside the tests: its libraries must not take the folder tests/vllm for vLLM."""
 
-    def run_plain(*args):
+    def run_plain(*args, **settings):
         tests = Path(__file__).resolve().parents[2]
         path = [folder for folder in sys.path if Path(folder or ".").resolve() != tests]
         with warnings.catch_warnings(), mock.patch.object(sys, "path", path):
             warnings.simplefilter("ignore")
-            return _plain(*args, tmp_path / "plain")
+            return _plain(*args, tmp_path / "plain", **settings)
 
     return run_plain
 
@@ -169,6 +170,48 @@ def test_a_training_has_the_rows_steps_and_losses_of_the_plain_script(
     assert ours == [(step, pytest.approx(loss, abs=1e-4)) for step, loss in losses]
     assert len(losses) == SETTINGS["max_steps"]
     assert ended.result["rows_dropped"] == ({"max_length": 1} if len(given) > len(PAIRS) else {})
+
+
+@pytest.mark.parametrize(
+    ("task_type", "settings", "lora"),
+    [
+        ("sft", {"learning_rate": 5e-5, "per_device_train_batch_size": 2, "max_length": 1024}, None),
+        (
+            "lora_sft",
+            {"learning_rate": 2e-4, "per_device_train_batch_size": 2, "max_length": 1024},
+            {
+                "r": 16,
+                "lora_alpha": 32,
+                "lora_dropout": 0.05,
+                "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
+            },
+        ),
+        ("dpo", {"learning_rate": 5e-7, "per_device_train_batch_size": 4}, None),
+    ],
+    ids=["sft", "lora", "dpo"],
+)
+def test_a_template_of_flowmesh_that_says_nothing_trains_as_a_script_with_its_defaults(
+    run, plain, tmp_path, tiny_model, task_type, settings, lora
+):
+    rows = PREFERENCES if task_type == "dpo" else QUESTIONS
+    file = tmp_path / "given.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = {} if task_type == "dpo" else {"prompt_field": "question", "response_field": "answer"}
+    data = {"jsonl": {"path": str(file), **columns}}
+    spec = {"taskType": task_type, "model": {"source": {"identifier": "a/b"}}, "data": data}
+    (stage,) = parse({"apiVersion": "flowmesh/v1", "spec": spec}).stages
+    asked = {name: value for name, value in stage.spec.items() if name not in ("taskType", "model")}
+    joined = [{"text": f"{row['question']}\n\n{row['answer']}"} for row in QUESTIONS]
+    scripted = {**settings, "num_train_epochs": 1}
+
+    ended = run(task_type, {**asked, "training": {**asked["training"], "logging_steps": 1, "save_model": False}})
+    given = CHAT_PREFERENCES if task_type == "dpo" else joined
+    _, steps, losses = plain(task_type, tiny_model, given, lora, settings=scripted)
+
+    history = json.loads((tmp_path / "out" / "responses.json").read_text())["history"]
+    assert ended.result["steps"] == steps == -(-len(rows) // settings["per_device_train_batch_size"])
+    ours = [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
+    assert ours == [(step, pytest.approx(loss, abs=1e-4)) for step, loss in losses]
 
 
 def test_greedy_answers_are_those_of_plain_transformers(run, tiny_model):

@@ -19,6 +19,7 @@ SPEC = {
         "max_steps": 3,
         "per_device_train_batch_size": 2,
         "num_ppo_epochs": 2,
+        "max_prompt_length": 8,
         "learning_rate": 1e-3,
         "seed": 1,
     },

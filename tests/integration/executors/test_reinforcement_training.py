@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 
 from executors.base import ExecutorError
 from executors.modeling.location import local
 from executors.training import rewards
+from gpuflow.protocol import Emitter, Request
 from tests.fixtures.tiny_model import PAIRS
 
 pytestmark = pytest.mark.ml
@@ -79,16 +82,69 @@ def test_grpo_makes_the_answers_what_is_rewarded(run, monkeypatch):
     assert (steps[-1]["current"], steps[-1]["total"]) == (16, 16)
 
 
-def test_grpo_by_sentiment(run, tmp_path, tiny_model):
+def classifier(folder, tiny_model, *names):
+    """Return the folder of a classifier with classes of these names, and random weights."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    labels = {0: "NEGATIVE", 1: "POSITIVE"}
-    scorer = tmp_path / "sentiment"
+    labels = dict(enumerate(names))
     model = AutoModelForSequenceClassification.from_pretrained(
-        tiny_model, num_labels=2, id2label=labels, label2id={name: index for index, name in labels.items()}
+        tiny_model, num_labels=len(names), id2label=labels, label2id={name: index for index, name in labels.items()}
     )
-    model.save_pretrained(scorer)
-    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(scorer)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
+    return folder
+
+
+def test_a_sentiment_may_be_scored_by_how_far_its_classes_lie_apart(tmp_path, tiny_model):
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    scorer = classifier(tmp_path / "three", tiny_model, "negative", "neutral", "positive")
+    texts = ["The red car is here.", "The blue lamp is gone.", "Hello"]
+    found = {}
+    for score in ("margin", "probability"):
+        section = {"type": "sentiment", "path": str(scorer), "score": score}
+        request = Request(task_id="t", task_type="grpo", spec={"reward_model": section}, output_dir=str(tmp_path))
+        reward, _ = rewards.load_reward(request, Emitter(io.StringIO()))
+        found[score] = reward(prompts=[""] * 3, completions=texts)
+
+    model = AutoModelForSequenceClassification.from_pretrained(scorer).eval()
+    tokenizer = AutoTokenizer.from_pretrained(scorer)
+    batch = tokenizer(texts, return_tensors="pt", padding=True)
+    batch.pop("token_type_ids", None)
+    with torch.inference_mode():
+        logits = model(**batch).logits
+    assert found["margin"] == pytest.approx((logits[:, 2] - logits[:, 0]).tolist(), abs=1e-5)
+    assert found["probability"] == pytest.approx(logits.softmax(-1)[:, 2].tolist(), abs=1e-5)
+
+
+def test_a_margin_needs_a_negative_class(run, tmp_path, tiny_model):
+    scorer = classifier(tmp_path / "odd", tiny_model, "other", "positive")
+    reward = {"type": "sentiment", "path": str(scorer), "score": "margin"}
+    data = {"type": "prompts", "prompts": PROMPTS}
+    ended = run("grpo", {"data": data, "training": {**GRPO, "max_steps": 1}, "reward_model": reward})
+
+    assert ended.error["type"] == "BadInput"
+    assert "has no negative class (other, positive)" in ended.error["message"]
+
+
+def test_prompts_are_cut_where_a_task_says_so(tiny_model):
+    from transformers import AutoTokenizer
+
+    from executors.training.scoring import padded_prompts
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model, padding_side="left")
+    prompts = ["Where is the red car?", "Where?"]
+    whole, width = padded_prompts(prompts, tokenizer)
+    cut, shorter = padded_prompts(prompts, tokenizer, longest=4)
+
+    assert width > 4 == shorter
+    assert cut[0]["input_ids"] == whole[0]["input_ids"][:4]
+    assert {len(row["input_ids"]) for row in cut} == {4}
+
+
+def test_grpo_by_sentiment(run, tmp_path, tiny_model):
+    scorer = classifier(tmp_path / "sentiment", tiny_model, "NEGATIVE", "POSITIVE")
     spec = {
         "data": {"type": "prompts", "prompts": PROMPTS},
         "training": {**GRPO, "max_steps": 1},

@@ -117,7 +117,7 @@ def test_an_abort_ends_one_request_alone(caller: Caller) -> None:
     ("bad", "kind", "says"),
     [
         ({"inference": {"top_p": 7}}, "BadInput", "top_p"),
-        ({"inference": {"logit_bias": {}}}, "BadInput", "logit_bias"),
+        ({"inference": {"logit_bias": {"5": 1.0}}}, "BadInput", "logit_bias"),
         ({"inference": {"structured_outputs": {"regex": "("}}}, "BadInput", "unclosed group"),
         ({"inference": {"structured_outputs": {"grammar": "start: x"}}}, "BadInput", "engine vllm"),
         ({"data": {"type": "jsonl", "path": "/there/is/none.jsonl"}}, "BadInput", "none.jsonl"),

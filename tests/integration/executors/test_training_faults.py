@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from executors.base import ExecutorError
 from executors.training.memory import Batch
-from gpuflow.protocol import parse_line
+from gpuflow.protocol import Emitter, parse_line
 from tests.fixtures.executor_child import Ended, child_environment, request_json
 from tests.fixtures.tiny_model import PAIRS
 
@@ -109,6 +112,7 @@ def test_a_loss_that_is_no_number_fails_the_training_unless_it_is_filtered(run, 
     [
         ({"training": {"report_to": "wandb"}}, "MissingDependency", "pip install 'gpuflow[tracking]'"),
         ({"training": {"report_to": ["none", "mlflow"]}}, "MissingDependency", "training.report_to: mlflow"),
+        ({"training": {"deepspeed": {"zero_optimization": {"stage": 2}}}}, "MissingDependency", "training.deepspeed"),
         (
             {"model": {"transformers": {"quantization_config": {"load_in_4bit": True}}}},
             "BadInput",
@@ -124,7 +128,9 @@ def test_a_loss_that_is_no_number_fails_the_training_unless_it_is_filtered(run, 
 def test_what_is_not_there_is_said_before_the_model_loads(run, monkeypatch, spec, kind, says):
     found = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *more: None if name in ("wandb", "mlflow") else found(name, *more)
+        importlib.util,
+        "find_spec",
+        lambda name, *more: None if name in ("wandb", "mlflow", "deepspeed") else found(name, *more),
     )
 
     ended = run("lora_sft", {"data": ROWS, **spec})
@@ -140,6 +146,24 @@ def test_all_weights_cannot_be_quantised_nor_merged(run):
 
     assert "quantised weights cannot be trained; add the section lora" in quantised.error["message"]
     assert "there is no adapter to merge" in merged.error["message"]
+
+
+@pytest.mark.parametrize(("rows", "is_told"), [(1, True), (4, False)])
+def test_a_batch_of_one_is_named_as_a_cause_where_ppo_has_one(rows, is_told):
+    from executors.training.progress import Progress
+
+    progress = Progress(Emitter(io.StringIO()), fails_on_nan=True)
+    state = SimpleNamespace(global_step=3, max_steps=9, is_world_process_zero=True)
+
+    with pytest.raises(ExecutorError, match="loss is nan at step 3") as caught:
+        progress.on_log(SimpleNamespace(local_batch_size=rows), state, None, {"loss/policy_avg": float("nan")})
+    assert ("an answer of one token in a batch of one" in str(caught.value)) is is_told
+
+
+def test_no_reporter_may_be_written_as_null(run):
+    training = {"max_steps": 1, "per_device_train_batch_size": 2, "save_model": False, "report_to": None}
+
+    assert run("lora_sft", {"data": ROWS, "training": training, "lora": LORA}).result["steps"] == 1
 
 
 def test_tensorboard_gets_the_losses(run, tmp_path):

@@ -300,6 +300,27 @@ def test_validate_tells_warnings_beside_mistakes_and_where_results_go(invoke: In
     assert "`gpuflow run` keeps them" in invoke("explain", str(file)).stderr
 
 
+def test_validate_and_explain_tell_what_a_foreign_training_got(invoke: Invoke, tmp_path: Path) -> None:
+    spec = {
+        "taskType": "sft",
+        "model": {"source": {"identifier": "example/chat-1b"}},
+        "data": {"dataset_name": "a/b", "prompt_column": "q", "response_column": "a"},
+        "training": {"num_train_epochs": 2},
+    }
+    file = tmp_path / "theirs.json"
+    file.write_text(json.dumps({"apiVersion": "flowmesh/v1", "spec": spec}))
+    words = "spec.training: is left out in part, and filled in as FlowMesh has it: learning_rate 5e-05, per_device"
+    shown = invoke("validate", str(file))
+    assert (shown.exit_code, words in shown.stderr, "warning" in shown.stderr) == (0, True, False)
+    assert words in invoke("explain", str(file)).stderr
+    (filled,) = json.loads(invoke("validate", str(file), "--json").stdout)["filled"]
+    assert filled["path"] == "spec.training"
+
+    file.write_text(json.dumps({"apiVersion": "gpuflow/v1", "spec": {**spec, "data": {"prompts": ["a"]}}}))
+    assert "filled in" not in invoke("validate", str(file)).stderr
+    assert json.loads(invoke("validate", str(file), "--json").stdout)["filled"] == []
+
+
 @pytest.mark.parametrize("accelerators", ["A100:H100:2", "A100:99999999999999999999"])
 def test_validate_and_explain_refuse_the_same_accelerators(invoke: Invoke, tmp_path: Path, accelerators: str) -> None:
     file = tmp_path / "wrong.json"

@@ -7,11 +7,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from executors.base import ExecutorError
+from executors.generation import parameters
 from executors.generation.answers import batches
 from executors.generation.parameters import Sampling, read_sampling
 from executors.generation.prompts import Rendered, encoded, read_prompts, render
 from executors.generation.rows import Row
 from executors.training.shaping import shape, shape_preferences
+from gpuflow.spec.engines import VLLM_ALONE
+from gpuflow.spec.fields import load_schema
+from gpuflow.spec.sections import INFERENCE
 
 END = 256
 
@@ -52,6 +56,18 @@ def _feed(row, text, *, end=True):
 def test_what_cannot_be_done_is_refused_by_name(given, says):
     with pytest.raises(ExecutorError, match=says):
         read_sampling(given)
+
+
+def test_each_field_of_sampling_is_honoured_or_is_of_vllm_alone():
+    honoured = parameters._SAMPLING | parameters._OWN | parameters._HARMLESS
+    fields = {*load_schema("sampling"), *INFERENCE.own} - set(INFERENCE.managed)
+
+    assert fields == honoured | VLLM_ALONE
+    assert not honoured & VLLM_ALONE
+    for name in VLLM_ALONE:
+        with pytest.raises(ExecutorError, match=f"inference.{name} is not supported"):
+            read_sampling({name: 1})
+        assert read_sampling({name: [], "max_tokens": 3}).max_tokens == 3
 
 
 def test_reads_sampling_parameters():

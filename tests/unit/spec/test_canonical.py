@@ -15,7 +15,10 @@ MODEL = {"source": {"identifier": "m"}}
 
 
 def train(task_type: str = "sft", **training):
-    return canonical({"taskType": task_type, "model": MODEL, "data": {"url": "a/b"}, "training": training})["training"]
+    spec = {"taskType": task_type, "model": MODEL, "data": {"url": "a/b"}, "training": training}
+    if task_type in ("ppo", "grpo"):
+        spec["reward_model"] = {"type": "sentiment"}
+    return canonical(spec)["training"]
 
 
 def ask(**inference):
@@ -54,6 +57,31 @@ def test_each_task_type_has_its_own_fields():
         train("grpo", max_seq_length=10)
     with pytest.raises(InvalidTemplate, match=r"spec\.training\.beta: unknown field"):
         train("sft", beta=0.2)
+
+
+@pytest.mark.parametrize("task_type", ["ppo", "grpo"])
+def test_a_training_by_rewards_needs_one(task_type):
+    with pytest.raises(InvalidTemplate, match=f"taskType {task_type} needs reward_model"):
+        canonical({"taskType": task_type, "model": MODEL, "data": {"prompts": ["a"]}})
+
+
+@pytest.mark.parametrize(
+    ("more", "path"),
+    [
+        ({"generation": {"top_p": 0.5}}, "generation.top_p"),
+        ({"generation": {"do_sample": False}}, "generation.do_sample"),
+        ({"generation": {"repetition_penalty": 1.1}}, "generation.repetition_penalty"),
+        ({"data": {"prompts": ["a"], "eval_split": 0.5}}, "data.eval_split"),
+    ],
+)
+def test_what_ppo_cannot_do_is_a_mistake_and_what_it_does_anyhow_is_none(more, path):
+    spec = {"taskType": "ppo", "model": MODEL, "data": {"prompts": ["a"]}, "reward_model": {"type": "sentiment"}}
+    with pytest.raises(InvalidTemplate) as caught:
+        canonical({**spec, **more})
+    assert [one.path for one in caught.value.mistakes] == [f"spec.{path}"]
+    same = {"do_sample": True, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1, "temperature": 0.5}
+    assert canonical({**spec, "generation": same})
+    assert canonical({**spec, "taskType": "grpo", **more})
 
 
 @pytest.mark.parametrize("task_type", sorted(TRAINING_SCHEMAS))

@@ -77,6 +77,12 @@ def test_a_field_of_one_engine_chooses_it_or_is_refused():
     assert spec_of({**ASK, "inference": ngrams})["engine"] == "transformers"
     grammar = {"structured_outputs": {"grammar": "root ::= a"}}
     assert spec_of({**ASK, "inference": grammar})["engine"] == "vllm"
+    for field in ({"logprobs": 0}, {"bad_words": ["a"]}, {"logit_bias": {"1": 2.0}}):
+        assert spec_of({**ASK, "inference": field}, "gpuflow/v1")["engine"] == "vllm"
+        (name,) = field
+        alone = mistakes({**ASK, "engine": "transformers", "inference": field}, "gpuflow/v1")
+        assert "vllm engine alone" in alone[f"inference.{name}"]
+    assert "engine" not in spec_of({**ASK, "inference": {"bad_words": [], "logprobs": None}})
     assert "engine" not in spec_of({**ASK, "inference": {"structured_outputs": {"regex": "a"}}})
     assert "no engine in common" in str(mistakes({**ASK, "inference": {**ngrams, **grammar}}))
     refused = mistakes({**ASK, "engine": "vllm", "inference": ngrams}, "gpuflow/v1")
@@ -170,7 +176,7 @@ def test_supervised_rows_are_learned_whole():
     )
     assert (kept["data"]["separator"], kept["training"]["completion_only_loss"]) == (" ", True)
     texts = spec_of({"taskType": "sft", "model": MODEL, "data": {"dataset_name": "a/b", "text_column": "t"}})
-    assert "training" not in texts
+    assert "completion_only_loss" not in texts["training"]
     ours = canonical(
         {
             "taskType": "sft",
@@ -398,7 +404,7 @@ def test_nothing_of_it_is_lost_when_a_spec_is_read_again():
 
 
 def test_a_stop_that_ppo_has_not_is_refused_and_its_limit_alone_changes_nothing():
-    task = {**ASK, "taskType": "ppo", "reward_model": {"identifier": "r"}, "data": {"prompts": ["a"]}}
+    task = {**ASK, "taskType": "ppo", "reward_model": {"type": "sentiment"}, "data": {"prompts": ["a"]}}
     off = {"target_kl": 0.1, "early_stopping": False, "padding_side": "left", "steps": 3}
     assert told({**task, "training": off}) == []
     assert set(mistakes({**task, "training": {**off, "early_stopping": True}})) == {"training.early_stopping"}

@@ -1,5 +1,6 @@
 """Each field of a template has a reader, or is told to have none: a field that nothing reads would promise what is not
-kept. The fields of libraries are checked against their own schemas (`gpuflow.spec.fields`).
+kept. The fields of libraries are checked against their own schemas (`gpuflow.spec.fields`); those of ours beside them,
+and what stands around a spec (stages, metadata), are in the table too.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ import pytest
 from pydantic import BaseModel
 
 from gpuflow.spec import canonical, parse
+from gpuflow.spec.models_data import EvalFile
 from gpuflow.spec.models_kinds import Adapter
-from gpuflow.spec.models_task import TaskSpec
+from gpuflow.spec.models_task import Metadata, TaskSpec
+from gpuflow.spec.sections import ENGINE, INFERENCE, LORA, TRAINING_SCHEMAS, training_section
+from gpuflow.spec.stages import Entry
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -130,6 +134,7 @@ READERS: dict[str, str | dict[str, str]] = {
         "headers": "gpuflow/artifacts/inputs.py",
         "trust_remote_code": "executors/training/rewards.py",
         "weight": "executors/training/scoring.py",
+        "score": "executors/training/rewards.py",
     },
     "Generation": "executors/grpo.py",
     "Qdrant": "executors/retrieval/qdrant.py",
@@ -194,6 +199,40 @@ READERS: dict[str, str | dict[str, str]] = {
         "secret": "gpuflow/upkeep/notices.py",
     },
     "Retry": "gpuflow/ledger/retries.py",
+    "EvalFile": {
+        "path": "executors/data/sources.py",
+        "url": "gpuflow/artifacts/data_files.py",
+        "upload": "gpuflow/artifacts/uploads.py",
+        "sha256": "gpuflow/artifacts/data_files.py",
+    },
+    "Entry": "gpuflow/spec/stages.py",
+    "Metadata": {
+        "name": "gpuflow/spec/template.py",
+        "owner": "gpuflow/spec/template.py",
+        "labels": "gpuflow/spec/template.py",
+        "annotations": "gpuflow/cli/summary.py",
+    },
+}
+
+#: Fields of ours in a section whose other fields are a library's -> who reads them.
+OWN: dict[str, dict[str, str]] = {
+    "inference": {
+        "system_prompt": "executors/generation/prompts.py",
+        "stream": "executors/inference.py",
+        "batch_size": "executors/generation/answers.py",
+        "chat_template": "executors/generation/prompts.py",
+        "chat_template_kwargs": "executors/generation/prompts.py",
+        "add_generation_prompt": "executors/generation/prompts.py",
+        "no_repeat_ngram_size": "executors/generation/parameters.py",
+    },
+    "training": {
+        "allow_multi_gpu": "executors/distributed/plan.py",
+        "nproc_per_node": "executors/distributed/plan.py",
+        "save_model": "executors/training/run.py",
+        "merge_adapter": "executors/training/run.py",
+        "allow_non_finite_loss": "executors/training/arguments.py",
+        "max_prompt_length": "executors/ppo.py",
+    },
 }
 
 #: Fields that nothing reads, with a spec that has one: whoever gives one is told.
@@ -218,9 +257,9 @@ def models(annotation: object) -> list[type[BaseModel]]:
 
 
 def fields() -> dict[str, str]:
-    """Return `Model.field` -> name of the field, of all that a task spec may hold."""
+    """Return `Model.field` -> name of the field, of all that a template may hold."""
     found: dict[str, str] = {}
-    waiting: list[type[BaseModel]] = [TaskSpec]
+    waiting: list[type[BaseModel]] = [TaskSpec, EvalFile, Entry, Metadata]
     done: set[type[BaseModel]] = set()
     while waiting:
         model = waiting.pop()
@@ -257,6 +296,18 @@ def test_a_field_has_a_reader(place: str, name: str) -> None:
         assert canonical(TOLD[place])
     else:
         assert re.search(rf"""["']{name}["']|\.{name}\b""", text(file)), f"{file} does not read {place}"
+
+
+@pytest.mark.parametrize(("section", "name"), [(section, name) for section in OWN for name in OWN[section]])
+def test_a_field_of_ours_among_those_of_a_library_has_a_reader(section: str, name: str) -> None:
+    assert re.search(rf"""["']{name}["']""", text(OWN[section][name])), f"nobody reads {section}.{name}"
+
+
+def test_every_field_of_ours_among_those_of_a_library_is_in_the_table() -> None:
+    trainings = [training_section(task_type).own for task_type in TRAINING_SCHEMAS]
+    assert set(OWN["inference"]) == set(INFERENCE.own)
+    assert set(OWN["training"]) == {name for own in trainings for name in own}
+    assert not {**LORA.own, **ENGINE.own}
 
 
 def test_the_table_has_no_field_that_is_gone() -> None:

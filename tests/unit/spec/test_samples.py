@@ -13,7 +13,7 @@ from gpuflow.spec.sections import TRAINING_SCHEMAS
 
 SAMPLES = {
     "pipeline": 0,
-    "flowmesh_all_arguments": 2,
+    "flowmesh_all_arguments": 1,
     "flowmesh_conditional": 0,
     "flowmesh_graph": 1,
     "flowmesh_lora_then_inference": 1,
