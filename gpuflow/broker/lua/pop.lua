@@ -26,13 +26,15 @@
 -- when nothing was taken: then the doorbell is registered in the same step, so that no publish is missed, and another
 -- waiter is woken for the queue of pass_on.
 -- Nothing is taken while the fleet gathers after a new server run (arrive.lua).
--- A message that is not JSON with a delivery tag is put aside.
+-- A message that is not JSON with a delivery tag is put aside, and one whose tag is that of a leased message: a copy, by
+-- which that one would lose its lease.
 local ready = KEYS[4]
 local look = cjson.decode(ARGV[3])
 local time = redis.call('TIME')
 local now = time[1] + time[2] / 1000000
 -- Messages of one list that are looked at beyond its head, where the head is not for this worker.
 local DEPTH = 20
+local NO_TAG = 'it is not JSON with a delivery tag'
 -- Lua passes no more arguments at once than some thousand.
 local MANY = 1000
 -- A head that has waited for so many times the patience goes before tasks whose model this worker has.
@@ -172,13 +174,14 @@ local function take()
     while list do
       take_out(ready, list, raw)
       local tag = tag_of(raw)
-      if tag then
+      local taken = tag and redis.call('HEXISTS', KEYS[2], tag) == 1
+      if tag and not taken then
         redis.call('ZADD', KEYS[1], now + tonumber(ARGV[2]), tag)
         redis.call('HSET', KEYS[2], tag, raw)
         redis.call('HSET', KEYS[3], tag, ARGV[1] .. '\n' .. list)
         return list, raw, tag
       end
-      set_aside(ready, list, raw, 'it is not JSON with a delivery tag')
+      set_aside(ready, list, raw, taken and 'a message with its delivery tag is at work' or NO_TAG)
       list, raw = best_from(first)
     end
   end
