@@ -33,7 +33,7 @@ from gpuflow.merge.folders import call_folder, link_results
 from gpuflow.merge.store import CallerEnd, Completion, MergeStore
 from gpuflow.protocol import whole_text
 from gpuflow.routing.families import CONTROL_QUEUE
-from gpuflow.signatures import SignatureRefused
+from gpuflow.signatures import SignatureRefused, Signer
 
 log = get_logger("gpuflow.merge")
 
@@ -173,7 +173,7 @@ class Merger:
         for caller_id in ids:
             pipe.hget(self.store.keys.task(caller_id), "message")
         return [
-            _Caller(id=caller_id, message=self._stored(text, caller_id))
+            _Caller(id=caller_id, message=_stored(text, caller_id, self.store.signer))
             for caller_id, text in zip(ids, pipe.execute(), strict=True)
         ]
 
@@ -199,22 +199,6 @@ class Merger:
         except SignatureRefused as error:
             return error
         return None
-
-    def _stored(self, text: str | None, caller_id: str) -> dict[str, Any]:
-        """Return a caller's stored message; {} where there is none that can be read and is signed.
-
-        It holds up no other caller.
-        """
-        signer = self.store.signer
-        if not text:
-            return {}
-        try:
-            if signer is not None and signer.requires:
-                checked(signer, text, queue=None, task_id=caller_id)
-            return read_message(text)[0]
-        except (ValueError, SignatureRefused) as error:
-            log.warning("message_not_readable", task=caller_id, cause=str(error))
-            return {}
 
     def _own_result(self, run: TaskRecord, digest: str, result: Mapping[str, Any], caller_id: str) -> str:
         """Return the result of a call as JSON, with the caller's own folder in place of the run's where it has one."""
@@ -317,6 +301,22 @@ class Merger:
             self.store.add_counts(
                 {"saved_generations": saved, "saved_tokens": saved * (tokens if isinstance(tokens, int) else 0)}
             )
+
+
+def _stored(text: str | None, caller_id: str, signer: Signer | None = None) -> dict[str, Any]:
+    """Return a caller's stored message; {} where there is none that can be read, and is signed where it has to be.
+
+    It holds up no other caller.
+    """
+    if not text:
+        return {}
+    try:
+        if signer is not None and signer.requires:
+            checked(signer, text, queue=None, task_id=caller_id)
+        return read_message(text)[0]
+    except (ValueError, SignatureRefused) as error:
+        log.warning("message_not_readable", task=caller_id, cause=str(error))
+        return {}
 
 
 def _result_bytes(end: CallEnd) -> int:

@@ -82,6 +82,15 @@ class Engine:
         cause = {"type": type(error).__name__, "message": f"gpuflow could not go on with it: {error}"}
         self.store.end(pipeline_id, PipelineState.FAILED, names, cause, epoch=record.epoch)
 
+    def refuse_unsigned(self, pipeline_id: str) -> None:
+        """End a pipeline whose record is not signed as it must be, when what begins it is not: else it would wait."""
+        record = self.store.find(pipeline_id)
+        if record is None or record.state.final:
+            return
+        refused = self.store.refusal(record)
+        if refused is not None:
+            self._refuse(record, refused)
+
     def _refuse(self, record: PipelineRecord, refused: SignatureRefused) -> None:
         """End a pipeline whose template is not what a holder of the key has submitted: no stage of it is published."""
         log.error("pipeline_refused", pipeline=record.id, reason=refused.reason, cause=str(refused))

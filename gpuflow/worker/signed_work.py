@@ -1,20 +1,23 @@
 """Checks that what this worker takes was submitted by a holder of the fleet's key; asked for each message.
 
 A message that is refused is put aside (`gpuflow dead messages`). It ends no task but one whose own record holds that
-very message: who only writes to a queue can kill nothing. A flood of them makes a line in the log and an entry in the
-audit log a minute; the metric counts them all.
+very message, and no pipeline but one whose own record is refused: who only writes to a queue can kill nothing. A flood
+of them makes a line in the log and an entry in the audit log a minute; the metric counts them all.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import dataclass
 from typing import Any, Final
 
 from gpuflow.audit.entries import record
+from gpuflow.broker.calls import arguments
 from gpuflow.broker.lease import Used
 from gpuflow.broker.signed_messages import checked
 from gpuflow.logs import get_logger
+from gpuflow.pipelines.engine import SETTLE_TASK
 from gpuflow.signatures import Signature, SignatureRefused, Signer
 from gpuflow.worker.consumer import fail_of_message
 
@@ -60,6 +63,9 @@ class SignedWork:
         self._note(task_id, error)
         if task_id and self._app.redis.hget(self._app.keys.task(task_id), "message") == raw.decode(errors="replace"):
             fail_of_message(self._app, task_id, error)
+        pipeline_id = _settled_by(raw)
+        if pipeline_id:
+            self._app.engine.refuse_unsigned(pipeline_id)
 
     def _require_unused(self, found: Signature) -> None:
         if self._app.redis.exists(self._app.keys.used(found.id)):
@@ -80,6 +86,18 @@ class SignedWork:
         details = {"reason": error.reason, "count": count}
         actor = f"worker:{self._worker}"
         record(self._app.redis, self._app.keys, "message.refuse", f"task:{task_id}", details, actor=actor)
+
+
+def _settled_by(raw: bytes) -> str:
+    """Return the pipeline that a message would settle; "" for any other message."""
+    try:
+        message = json.loads(raw)
+        if message["headers"]["task"] != SETTLE_TASK:
+            return ""
+        (pipeline_id,) = arguments(message)[0]
+        return pipeline_id if isinstance(pipeline_id, str) else ""
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""
 
 
 def _decoded(raw: bytes) -> str:

@@ -90,7 +90,8 @@ def push(client: redis.Redis, queue: str, message: Message | str | bytes) -> Non
 
 def dead(fleet: TestFleet) -> list[dict[str, Any]]:
     """Return what was put aside, the newest first."""
-    return [json.loads(entry) for entry in fleet.broker.client.lrange(fleet.app.keys.unreadable, 0, -1)]
+    with redis.Redis.from_url(fleet.broker.url, decode_responses=True, encoding_errors="replace") as client:
+        return [json.loads(entry) for entry in client.lrange(fleet.app.keys.unreadable, 0, -1)]
 
 
 def refused(fleet: TestFleet, message: Message | str | bytes) -> str:
