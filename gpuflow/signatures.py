@@ -137,7 +137,10 @@ class Signer:
             )
         wanted = self._mac(secret, kind, ".".join(parts[:4]), document)
         if not hmac.compare_digest(wanted.encode(), mac.encode("utf-8", "replace")):
-            raise SignatureRefused("forged", f"the signature of the {what} does not fit it: it was changed")
+            raise SignatureRefused(
+                "forged",
+                f"the signature of the {what} does not fit it: it was changed, or queued again without the key",
+            )
         found = Signature(key=key, at=int(micros) / 1e6, until=float(until), mac=mac)
         if is_timed and time.time() > found.until:
             raise SignatureRefused(

@@ -1,8 +1,7 @@
-"""Signatures of messages: all of a message is signed as it goes to the broker, but for what changes on its way.
+"""Signatures of messages: all of a message is signed as it goes to the broker, but for the time that Redis stamps.
 
-Outside the signature are the time at which it was queued first (`at`), and its delivery tag, which is new for a task
-that is queued again. What else a message holds is signed, hints and unknown parts too, with the queues in which it may
-wait and the owner of its task.
+That is when it was queued first (`at`). What else it holds is signed, hints, delivery tag and unknown parts too, with
+the queues in which it may wait and the owner of its task. Who gives a message another tag signs it anew.
 """
 
 from __future__ import annotations
@@ -65,10 +64,10 @@ def checked(signer: Signer, raw: str, *, queue: str | None, task_id: str | None 
     return found
 
 
-def signed_anew(signer: Signer, raw: str, task_id: str) -> str:
-    """Return the text of a stored message with a new signature in place of its own. Raises SignatureRefused.
+def signed_anew(signer: Signer, raw: str, task_id: str, tag: str) -> str:
+    """Return the text of a stored message with another delivery tag and a new signature. Raises SignatureRefused.
 
-    A message without one stays as it is, where that is not refused.
+    A message without a signature stays as it is, where that is not refused.
     """
     try:
         checked(signer, raw, queue=None, task_id=task_id)
@@ -77,8 +76,11 @@ def signed_anew(signer: Signer, raw: str, task_id: str) -> str:
             raise
         return raw
     whole = _read(raw)
-    old = whole["headers"][SIGNATURE_HEADER]
-    return raw.replace(old, signer.sign("message", _document(whole)), 1)
+    signature, former = whole["headers"][SIGNATURE_HEADER], whole["properties"]["delivery_tag"]
+    whole["properties"]["delivery_tag"] = tag
+    return raw.replace(json.dumps(former), json.dumps(tag), 1).replace(
+        signature, signer.sign("message", _document(whole)), 1
+    )
 
 
 def signed_call(signer: Signer, digest: str, spec: str) -> str:
@@ -120,7 +122,6 @@ def _document(whole: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **{name: part for name, part in whole.items() if name != "at"},
         "headers": {name: value for name, value in whole["headers"].items() if name != SIGNATURE_HEADER},
-        "properties": {name: value for name, value in whole["properties"].items() if name != "delivery_tag"},
     }
 
 

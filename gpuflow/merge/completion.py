@@ -132,9 +132,19 @@ class Merger:
         if caller.run is None:
             return
         if self.app.ledger.find(caller.run) is None:
-            self.store.release(caller.id)
+            self.release(caller.id)
         else:
             self.complete(caller.run, of_caller=caller.call or "")
+
+    def release(self, caller_id: str) -> bool:
+        """Let a caller run by itself whose run is gone; False if its run is there, or it has ended."""
+        tag = str(uuid.uuid4())
+        signed: tuple[str, ...] = ()
+        try:
+            signed = self.app.ledger.signed_anew(caller_id, tag)
+        except SignatureRefused as error:  # a worker refuses its message, and ends it
+            log.warning("caller_is_not_signed", task=caller_id, reason=error.reason, cause=str(error))
+        return self.store.release(caller_id, tag, signed)
 
     def _decide(self, run: TaskRecord, end: CallEnd, spec: Mapping[str, Any] | None) -> CallEnd | Again:
         """Return the end of a call, or when it is tried again by itself."""

@@ -6,7 +6,6 @@ Who waits for them, and the Lua steps that complete, regroup, close and release.
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -214,13 +213,16 @@ class MergeStore:
         )
         return bool(done)
 
-    def release(self, caller_id: str) -> bool:
-        """Let a caller run by itself whose run is gone; False if its run is there, or it has ended (release.lua)."""
+    def release(self, caller_id: str, tag: str, signed: Sequence[str] = ()) -> bool:
+        """Let a caller run by itself whose run is gone; False if its run is there, or it has ended (release.lua).
+
+        `tag` is the new delivery tag of its message; `signed` its stored message, and the same with that tag, signed.
+        """
         keys = self.keys
         done = merge_script("release")(
             self.client,
             [keys.task(caller_id), keys.events(caller_id), keys.ready, keys.merge],
-            [caller_id, self.events_maxlen, BELL_SECONDS, str(uuid.uuid4())],
+            [caller_id, self.events_maxlen, BELL_SECONDS, tag, *signed],
         )
         return bool(done)
 

@@ -61,15 +61,20 @@ class SignedWork:
     def refused(self, task_id: str, error: SignatureRefused, raw: bytes) -> None:
         """Tell of a message that is put aside; its task ends if its record holds that message. Raises redis errors."""
         self._note(task_id, error)
-        if task_id and self._app.redis.hget(self._app.keys.task(task_id), "message") == raw.decode(errors="replace"):
-            fail_of_message(self._app, task_id, error)
+        if task_id and error.reason != "queue":  # a copy of the true message in another queue is what the record holds
+            stored = self._app.redis.hget(self._app.keys.task(task_id), "message")
+            if stored == raw.decode(errors="replace"):
+                fail_of_message(self._app, task_id, error)
         pipeline_id = _settled_by(raw)
         if pipeline_id:
             self._app.engine.refuse_unsigned(pipeline_id)
 
     def _require_unused(self, found: Signature) -> None:
         if self._app.redis.exists(self._app.keys.used(found.id)):
-            raise SignatureRefused("replayed", "the message was acknowledged before: this is a copy of it")
+            raise SignatureRefused(
+                "replayed",
+                "the message was acknowledged before: this is a copy of it",
+            )
 
     def _note(self, task_id: str, error: SignatureRefused) -> None:
         self._app.redis.hincrby(self._app.keys.metrics, f"{COUNT}\n{error.reason}\n{self._signer.mode}", 1)

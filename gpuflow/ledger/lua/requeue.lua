@@ -4,7 +4,7 @@
 -- KEYS[5] attempts of the task  KEYS[6] gpuflow.dead  KEYS[7] gpuflow.unfinished
 -- ARGV[1] new delivery tag, which is also the id of this call  ARGV[2] cap of the event stream  ARGV[3] doorbell token seconds
 -- ARGV[4] who acts
--- ARGV[5], ARGV[6] the message that the caller has seen in the record, and the same with a new signature; without them,
+-- ARGV[5], ARGV[6] the message that the caller has seen in the record, and the same with the new tag, signed; without them,
 -- nothing is signed
 --
 -- A caller of a merged run runs by itself then; a run is not queued again: it has no callers left.
