@@ -13,6 +13,7 @@ import redis
 from celery.result import AsyncResult
 
 from gpuflow.broker.signed_messages import SIGNATURE_HEADER
+from gpuflow.bulk import retry_many
 from gpuflow.celery_app import GPUFlow
 from gpuflow.client import submit, submit_pipeline
 from gpuflow.errors import TaskFailed
@@ -405,3 +406,14 @@ def test_sign_runs_what_is_not_signed_and_counts_it(tmp_path: Path) -> None:
         unsigned.redis.close()
     finally:
         fleet.close()
+
+
+def test_a_retry_of_many_passes_over_what_is_not_signed(fleet: TestFleet, worker: WorkerProcess, evil: Any) -> None:
+    tasks = [submit(fleet.echo(output=number) | NOBODY, app=fleet.app) for number in range(3)]
+    for task in tasks:
+        task.cancel()
+    evil.hset(fleet.app.keys.task(tasks[1].id), "message", of_queue(fleet, tasks[0])[2])  # a true one, of another task
+    verdicts = retry_many(fleet.app, [task.id for task in tasks])
+    assert list(verdicts.values()) == ["queued", "not signed", "queued"]
+    for task in tasks:
+        task.cancel()
