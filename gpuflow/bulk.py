@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gpuflow.errors import UnknownTask
 from gpuflow.handles import reachable
+from gpuflow.signatures import SignatureRefused
 
 if TYPE_CHECKING:
     from gpuflow.celery_app import GPUFlow
@@ -43,7 +44,10 @@ def cancel_many(
 
 
 def retry_many(app: GPUFlow, task_ids: Sequence[str], *, progress: Callable[[int], Any] = _silent) -> dict[str, str]:
-    """Queue ended tasks again; as `cancel_many`. For each id `queued`, `not ended or succeeded`, or `unknown`."""
+    """Queue ended tasks again; as `cancel_many`.
+
+    For each id `queued`, `not ended or succeeded`, `unknown`, or `not signed` by a holder of the fleet's key.
+    """
     verdicts: dict[str, str] = {}
     for task_id in task_ids:
         with reachable():
@@ -51,5 +55,7 @@ def retry_many(app: GPUFlow, task_ids: Sequence[str], *, progress: Callable[[int
                 verdicts[task_id] = "queued" if app.ledger.requeue(task_id) else "not ended or succeeded"
             except UnknownTask:
                 verdicts[task_id] = "unknown"
+            except SignatureRefused:
+                verdicts[task_id] = "not signed"
         progress(len(verdicts))
     return verdicts

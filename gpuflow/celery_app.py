@@ -7,6 +7,8 @@ too. Configuration is read when it is first needed, so that importing this modul
 
 from __future__ import annotations
 
+import base64
+import json
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -19,12 +21,14 @@ from celery.utils import uuid
 from celery.utils.imports import symbol_by_name
 from click import Choice
 from kombu.exceptions import OperationalError
+from kombu.utils.json import loads
 from redis.exceptions import RedisError
 
 from gpuflow.broker.calls import RECORDED_HEADER, read_message, request_of
 from gpuflow.broker.connection import socket_url
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.priorities import DEFAULT_PRIORITY, PRIORITY_STEPS, SEPARATOR
+from gpuflow.broker.signed_messages import checked
 from gpuflow.broker.transport import RECORD_HEADER
 from gpuflow.errors import BrokerUnavailable
 from gpuflow.importing import end_quickly, load
@@ -41,6 +45,7 @@ from gpuflow.pipelines.store import PipelineStore
 from gpuflow.process_guard import guard_process
 from gpuflow.routing.families import CONTROL_QUEUE, SUPERVISED_TASKS
 from gpuflow.settings import Settings
+from gpuflow.signatures import SignatureRefused, Signer, signer_of, signing_options
 from gpuflow.submission import demand_header, plain_call_header, submission_header
 from gpuflow.traces.context import TRACEPARENT
 from gpuflow.traces.recording import Submission, Traces, begin_traces
@@ -122,7 +127,13 @@ class GPUFlow(Celery):  # type: ignore[misc]
             events_max_bytes=self.settings.events_max_bytes,
             retention_seconds=int(self.settings.retention_days * 86_400),
             observer=self.traces,
+            signer=self.signer,
         )
+
+    @cached_property
+    def signer(self) -> Signer | None:
+        """What signs messages and checks signatures; None without GPUFLOW_SIGNING. Raises InvalidSettings."""
+        return signer_of(self.settings)
 
     @cached_property
     def traces(self) -> Traces | None:
@@ -147,6 +158,7 @@ class GPUFlow(Celery):  # type: ignore[misc]
             events_maxlen=self.settings.events_maxlen,
             retention_seconds=int(self.settings.retention_days * 86_400),
             observer=self.traces,
+            signer=self.signer,
         )
 
     @cached_property
@@ -158,7 +170,8 @@ class GPUFlow(Celery):  # type: ignore[misc]
     def merger(self) -> Merger:
         """What ends merged calls."""
         ledger = self.ledger
-        return Merger(self, MergeStore(self.redis, self.keys, ledger.events_maxlen, ledger.retention_seconds))
+        store = MergeStore(self.redis, self.keys, ledger.events_maxlen, ledger.retention_seconds, self.signer)
+        return Merger(self, store)
 
     def cancel_task(self, task_id: str, reason: str = "cancelled by a user") -> str:
         """Cancel a task: `cancelled`, `requested` or `final`. Raises UnknownTask.
@@ -201,7 +214,7 @@ class GPUFlow(Celery):  # type: ignore[misc]
         cancelled = {task_id: part for task_id, part in found if part.state == TaskState.CANCELLED}
         entries: dict[str, str] = {}
         for task_id, part in cancelled.items():
-            request = _request_of(part.message)
+            request = self._request_of(task_id, part.message)
             entry = self.backend.revoked_entry(task_id, reason, request)
             if entry is None:
                 self.backend.mark_as_revoked(task_id, reason, request=request)
@@ -226,13 +239,38 @@ class GPUFlow(Celery):  # type: ignore[misc]
 
         Of a task that ran its worker may be telling just now.
         """
-        record, request = self.ledger.find(task_id), _request_of(self.ledger.parts([task_id])[0].message)
+        record, request = self.ledger.find(task_id), self._request_of(task_id, self.ledger.parts([task_id])[0].message)
         if record is None or request is None or request.ignore_result:
             return False
         now = float(self.redis.time()[0])
         if record.attempt and now - (record.finished_at or now) < 2 * self.settings.lease_seconds:
             return False
         return not self.redis.exists(self.keys.celery_result(task_id))
+
+    def _request_of(self, task_id: str, message: str) -> Any:
+        """Return the Celery request of a task's stored message, so that its chord can be counted.
+
+        None where there is no message, or none that can be read. Its links are called, and signed, by this process: so
+        it must be signed itself.
+        """
+        try:
+            if message and self.signer is not None and self.signer.requires:
+                checked(self.signer, message, queue=None, task_id=task_id)
+            return request_of(read_message(message)[0]) if message else None
+        except (ValueError, SignatureRefused):
+            return None
+
+    def signed_spec(self, task_id: str) -> Mapping[str, Any] | None:
+        """Return the spec of a task as its signed message has it; None where signatures are not required.
+
+        For what acts on a record, which others may write. Raises SignatureRefused.
+        """
+        if self.signer is None or not self.signer.requires:
+            return None
+        message = self.ledger.parts([task_id])[0].message
+        checked(self.signer, message, queue=None, task_id=task_id)
+        spec = loads(base64.b64decode(json.loads(message)["body"]))[1].get("spec")
+        return spec if isinstance(spec, Mapping) else {}
 
     def broker_address(self) -> str:
         """Return REDIS_URL, or the address of this user's running embedded server. Raises BrokerUnavailable."""
@@ -334,27 +372,17 @@ class GPUFlow(Celery):  # type: ignore[misc]
             "broker_transport_options": {
                 "global_keyprefix": settings.key_prefix,
                 "lease_seconds": settings.lease_seconds,
+                "signing": signing_options(settings) if self.signer is not None else {},
                 "priority_steps": list(PRIORITY_STEPS),
                 "sep": SEPARATOR,
                 "socket_keepalive": True,
                 "max_connections": 200,
             },
-            "beat_scheduler": "redbeat.RedBeatScheduler",
+            "beat_scheduler": "gpuflow.schedules.celery_schedule:Scheduler",
             "redbeat_redis_url": url,
             "redbeat_key_prefix": f"{settings.key_prefix}redbeat:",
             "timezone": "UTC",
         }
-
-
-def _request_of(message: str) -> Any:
-    """Return the Celery request of a stored message, so that its chord can be counted.
-
-    None where there is no message, or none that can be read.
-    """
-    try:
-        return request_of(read_message(message)[0]) if message else None
-    except ValueError:
-        return None
 
 
 def worker_options() -> list[CeleryOption]:

@@ -7,6 +7,7 @@ here. All of it also works inside a running event loop: the async forms run the 
 
 from __future__ import annotations
 
+import json
 import os
 import time
 import uuid
@@ -28,7 +29,7 @@ from gpuflow.errors import BrokerUnavailable, InvalidTemplate, UnknownTask
 from gpuflow.handles import PipelineRun, StageView, Task, reachable
 from gpuflow.logs import get_logger
 from gpuflow.pipelines.engine import SETTLE_TASK
-from gpuflow.pipelines.records import new_pipeline_fields
+from gpuflow.pipelines.records import new_pipeline_fields, signed_part
 from gpuflow.pipelines.resolve import task_specs
 from gpuflow.routing.families import CONTROL_QUEUE, task_of
 from gpuflow.spec import Template
@@ -182,6 +183,9 @@ def submit_pipeline(
     fields = new_pipeline_fields(
         name=template.name, owner=who, template=template.to_dict(), traceparent=submission.traceparent
     )
+    if app.signer is not None:
+        part = signed_part(pipeline_id, name=template.name, owner=who, template=json.loads(fields["template"]))
+        fields["signature"] = app.signer.sign("pipeline", part)
     header = {"kind": "pipeline", "id": pipeline_id, "fields": fields}
     _until_sent(
         app,

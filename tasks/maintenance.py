@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from gpuflow.artifacts.destination import is_own_store, is_stored_at
@@ -13,6 +14,7 @@ from gpuflow.errors import NotAllowed
 from gpuflow.ledger.backend import CALL_BACK_TASK, NOTIFY_TASK
 from gpuflow.ledger.records import TaskRecord
 from gpuflow.routing.families import CALL_BACK_QUEUE, CONTROL_QUEUE, MAX_NOTICES, NOTICE_QUEUE
+from gpuflow.signatures import SignatureRefused
 from gpuflow.spec.references import UnresolvedReference, find_references, resolve_env
 from gpuflow.upkeep.notices import NotDelivered, body, deliver, wanted
 from gpuflow.upkeep.reconciler import Reconciler
@@ -29,13 +31,25 @@ def reconcile() -> dict[str, int]:
     return Reconciler(app).run()
 
 
-@app.task(bind=True, name=NOTIFY_TASK, queue=NOTICE_QUEUE, ignore_result=True, throws=(NotDelivered, NotAllowed))
+@app.task(
+    bind=True,
+    name=NOTIFY_TASK,
+    queue=NOTICE_QUEUE,
+    ignore_result=True,
+    throws=(NotDelivered, NotAllowed, SignatureRefused),
+)
 def notify(self: Any, task_id: str, number: int) -> None:
     """Call one URL of a task that has ended."""
     _call(self, task_id, number)
 
 
-@app.task(bind=True, name=CALL_BACK_TASK, queue=CALL_BACK_QUEUE, ignore_result=True, throws=(NotDelivered, NotAllowed))
+@app.task(
+    bind=True,
+    name=CALL_BACK_TASK,
+    queue=CALL_BACK_QUEUE,
+    ignore_result=True,
+    throws=(NotDelivered, NotAllowed, SignatureRefused),
+)
 def call_back(self: Any, task_id: str, number: int) -> None:
     """Call one URL of a task that has ended, whose entry a worker of the version before would not read whole."""
     _call(self, task_id, number)
@@ -45,6 +59,13 @@ def _call(self: Any, task_id: str, number: int) -> None:
     record = app.ledger.find(task_id)
     if record is None or not record.state.final:
         return
+    try:
+        spec = app.signed_spec(task_id)
+    except SignatureRefused:
+        _tell(task_id, number, "is not called: what the record says of it is not signed")
+        raise
+    if spec is not None:
+        record = replace(record, spec=spec)
     entries = wanted(record)
     if number >= min(len(entries), MAX_NOTICES):
         return

@@ -48,6 +48,16 @@ ROWS: Final[dict[str, list[tuple[str, str, str, list[tuple[str, str]]]]]] = {
             ('sum by (outcome) (rate(gpuflow_attempts_total{outcome!="succeeded"}[15m]))', "{{outcome}}"),
         ]),
     ],
+    "What is put aside": [
+        ("Dead letters and messages aside", "timeseries", "short", [
+            ("max(gpuflow_dead_letters)", "dead letters"),
+            ("max(gpuflow_unreadable_messages)", "messages put aside"),
+        ]),
+        ("Messages that are not signed", "timeseries", "short", [
+            ("sum by (reason, mode) (increase(gpuflow_messages_refused_total[15m]))", "{{reason}} ({{mode}})"),
+        ]),
+        ("Tasks that wait for their time", "timeseries", "short", [("max(gpuflow_tasks_delayed)", "delayed")]),
+    ],
     "Queues": [
         ("Waiting", "timeseries", "short", [
             ('sum by (queue) (gpuflow_queue_tasks{state="waiting"})', "{{queue}}"),
@@ -57,6 +67,11 @@ ROWS: Final[dict[str, list[tuple[str, str, str, list[tuple[str, str]]]]]] = {
     ],
     "Workers and GPUs": [
         ("Workers by state", "timeseries", "short", [("sum by (state) (gpuflow_workers)", "{{state}}")]),
+        ("Workers that need a look", "timeseries", "short", [
+            ("sum by (standing) (gpuflow_workers_standing)", "{{standing}}"),
+            ("max(gpuflow_workers_disabled)", "disabled"),
+            ("max(gpuflow_workers_unreadable)", "unreadable entries"),
+        ]),
         ("GPU utilisation", "timeseries", "percentunit", [
             ("max by (worker, gpu) (gpuflow_gpu_utilization_ratio)", "{{worker}} {{gpu}}"),
         ]),
@@ -72,6 +87,24 @@ ROWS: Final[dict[str, list[tuple[str, str, str, list[tuple[str, str]]]]]] = {
         ("Free disk", "timeseries", "bytes", [("bottomk(10, gpuflow_worker_disk_free_bytes)", "{{worker}}")]),
         ("Tasks held", "timeseries", "short", [("topk(20, gpuflow_worker_tasks)", "{{worker}}")]),
     ],
+    "Served models": [
+        ("Replicas", "timeseries", "short", [
+            ("max by (model) (gpuflow_served_replicas)", "{{model}}: to be loaded"),
+            ("max by (model) (gpuflow_served_replicas_loaded)", "{{model}}: loaded"),
+        ]),
+        ("Replicas that have failed", "timeseries", "short", [
+            ("max by (model) (gpuflow_served_failures)", "{{model}}"),
+        ]),
+        ("Calls", "timeseries", "ops", [
+            ("sum by (model, outcome) (rate(gpuflow_served_calls_total[5m]))", "{{model}} {{outcome}}"),
+        ]),
+        ("Time to the first text", "timeseries", "s", [
+            ("histogram_quantile(0.5, sum by (le, model)"
+             " (rate(gpuflow_served_first_token_seconds_bucket[15m])))", "{{model}} p50"),
+            ("histogram_quantile(0.95, sum by (le, model)"
+             " (rate(gpuflow_served_first_token_seconds_bucket[15m])))", "{{model}} p95"),
+        ]),
+    ],
     "Merged calls, use and cost": [
         ("Merged calls", "timeseries", "ops", [
             ("rate(gpuflow_merge_calls_total[5m])", "calls"),
@@ -79,6 +112,13 @@ ROWS: Final[dict[str, list[tuple[str, str, str, list[tuple[str, str]]]]]] = {
             ("rate(gpuflow_merge_coalesced_total[5m])", "coalesced"),
             ("rate(gpuflow_merge_batched_total[5m])", "batched"),
             ("rate(gpuflow_merge_hits_total[5m])", "answered by earlier results"),
+        ]),
+        ("Answers that were not generated again", "timeseries", "ops", [
+            ("sum(rate(gpuflow_merge_saved_generations_total[5m]))", "answers"),
+            ("sum(rate(gpuflow_merge_saved_tokens_total[5m]))", "tokens"),
+        ]),
+        ("Results that may answer further calls", "timeseries", "bytes", [
+            ("max(gpuflow_merge_kept_result_bytes)", "bytes"),
         ]),
         ("GPUs in use, by type", "timeseries", "short", [
             ("sum by (type) (rate(gpuflow_gpu_seconds_total[15m]))", "{{type}}"),
@@ -94,6 +134,8 @@ ROWS: Final[dict[str, list[tuple[str, str, str, list[tuple[str, str]]]]]] = {
         ("Machines", "timeseries", "short", [
             ("sum by (family, state) (gpuflow_machines)", "{{family}} {{state}}"),
         ]),
+        ("Beats that scale", "timeseries", "short", [("max(gpuflow_scaling_leader)", "")]),
+        ("Cost of machines per hour", "timeseries", "short", [("max(gpuflow_machines_cost_per_hour)", "")]),
         ("Scaling actions", "timeseries", "short", [
             ("sum by (action) (increase(gpuflow_scaling_actions_total[15m]))", "{{action}}"),
         ]),
@@ -104,6 +146,11 @@ ROWS: Final[dict[str, list[tuple[str, str, str, list[tuple[str, str]]]]]] = {
             ("gpuflow_broker_memory_used_bytes", "used"),
             ("gpuflow_broker_memory_max_bytes > 0", "limit"),
         ]),
+        ("Broker keeps what it is told", "timeseries", "short", [
+            ("min(gpuflow_broker_aof_enabled)", "append-only file"),
+            ("min(gpuflow_broker_aof_last_write_ok)", "last write"),
+        ]),
+        ("Connections of the broker", "timeseries", "short", [("max(gpuflow_broker_clients)", "")]),
         ("Leases", "timeseries", "short", [("gpuflow_leases", "held"), ("gpuflow_leases_lost", "lost")]),
         ("Since beat reconciled", "timeseries", "s", [
             ("time() - max(gpuflow_reconciled_timestamp_seconds > 0)", ""),

@@ -8,7 +8,6 @@ it at once, and each may die anywhere: a link is appended by one step that compa
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from typing import Any, Final
 
 import redis
@@ -19,7 +18,7 @@ from gpuflow.audit.entries import Entry
 from gpuflow.audit.links import first_link, last_link, links
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.scripts import load_script
-from gpuflow.errors import InvalidSettings
+from gpuflow.key_files import read_key_file, require_length
 from gpuflow.logs import get_logger
 from gpuflow.settings import Settings
 
@@ -37,23 +36,10 @@ _LEAST_KEY_BYTES: Final = 16
 def audit_key(settings: Settings) -> Key:
     """Return the key of the settings; plain SHA-256 where none is set. Raises InvalidSettings."""
     path = settings.audit_key_file
-    return Key() if path is None else _read_key(path)
-
-
-def _read_key(path: Path) -> Key:
-    try:
-        secret = path.read_bytes().strip()
-    except OSError as error:
-        raise InvalidSettings(
-            f"GPUFLOW_AUDIT_KEY_FILE: {path} cannot be read: {error.strerror}; make it by "
-            f"`openssl rand -hex 32 > {path}` and let this user read it"
-        ) from None
-    if len(secret) < _LEAST_KEY_BYTES:
-        raise InvalidSettings(
-            f"GPUFLOW_AUDIT_KEY_FILE: {path} holds {len(secret)} bytes; a key has at least {_LEAST_KEY_BYTES}: "
-            f"`openssl rand -hex 32 > {path}`"
-        )
-    return Key(secret=secret)
+    if path is None:
+        return Key()
+    secret = read_key_file(path, "GPUFLOW_AUDIT_KEY_FILE")
+    return Key(secret=require_length(secret, _LEAST_KEY_BYTES, path, "GPUFLOW_AUDIT_KEY_FILE"))
 
 
 class Sealer:

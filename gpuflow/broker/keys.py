@@ -17,6 +17,7 @@
 | `gpuflow.avoided` | zset | delivery tag, newline, worker that failed with it -> until when others are to take it |
 | `gpuflow.returned` | zset | delivery tag of a message that went back undone -> when last |
 | `gpuflow.sent:<tag>` | string | a message without a record was published; expires after a minute |
+| `gpuflow.used:<signature>` | string | a signed message was acknowledged; expires with its signature |
 | `gpuflow.delayed` | zset | delivery tag -> when the message may be taken (Unix seconds on the server's clock) |
 | `gpuflow.parked` | hash | delivery tag -> `<front or back>\\n<list key>\\n<message>` of a delayed message |
 | `gpuflow.sweep` | hash | `at` of the last sweep, `more` was left, next `alarm`; `run` of the server; `hold` until |
@@ -338,6 +339,10 @@ class Keys:
     def fleet_id(self) -> str:
         """The random id of this fleet."""
         return f"{self.prefix}gpuflow.fleet"
+
+    def used(self, signature: str) -> str:
+        """Key that lives while a signature is valid whose message was acknowledged."""
+        return f"{self.prefix}gpuflow.used:{signature}"
 
     def wish(self, machine: str) -> str:
         """What a task of some worker of a machine finds no GPU for."""

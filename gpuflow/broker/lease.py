@@ -6,10 +6,17 @@ import math
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 #: As the time of the last return of a message that never went back.
 NEVER: Final = "0"
+
+
+class Used(NamedTuple):
+    """A signature that has been used when its message is acknowledged: its id, and for how long it is valid yet."""
+
+    id: str
+    seconds: int
 
 
 @dataclass(kw_only=True)
@@ -21,6 +28,7 @@ class Lease:
     message, `returned` (when it last went back, as the server has it) those that anybody did. `owed` is how it ends on
     a server that could not be told when the work was over ("" for not at all). `over_at` is when the work ended
     (monotonic seconds), which is settled soon after.
+    `used` is the signature of its message, where signatures are checked.
     `returning` is true from the moment at which a message that has not begun is put back, `requeueing` from the moment
     at which the supervisor of one that has begun asks the server to requeue it.
     """
@@ -29,6 +37,7 @@ class Lease:
     delivery: int = 0
     list_key: str = ""
     raw: str = ""
+    used: Used | None = None
     returned: str = NEVER
     started: bool = False
     returning: bool = False

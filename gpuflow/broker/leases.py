@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import redis
 from kombu.exceptions import OperationalError
@@ -21,12 +21,13 @@ from redis.exceptions import NoScriptError, RedisError
 from gpuflow.broker.answers import nobody_writes, passes
 from gpuflow.broker.gate import Gate, OpenGate
 from gpuflow.broker.keys import Keys
-from gpuflow.broker.lease import NEVER, Lease, Reclaim, new_token
+from gpuflow.broker.lease import NEVER, Lease, Reclaim, Used, new_token
 from gpuflow.broker.scripts import broker_script
 from gpuflow.broker.sweeper import BELL_SECONDS, MAX_SWEEP_GAP_SECONDS, Sweeper, sweep_gap_seconds
 from gpuflow.logs import get_logger
 from gpuflow.outages import outage
 from gpuflow.routing.affinity import session_of
+from gpuflow.signatures import SignatureRefused
 
 log = get_logger("gpuflow.leases")
 
@@ -62,6 +63,16 @@ def live_leases(client: Any, keys: Keys, tags: Sequence[str]) -> set[str]:
     return {tag for tag, end in zip(tags, ends, strict=True) if end is not None and end > ended}
 
 
+class Checker(Protocol):
+    """Checks signatures of messages, and is told of those that are refused."""
+
+    def check(self, raw: bytes, queue: str) -> Used | None:
+        """Return the signature of a message of a queue. Raises SignatureRefused, redis errors."""
+
+    def refused(self, task_id: str, error: SignatureRefused, raw: bytes) -> None:
+        """A message is put aside. Raises redis errors, OperationalError, OSError."""
+
+
 class LeaseTable:
     """Every lease of this process under one owner token.
 
@@ -79,6 +90,8 @@ class LeaseTable:
         self.reclaim: Reclaim | None = None
         #: Is told of the task of a message that is put aside, and why, before that is done.
         self.on_unreadable: Callable[[str, str], None] | None = None
+        #: Checks the signature of each message that is taken; None: nothing is checked.
+        self.checker: Checker | None = None
         self.bell = keys.bell(self.owner)
         #: The groups of waiters that the doorbell may be in.
         self.groups: set[str] = set()
@@ -132,8 +145,11 @@ class LeaseTable:
         """Say that nothing more is taken, and that what runs here goes on without the consumer loop."""
         self._ticked_at = math.inf
 
-    def take(self, tag: str, queue: str, key: str = "", raw: str = "", returned: str = NEVER) -> bool | None:
-        """Note a message that the pop script has leased to us: its queue, its list, its text, and its last return.
+    def take(
+        self, tag: str, queue: str, key: str = "", raw: str = "", returned: str = NEVER, used: Used | None = None
+    ) -> bool | None:
+        """Note a message that the pop script has leased to us: its queue, its list, its text, its last return, and the
+        signature that it has used when it is acknowledged.
 
         False: there is no room for it any more; it is to be settled as `front`. None: an earlier delivery of it is
         still at work here, which holds by the same tag its slot, its GPUs and its lease. If that one had lost its lease
@@ -148,7 +164,9 @@ class LeaseTable:
             owed = earlier.owed if earlier is not None else ""
             if not early:
                 number = next(self._deliveries)
-                self._leases[tag] = Lease(queue=queue, delivery=number, list_key=key, raw=raw, returned=returned)
+                self._leases[tag] = Lease(
+                    queue=queue, delivery=number, list_key=key, raw=raw, returned=returned, used=used
+                )
             elif earlier is not None and goes_on:
                 earlier.returned = returned
         if not early:
@@ -158,7 +176,7 @@ class LeaseTable:
             return None
         log.debug("message_came_early", tag=tag, queue=queue, owed=owed)
         try:
-            self._ask_to_settle(tag, owed or "front", 0 if owed == "ack" else EARLY_SECONDS, returned)
+            self._ask_to_settle(tag, owed or "front", 0 if owed == "ack" else EARLY_SECONDS, returned, used)
         except RedisError as error:
             log.info("lease_left_to_the_sweep", tag=tag, cause=str(error))
         return None
@@ -265,7 +283,7 @@ class LeaseTable:
         held = self._leases.get(tag)
         if held is None:
             return False
-        done = self._ask_to_settle(tag, how, delay_seconds, held.returned)
+        done = self._ask_to_settle(tag, how, delay_seconds, held.returned, held.used)
         lease = self._drop(tag)
         if lease is not None and self.gate.settled(tag):
             self.wake()
@@ -273,12 +291,12 @@ class LeaseTable:
             log.warning("lease_lost", tag=tag, at=how)
         return bool(done)
 
-    def _ask_to_settle(self, tag: str, how: str, delay_seconds: float, returned: str) -> Any:
+    def _ask_to_settle(self, tag: str, how: str, delay_seconds: float, returned: str, used: Used | None) -> Any:
         keys = self.keys
         return broker_script("settle")(
             self.client,
             [keys.leases, keys.unacked, keys.owners, keys.ready, keys.delayed, keys.parked],
-            [tag, self.owner, how, BELL_SECONDS, delay_seconds, returned],
+            [tag, self.owner, how, BELL_SECONDS, delay_seconds, returned, *(used or ())],
         )
 
     def settle_surely(self, tag: str, how: str) -> None:
@@ -294,18 +312,18 @@ class LeaseTable:
             log.warning("lease_to_be_settled", tag=tag, how=how, cause=str(error))
             self.gate.settled(tag)
 
-    def owe_ack(self, tag: str) -> tuple[str, bool] | None:
+    def owe_ack(self, tag: str) -> tuple[Lease, bool] | None:
         """Note that a message is done, whose lease ends with the next pop of this consumer; None if it is not ours.
 
-        Returns the message's last return, as the server has to know it, and whether more may be taken than before.
-        Until it is `acknowledged`, the keeper's next turn settles it too.
+        Returns its lease, and whether more may be taken than before. Until it is `acknowledged`, the keeper's next turn
+        settles it too.
         """
         with self._lock:
             lease = self._leases.get(tag)
             if lease is None:
                 return None
             lease.owed = "ack"
-        return lease.returned, self.gate.settled(tag)
+        return lease, self.gate.settled(tag)
 
     def acknowledged(self, tag: str, *, was_lost: bool) -> None:
         """Note that the server has ended the lease of a message that was done, or had lost it before."""
@@ -318,10 +336,22 @@ class LeaseTable:
         `returned` is of a delivery that was not taken.
         """
         log.error("message_put_aside", tag=tag, task=task_id, why=why)
+        self._put_aside(tag, why, returned, lambda: self._tell_unreadable(task_id, why))
+
+    def refuse(self, tag: str, task_id: str, error: SignatureRefused, raw: bytes, returned: str) -> None:
+        """Put a message aside whose signature is refused; it was not taken. Errors leave it to the sweep."""
+
+        def tell() -> None:
+            if self.checker is not None:
+                self.checker.refused(task_id, error, raw)
+
+        self._put_aside(tag, str(error), returned, tell)
+
+    def _put_aside(self, tag: str, why: str, returned: str, tell: Callable[[], None]) -> None:
         keys = self.keys
         lease = self._leases.get(tag)
         try:
-            self._tell_unreadable(task_id, why)
+            tell()
             broker_script("set_aside")(
                 self.client,
                 [keys.leases, keys.unacked, keys.owners, keys.ready],

@@ -10,6 +10,7 @@ from typing import Any, Final
 from kombu.utils.encoding import bytes_to_str
 
 from gpuflow.broker.gate import Choice, Taste
+from gpuflow.broker.lease import Lease
 from gpuflow.broker.sweeper import BELL_SECONDS
 
 #: An idle consumer looks again after this many seconds, for messages of producers that ring no doorbell.
@@ -34,8 +35,8 @@ class Look:
     it next is as old as any. `full` are those that were chosen for the warm sessions alone, and gave nothing for them:
     they are passed over for those alone, since a place for other tasks may be free at any moment.
 
-    `done` are messages whose leases the last pop was to end, with their last returns; `has_room` says that one of them
-    has made room since that pop was sent.
+    `done` are messages, with their leases, which the last pop was to end; `has_room` says that one of them has made
+    room since that pop was sent.
     """
 
     queues: list[str] = field(default_factory=list)
@@ -50,7 +51,7 @@ class Look:
     fertile_at: float = 0.0
     again_at: float = 0.0
     far_at: float = 0.0
-    done: dict[str, str] = field(default_factory=dict)
+    done: dict[str, Lease] = field(default_factory=dict)
     has_room: bool = False
 
     def names(self) -> list[str]:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from queue import Empty
 from typing import Any, ClassVar, Final
 
@@ -25,14 +25,16 @@ from redis.exceptions import NoScriptError, ResponseError
 from gpuflow.broker.calls import CALLER_PRIORITY, control_message, hints_text, is_readable, run_message
 from gpuflow.broker.installed import installed
 from gpuflow.broker.keys import Keys
-from gpuflow.broker.lease import NEVER
+from gpuflow.broker.lease import NEVER, Lease
 from gpuflow.broker.leases import LeaseTable
 from gpuflow.broker.look import FAR_NAMES, FAR_SECONDS, PAGE_NAMES, RESCAN_SECONDS, Look
 from gpuflow.broker.messages import ETA_HEADER, LeaseMessage, LeaseQoS
 from gpuflow.broker.priorities import DEFAULT_PRIORITY, PRIORITY_STEPS, SEPARATOR, list_key, list_keys, queue_of
 from gpuflow.broker.scripts import broker_script
+from gpuflow.broker.signed_messages import signed_call, with_signature
 from gpuflow.broker.sweeper import BELL_SECONDS
 from gpuflow.logs import get_logger
+from gpuflow.signatures import SignatureRefused, Signer, signer_from
 
 log = get_logger("gpuflow.transport")
 
@@ -71,11 +73,13 @@ class Channel(stock.Channel):  # type: ignore[misc]
 
     QoS: ClassVar[type] = LeaseQoS
     Message: ClassVar[type] = LeaseMessage
-    from_transport_options = (*stock.Channel.from_transport_options, "lease_seconds")
+    from_transport_options = (*stock.Channel.from_transport_options, "lease_seconds", "signing")
     sep = SEPARATOR
     priority_steps = PRIORITY_STEPS
     #: Term of a lease in seconds (a transport option).
     lease_seconds: float = 60.0
+    #: What signs messages (a transport option, `signatures.signing_options`).
+    signing: Mapping[str, Any] | None = None
     supports_batch_publish = False
     #: Whether something consumes from a queue through this channel.
     consumes = False
@@ -92,8 +96,8 @@ class Channel(stock.Channel):  # type: ignore[misc]
         self._look = Look()
         #: Whether a pop was sent whose answer has not been read.
         self._pops = False
-        #: Messages that are done, with their last returns: the next pop ends their leases.
-        self._done: dict[str, str] = {}
+        #: Messages that are done: the next pop ends their leases.
+        self._done: dict[str, Lease] = {}
         self._refused = ""
         self._refused_until = 0.0
 
@@ -112,6 +116,11 @@ class Channel(stock.Channel):  # type: ignore[misc]
         if self.connection is None:
             raise redis.ConnectionError("the channel is closed")
         return super()._connparams(asynchronous=asynchronous)
+
+    @cached_property
+    def signer(self) -> Signer | None:
+        """What signs the messages of tasks; None where nothing is signed. Raises InvalidSettings."""
+        return signer_from(self.signing, self.global_keyprefix)
 
     @property
     def plain_client(self) -> redis.Redis:
@@ -161,12 +170,30 @@ class Channel(stock.Channel):  # type: ignore[misc]
         if record is not None and record["kind"] == "call" and is_readable(message):
             self._join(queue, message, record, keys[0])
             return
+        message = self._signed(queue, message, record)
         args: list[Any] = [dumps(message), BELL_SECONDS, delay, properties["delivery_tag"]]
         if record is not None:
             more_keys, more_args = self._submission(queue, record)
             keys += more_keys
             args += more_args
         broker_script("publish")(self.plain_client, keys, args)
+
+    def _signed(
+        self, queue: str, message: Mapping[str, Any], record: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the message of a task signed for the queues in which it may wait; any other one as it is."""
+        if self.signer is None or "task" not in (message.get("headers") or {}):
+            return dict(message)
+        fields = (record or {}).get("fields") or {}
+        alternatives = [one["queue"] for one in json.loads(fields.get("alternatives") or "[]")]
+        stamped = record is not None and record.get("requirement")
+        return with_signature(
+            self.signer,
+            message,
+            list(dict.fromkeys([queue, *alternatives])),
+            hints=(record or {}).get("hints") if stamped else None,
+            owner=str(fields.get("owner") or "") if record is not None and record["kind"] != "pipeline" else None,
+        )
 
     def _submission(self, queue: str, record: Mapping[str, Any]) -> tuple[list[str], list[Any]]:
         record_id = record.get("id", "")
@@ -200,6 +227,8 @@ class Channel(stock.Channel):  # type: ignore[misc]
             "priority": DEFAULT_PRIORITY if priority is None else int(priority),
             "bell": BELL_SECONDS,
         }
+        run = self._signed(queue, run_message(message, options["run"], call["kwargs"]), record)
+        control = self._signed(CONTROL, control_message(message, CONTROL))
         broker_script("join")(
             self.plain_client,
             [
@@ -214,11 +243,13 @@ class Channel(stock.Channel):  # type: ignore[misc]
             ],
             [
                 json.dumps(options),
-                dumps(message),
-                dumps(run_message(message, options["run"], call["kwargs"])),
-                dumps(control_message(message, CONTROL)),
+                dumps(self._signed(queue, message, record)),
+                dumps(run),
+                dumps(control),
                 hints_text(record.get("hints") or {}),
-                call["spec"],
+                call["spec"]
+                if self.signer is None
+                else signed_call(self.signer, call["options"]["call"], call["spec"]),
                 json.dumps(record["fields"]),
                 json.dumps(call["fields"]),
             ],
@@ -296,7 +327,7 @@ class Channel(stock.Channel):  # type: ignore[misc]
             leases.owner,
             leases.lease_seconds,
             look.to_json(groups, leases.gate.taste, PAGE_NAMES if waits_as else 0),
-            *(part for ended in look.done.items() for part in ended),
+            *(part for tag, lease in look.done.items() for part in (tag, lease.returned, *(lease.used or ("", "")))),
         ]
 
     def _meet_server(self) -> None:
@@ -389,14 +420,26 @@ class Channel(stock.Channel):  # type: ignore[misc]
         """Hand a message over; False when it had to go back for lack of room."""
         queue = queue_of(key[len(self.global_keyprefix) :])
         self._look.found(queue)
+        used = None
         try:
+            if self.leases.checker is not None and queue not in self._unacknowledged:
+                used = self.leases.checker.check(given, queue)
             raw = given.decode()
             message = self._read(raw, tag, returned=returned != NEVER)
+        except SignatureRefused as error:
+            self.leases.gate.chosen_none()
+            self.leases.refuse(tag, _id_in(given), error, given, returned)
+            return True
+        except redis.RedisError as error:  # whether it was used before is not known
+            log.warning("message_not_checked", tag=tag, cause=str(error))
+            self.leases.gate.chosen_none()
+            self.leases.settle_surely(tag, "front")
+            return False
         except Exception as error:  # noqa: BLE001  (whatever a message holds, it ends nobody)
             self.leases.gate.chosen_none()
             self.leases.set_aside(tag, _id_in(given), f"{type(error).__name__}: {error}"[:1000], returned)
             return True
-        taken = self.leases.take(tag, queue, key, raw, returned)
+        taken = self.leases.take(tag, queue, key, raw, returned, used)
         if taken is None:
             self.leases.gate.chosen_none()
             return True

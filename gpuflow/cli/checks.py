@@ -62,6 +62,7 @@ def everything(settings: Settings) -> list[Check]:
         *locks(settings),
         *confinement(settings),
         *traces(settings),
+        *signing(settings),
         folder("results folder", settings.results_dir, "RESULTS_DIR"),
         folder("state folder", settings.state_dir, "GPUFLOW_STATE_DIR"),
         folder("cache folder", settings.cache_dir, "GPUFLOW_CACHE_DIR"),
@@ -281,6 +282,13 @@ def allowed(settings: Settings) -> list[Check]:
     from gpuflow.cli.checks_policy import policy_checks
 
     return policy_checks(settings)
+
+
+def signing(settings: Settings) -> list[Check]:
+    """Check the key that messages are signed with."""
+    from gpuflow.cli.checks_signing import signing_checks
+
+    return signing_checks(settings)
 
 
 def traces(settings: Settings) -> list[Check]:

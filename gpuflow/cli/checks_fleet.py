@@ -28,12 +28,14 @@ _OF_WORKERS: Final = {
 def fleet_checks(client: Any, settings: Settings) -> list[Check]:
     """Check the fleet. Raises redis errors."""
     from gpuflow.broker.keys import Keys
+    from gpuflow.cli.checks_signing import signing_of_workers
     from gpuflow.fleet.registry import Fleet
 
     keys = Keys(settings.key_prefix)
     known, unreadable = Fleet(client, keys).readable()
     return [
         *_workers([worker for worker in known if not worker.is_gone], unreadable),
+        *signing_of_workers(settings, [worker for worker in known if not worker.is_gone]),
         *_queues(client, keys, settings.task_topic, known),
         *_messages(client, keys),
     ]

@@ -76,7 +76,7 @@ def add(
     show_warnings(template)
     refuse_uploads(template)
     with connected() as app, reachable():
-        store = ScheduleStore(app.redis, app.keys)
+        store = ScheduleStore(app.redis, app.keys, app.signer)
         schedule = Schedule(
             name=name or template.name,
             cron=expression,
@@ -103,7 +103,7 @@ def remove(name: str) -> None:
     from gpuflow.schedules.store import ScheduleStore
 
     with connected() as app, reachable():
-        if not ScheduleStore(app.redis, app.keys).remove(name):
+        if not ScheduleStore(app.redis, app.keys, app.signer).remove(name):
             raise bad_input(f"no schedule {name!r}; `gpuflow schedules` lists them")
     click.echo(f"{name} is removed")
 
@@ -113,7 +113,7 @@ def rows_of(app: GPUFlow) -> list[dict[str, Any]]:
     from gpuflow.errors import GPUFlowError
     from gpuflow.schedules.store import LastRun, Schedule, ScheduleStore
 
-    store = ScheduleStore(app.redis, app.keys)
+    store = ScheduleStore(app.redis, app.keys, app.signer)
     runs, now, found = store.runs(), store.now(), []
     for name, text in store.texts().items():
         run = runs.get(name, LastRun())

@@ -69,7 +69,7 @@ def serve(
         if any(option is not None for option in options):
             raise bad_input("--stop takes no other options; give the name that /v1 calls the model")
         with connected() as app, reachable():
-            if not ServedModels(app.redis, app.keys).stop(model):
+            if not ServedModels(app.redis, app.keys, app.signer).stop(model):
                 raise bad_input(f"no model {model!r} is served; `gpuflow serve --list` shows what is")
             Replicas(app).reconcile(wait=True)
         if as_json:
@@ -82,7 +82,7 @@ def serve(
     _known_source(model)
     with connected() as app, reachable():
         asked = _asked(app, model, name or model, replicas, embedding, engine, accelerators, owner or "", overrides)
-        answer = ServedModels(app.redis, app.keys).serve(asked)
+        answer = ServedModels(app.redis, app.keys, app.signer).serve(asked)
         Replicas(app).reconcile(wait=True)
         code = _wait(app, asked.name) if wait else None
         _told(app, asked, answer, as_json)

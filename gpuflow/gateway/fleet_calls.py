@@ -28,6 +28,7 @@ from gpuflow.handles import reachable
 from gpuflow.logs import get_logger
 from gpuflow.protocol import whole_text
 from gpuflow.settings import Settings
+from gpuflow.signatures import SignatureRefused
 from gpuflow.tokens.rights import Grant
 from gpuflow.tokens.store import TokenStore
 from gpuflow.tokens.texts import TokenText
@@ -95,11 +96,18 @@ class Calls:
         try:
             with reachable():
                 return call(self.app)
-        except (InvalidTemplate, NoCapableWorker, NotAllowed, UnknownTask, BrokerUnavailable, ArtifactError) as error:
+        except _KNOWN as error:
             raise problem_of(error) from None
         except (RedisError, OperationalError) as error:
             log.error("gateway.broker", error=f"{type(error).__name__}: {error}")
             raise broker_away() from None
+
+
+#: Errors of the library that have an answer of their own.
+_KNOWN: Final = (
+    *(InvalidTemplate, NoCapableWorker, NotAllowed, UnknownTask, BrokerUnavailable, ArtifactError),
+    SignatureRefused,
+)
 
 
 def problem_of(error: Exception) -> Problem:
@@ -110,6 +118,8 @@ def problem_of(error: Exception) -> Problem:
         return Problem(404, "unknown", whole_text(str(error)))
     if isinstance(error, NoCapableWorker):
         return Problem(409, "no-capable-worker", whole_text(str(error)))
+    if isinstance(error, SignatureRefused):
+        return Problem(409, "not-signed", whole_text(str(error)))
     if isinstance(error, NotAllowed):  # what it names is an address that this machine knows: for its log alone
         log.error("gateway.not_allowed", error=str(error))
         setting = f" ({error.setting} of the gateway)" if error.setting else ""

@@ -56,11 +56,11 @@ class Models:
     async def _find(self, name: str, caller: Grant) -> ServedModel | None:
         if not is_name(name):
             return None
-        model = await self._calls.run(lambda app: ServedModels(app.redis, app.keys).find(name))
+        model = await self._calls.run(lambda app: ServedModels(app.redis, app.keys, app.signer).find(name))
         return model if model is not None and _sees(caller, model) else None
 
     async def _served(self, caller: Grant) -> dict[str, ServedModel]:
-        found = await self._calls.run(lambda app: ServedModels(app.redis, app.keys).all())
+        found = await self._calls.run(lambda app: ServedModels(app.redis, app.keys, app.signer).all())
         return {name: model for name, model in found.items() if _sees(caller, model)}
 
     async def _unknown(self, name: str, caller: Grant) -> Problem:

@@ -46,7 +46,7 @@ def serving_router(calls: Calls, gatekeeper: Gatekeeper) -> APIRouter:
             parts = parts_of(ask.model, embedding=ask.embedding, engine=ask.engine, accelerators=ask.accelerators)
             model = model_of(app, parts, name=name, replicas=ask.replicas, owner=ask.owner or "")
             try:
-                ServedModels(app.redis, app.keys).serve(model)
+                ServedModels(app.redis, app.keys, app.signer).serve(model)
             except (InvalidTemplate, BrokerUnavailable):
                 raise
             except GPUFlowError as error:
@@ -64,7 +64,7 @@ def serving_router(calls: Calls, gatekeeper: Gatekeeper) -> APIRouter:
         """Let the replicas of a model go; calls that it is answering go on."""
 
         def stopped(app: GPUFlow) -> bool:
-            done = is_name(name) and ServedModels(app.redis, app.keys).stop(name)
+            done = is_name(name) and ServedModels(app.redis, app.keys, app.signer).stop(name)
             if done:
                 Replicas(app).reconcile(wait=True)
             return done

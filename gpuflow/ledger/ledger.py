@@ -17,10 +17,12 @@ from gpuflow.broker.keys import Keys
 from gpuflow.broker.lease import NEVER, Lease
 from gpuflow.broker.leases import live_leases
 from gpuflow.broker.scripts import Script, load_script, script_text
+from gpuflow.broker.signed_messages import signed_anew
 from gpuflow.broker.sweeper import BELL_SECONDS
 from gpuflow.errors import UnknownTask
 from gpuflow.ledger.records import HEAD_FIELDS, RECORD_SCHEMA, AttemptEntry, TaskRecord, Usage
 from gpuflow.ledger.states import TaskState, lua_preamble
+from gpuflow.signatures import SignatureRefused, Signer
 
 #: So many lost workers end a task: it may be the task that takes its machines down.
 MAX_LOSSES: Final = 10
@@ -30,6 +32,8 @@ _COMMITTED: Final = 1
 _IS_RUN: Final = -2
 #: The same for a replica of a served model.
 _IS_REPLICA: Final = -3
+#: ... for one whose message was changed between a look and the step.
+_CHANGED: Final = -4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +106,8 @@ class Ledger:
     """The task records of one fleet.
 
     `client` must decode responses. `events_maxlen` and `events_max_bytes` cap each event stream; `retention_seconds` is
-    how long a final record is kept. `observer` is told of what begins and ends.
+    how long a final record is kept. `observer` is told of what begins and ends. `signer` signs the message of a task
+    that is queued again.
     """
 
     def __init__(
@@ -113,8 +118,10 @@ class Ledger:
         events_max_bytes: int = 16 << 20,
         retention_seconds: int = 30 * 86_400,
         observer: Observer | None = None,
+        signer: Signer | None = None,
     ) -> None:
         self.client: Any = client
+        self.signer = signer
         self.observer = observer
         self.keys = keys
         self.events_maxlen = events_maxlen
@@ -553,8 +560,10 @@ class Ledger:
     def requeue(self, task_id: str) -> bool:
         """Queue an ended task again under its id. False if it has not ended or has succeeded.
 
-        Raises UnknownTask, also for a run of merged calls (its callers are the tasks) and a replica of a served model.
+        Raises UnknownTask, also for a run of merged calls (its callers are the tasks) and a replica of a served model,
+        and SignatureRefused where its stored message is not signed by a holder of the key.
         """
+        tag = str(uuid.uuid4())
         done = ledger_script("requeue")(
             self.client,
             [
@@ -566,8 +575,10 @@ class Ledger:
                 self.keys.dead,
                 self.keys.unfinished,
             ],
-            [str(uuid.uuid4()), self.events_maxlen, BELL_SECONDS, actor_here()],
+            [tag, self.events_maxlen, BELL_SECONDS, actor_here(), *self.signed_anew(task_id, tag)],
         )
+        if done == _CHANGED:
+            raise SignatureRefused("forged", f"the message of task {task_id} was changed meanwhile; try again")
         if done == _IS_RUN:
             raise UnknownTask(
                 f"{task_id} is a run of merged calls and has no callers left; retry the tasks that it served"
@@ -577,3 +588,13 @@ class Ledger:
         if done < 0:
             raise UnknownTask(f"no task {task_id!r} that could be queued again; its record may have expired")
         return bool(done)
+
+    def signed_anew(self, task_id: str, tag: str) -> tuple[str, ...]:
+        """Return the stored message of a task, and the same with a new tag and signature; () where nothing is signed.
+
+        Raises SignatureRefused where it was not signed by a holder of the key.
+        """
+        stored = None if self.signer is None else self.client.hget(self.keys.task(task_id), "message")
+        if self.signer is None or not stored:
+            return ()
+        return stored, signed_anew(self.signer, stored, task_id, tag)

@@ -21,6 +21,7 @@ from celery.app.task import Context
 from kombu.utils.json import dumps
 
 from gpuflow.broker.calls import arguments, control_message, hints_text, read_message, request_of, run_message
+from gpuflow.broker.signed_messages import QUEUES_HEADER, checked, signed_call, with_signature
 from gpuflow.broker.wire import portable
 from gpuflow.ledger.ledger import MAX_LOSSES
 from gpuflow.ledger.records import TaskRecord
@@ -32,6 +33,7 @@ from gpuflow.merge.folders import call_folder, link_results
 from gpuflow.merge.store import CallerEnd, Completion, MergeStore
 from gpuflow.protocol import whole_text
 from gpuflow.routing.families import CONTROL_QUEUE
+from gpuflow.signatures import SignatureRefused, Signer
 
 log = get_logger("gpuflow.merge")
 
@@ -90,8 +92,9 @@ class Merger:
         while True:
             calls = self.store.calls(run_id)
             ends = call_ends(run, sorted({*calls, *filter(None, [of_caller])}))
+            refused = self.store.refused_calls(run_id) if calls else {}
             for digest, end in ends.items():
-                self._end_call(run, digest, end, calls.get(digest))
+                self._end_call(run, digest, end, calls.get(digest), refused.get(digest))
             closed = self.store.close(
                 run_id,
                 {digest: _result_bytes(end) for digest, end in ends.items()},
@@ -101,9 +104,24 @@ class Merger:
             if closed:
                 return True
 
-    def _end_call(self, run: TaskRecord, digest: str, end: CallEnd, spec: Mapping[str, Any] | None) -> None:
-        """Complete the callers of one call, or let it be tried again; `spec` is None for a run that was closed."""
+    def _end_call(
+        self,
+        run: TaskRecord,
+        digest: str,
+        end: CallEnd,
+        spec: Mapping[str, Any] | None,
+        refused: SignatureRefused | None = None,
+    ) -> None:
+        """Complete the callers of one call, or let it be tried again; `spec` is None for a run that was closed.
+
+        A call whose signature is refused is not tried again.
+        """
         decision = self._decide(run, end, spec)
+        if refused is None and isinstance(decision, Again):
+            refused = self._refusal(run)
+        if refused is not None and isinstance(decision, Again):
+            error = {"type": type(refused).__name__, "message": str(refused), "retryable": False}
+            decision = CallEnd(state=TaskState.FAILED, error=error)
         if isinstance(decision, CallEnd):
             self._complete_call(run, digest, decision, is_reused=spec is None)
         elif spec is not None:
@@ -114,9 +132,19 @@ class Merger:
         if caller.run is None:
             return
         if self.app.ledger.find(caller.run) is None:
-            self.store.release(caller.id)
+            self.release(caller.id)
         else:
             self.complete(caller.run, of_caller=caller.call or "")
+
+    def release(self, caller_id: str) -> bool:
+        """Let a caller run by itself whose run is gone; False if its run is there, or it has ended."""
+        tag = str(uuid.uuid4())
+        signed: tuple[str, ...] = ()
+        try:
+            signed = self.app.ledger.signed_anew(caller_id, tag)
+        except SignatureRefused as error:  # a worker refuses its message, and ends it
+            log.warning("caller_is_not_signed", task=caller_id, reason=error.reason, cause=str(error))
+        return self.store.release(caller_id, tag, signed)
 
     def _decide(self, run: TaskRecord, end: CallEnd, spec: Mapping[str, Any] | None) -> CallEnd | Again:
         """Return the end of a call, or when it is tried again by itself."""
@@ -155,15 +183,32 @@ class Merger:
         for caller_id in ids:
             pipe.hget(self.store.keys.task(caller_id), "message")
         return [
-            _Caller(id=caller_id, message=_stored(text, caller_id))
+            _Caller(id=caller_id, message=_stored(text, caller_id, self.store.signer))
             for caller_id, text in zip(ids, pipe.execute(), strict=True)
         ]
 
     def _completion(self, run: TaskRecord, digest: str, end: CallEnd, caller: _Caller) -> Completion:
         result = "" if end.result is None else self._own_result(run, digest, end.result, caller.id)
         is_told_here = not caller.message or (end.state is TaskState.SUCCEEDED and caller.is_plain)
-        message = "" if is_told_here else dumps(control_message(caller.message, CONTROL_QUEUE))
+        message = "" if is_told_here else dumps(self._for_control(caller.message))
         return Completion(caller=caller.id, result=result, message=message)
+
+    def _for_control(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a caller's message as it fetches the end of its call."""
+        made = control_message(message, CONTROL_QUEUE)
+        return made if self.store.signer is None else with_signature(self.store.signer, made, [CONTROL_QUEUE])
+
+    def _refusal(self, run: TaskRecord) -> SignatureRefused | None:
+        """Return why the stored message of a run is not to be made a new one of; None: it may be."""
+        signer = self.store.signer
+        if signer is None or not signer.requires:
+            return None
+        try:
+            stored = self.store.client.hget(self.store.keys.task(run.id), "message") or ""
+            checked(signer, stored, queue=None, task_id=run.id)
+        except SignatureRefused as error:
+            return error
+        return None
 
     def _own_result(self, run: TaskRecord, digest: str, result: Mapping[str, Any], caller_id: str) -> str:
         """Return the result of a call as JSON, with the caller's own folder in place of the run's where it has one."""
@@ -219,12 +264,16 @@ class Merger:
         message, hints = read_message(raw["message"])
         new_run = str(uuid.uuid5(_RUNS, f"{run.id}/{digest}"))
         made = run_message(message, new_run, {"spec": portable(spec)} if spec else None)
+        signer, text = self.store.signer, whole_text(json.dumps(spec, ensure_ascii=False))
+        if signer is not None:
+            queues = message["headers"].get(QUEUES_HEADER) or [str(raw.get("queue") or "")]
+            made = with_signature(signer, made, queues, hints=hints)
         kept = {name: raw[name] for name in _OF_THE_NEXT_RUN if name in raw}
         fields = {
             **kept,
             "state": str(TaskState.QUEUED),
             "attempt": "0",
-            "spec": whole_text(json.dumps(spec, ensure_ascii=False)),
+            "spec": text,
             "merge_tokens": "0",
             "merge_batch": "",
             "failures": str(run.failures + 1 if is_failure else 0),
@@ -241,7 +290,7 @@ class Merger:
                 tag=made["properties"]["delivery_tag"],
                 hints=hints_text(hints),
                 message_list=raw["list"],
-                spec=fields["spec"],
+                spec=text if signer is None else signed_call(signer, digest, text),
                 fields=fields,
                 delay_seconds=delay_seconds,
                 callers=page,
@@ -264,13 +313,18 @@ class Merger:
             )
 
 
-def _stored(text: str | None, caller_id: str) -> dict[str, Any]:
-    """Return a caller's stored message; {} where there is none that can be read: it holds up no other caller."""
+def _stored(text: str | None, caller_id: str, signer: Signer | None = None) -> dict[str, Any]:
+    """Return a caller's stored message; {} where there is none that can be read, and is signed where it has to be.
+
+    It holds up no other caller.
+    """
     if not text:
         return {}
     try:
+        if signer is not None and signer.requires:
+            checked(signer, text, queue=None, task_id=caller_id)
         return read_message(text)[0]
-    except ValueError as error:
+    except (ValueError, SignatureRefused) as error:
         log.warning("message_not_readable", task=caller_id, cause=str(error))
         return {}
 

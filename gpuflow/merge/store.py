@@ -6,7 +6,6 @@ Who waits for them, and the Lua steps that complete, regroup, close and release.
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +17,11 @@ from gpuflow.broker.calls import CALLER_PRIORITY
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.priorities import list_key
 from gpuflow.broker.scripts import Script, load_script, script_text
+from gpuflow.broker.signed_messages import spec_of_call
 from gpuflow.broker.sweeper import BELL_SECONDS
 from gpuflow.ledger.states import TaskState, lua_preamble
 from gpuflow.routing.families import CONTROL_QUEUE
+from gpuflow.signatures import SignatureRefused, Signer
 
 
 def merge_script(name: str) -> Script:
@@ -53,8 +54,16 @@ class CallerEnd:
 class MergeStore:
     """The runs of one fleet; `client` must decode responses."""
 
-    def __init__(self, client: redis.Redis, keys: Keys, events_maxlen: int, retention_seconds: int) -> None:
+    def __init__(
+        self,
+        client: redis.Redis,
+        keys: Keys,
+        events_maxlen: int,
+        retention_seconds: int,
+        signer: Signer | None = None,
+    ) -> None:
         self.client: Any = client
+        self.signer = signer
         self.keys = keys
         self.events_maxlen = events_maxlen
         self.retention_seconds = retention_seconds
@@ -67,7 +76,19 @@ class MergeStore:
     def calls(self, run_id: str) -> dict[str, dict[str, Any]]:
         """Return the different calls of a run: digest -> spec. Those of a run that has begun stay the same."""
         raw = self.client.hgetall(self.keys.merge_calls(run_id))
-        return {digest: json.loads(raw[digest]) for digest in sorted(raw)}
+        return {digest: spec_of_call(None, digest, raw[digest]) for digest in sorted(raw)}
+
+    def refused_calls(self, run_id: str) -> dict[str, SignatureRefused]:
+        """Return those of a run's calls that are not to be executed: they were not signed, or changed since."""
+        if self.signer is None or not self.signer.requires:
+            return {}
+        refused = {}
+        for digest, text in self.client.hgetall(self.keys.merge_calls(run_id)).items():
+            try:
+                spec_of_call(self.signer, digest, text)
+            except SignatureRefused as error:
+                refused[digest] = error
+        return refused
 
     def callers(self, run_id: str, digest: str, count: int) -> list[str]:
         """Return up to `count` callers of one call that have not been told of its end, in no order."""
@@ -192,13 +213,16 @@ class MergeStore:
         )
         return bool(done)
 
-    def release(self, caller_id: str) -> bool:
-        """Let a caller run by itself whose run is gone; False if its run is there, or it has ended (release.lua)."""
+    def release(self, caller_id: str, tag: str, signed: Sequence[str] = ()) -> bool:
+        """Let a caller run by itself whose run is gone; False if its run is there, or it has ended (release.lua).
+
+        `tag` is the new delivery tag of its message; `signed` its stored message, and the same with that tag, signed.
+        """
         keys = self.keys
         done = merge_script("release")(
             self.client,
             [keys.task(caller_id), keys.events(caller_id), keys.ready, keys.merge],
-            [caller_id, self.events_maxlen, BELL_SECONDS, str(uuid.uuid4())],
+            [caller_id, self.events_maxlen, BELL_SECONDS, tag, *signed],
         )
         return bool(done)
 

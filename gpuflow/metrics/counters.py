@@ -12,6 +12,7 @@ A field is `<name>\\n<label>\\n<task type>`, for some with `\\n<queue>`; its val
 | `wait_ms`, `run_ms` | | the sums of these, in milliseconds |
 | `calls` | outcome | calls of `/v1` that have ended; in place of the task type they have the model |
 | `first_bucket`, `first_ms` | upper bound | how long the first text of streamed calls took, by model |
+| `refused` | reason | messages whose signature was refused; in place of the task type they have the mode |
 | `gpu_ms`, `energy_mj`, `cost_millionths`, `artifact_bytes` | | what attempts have used |
 """
 

@@ -101,6 +101,8 @@ def _counted(readings: Readings, found: Found) -> None:
             found["attempts"].setdefault(("lost", count.task_type), 0.0)
         elif count.name == "attempts":
             found["attempts"][count.label, count.task_type] = count.value
+        elif count.name == "refused":
+            found["messages_refused"][count.label, count.task_type] = count.value
         elif count.name == "calls":
             found["served_calls"][count.task_type, count.label] = count.value
         elif count.name in _USED:

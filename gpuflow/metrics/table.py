@@ -44,6 +44,12 @@ _ROWS: Final = (
     _row("attempts", "counter", "outcome type", "Attempts that have ended; outcome lost: their worker was gone"),
     _row("dead_letters", "gauge", "", "Tasks that used up their attempts and are kept"),
     _row("unreadable_messages", "gauge", "", "Messages that nobody could read or run, kept aside"),
+    _row(
+        "messages_refused",
+        "counter",
+        "reason mode",
+        "Messages that are not signed as they must be; mode sign: still run",
+    ),
     # queues and leases
     _row("queue_tasks", "gauge", "queue state", "Tasks of a queue that wait, or that a worker holds (running)"),
     _row("queue_oldest_seconds", "gauge", "queue", "How long the oldest waiting task of a queue has waited"),

@@ -28,6 +28,7 @@ from gpuflow.pipelines.records import PipelineRecord, PipelineState, StageRecord
 from gpuflow.pipelines.resolve import Load, StageResult, lookup_of, task_specs
 from gpuflow.pipelines.store import PipelineStore
 from gpuflow.routing.families import CONTROL_QUEUE, task_of
+from gpuflow.signatures import SignatureRefused
 from gpuflow.spec import Stage, Template
 from gpuflow.spec.conditions import StageSkipped, condition_holds
 from gpuflow.traces.context import TRACEPARENT
@@ -64,7 +65,10 @@ class Engine:
             if record.state.final:
                 self._stop_leftovers(record)
                 return record.state
-            if not self._round(record):
+            refused = self.store.refusal(record)
+            if refused is not None:
+                self._refuse(record, refused)
+            elif not self._round(record):
                 return record.state
         return PipelineState.RUNNING
 
@@ -77,6 +81,21 @@ class Engine:
         names = [stage.name for stage in Template.from_dict(record.template).stages]
         cause = {"type": type(error).__name__, "message": f"gpuflow could not go on with it: {error}"}
         self.store.end(pipeline_id, PipelineState.FAILED, names, cause, epoch=record.epoch)
+
+    def refuse_unsigned(self, pipeline_id: str) -> None:
+        """End a pipeline whose record is not signed as it must be, when what begins it is not: else it would wait."""
+        record = self.store.find(pipeline_id)
+        if record is None or record.state.final:
+            return
+        refused = self.store.refusal(record)
+        if refused is not None:
+            self._refuse(record, refused)
+
+    def _refuse(self, record: PipelineRecord, refused: SignatureRefused) -> None:
+        """End a pipeline whose template is not what a holder of the key has submitted: no stage of it is published."""
+        log.error("pipeline_refused", pipeline=record.id, reason=refused.reason, cause=str(refused))
+        cause = {"type": type(refused).__name__, "message": str(refused), "retryable": False}
+        self.store.end(record.id, PipelineState.FAILED, [], cause, epoch=record.epoch)
 
     def _round(self, record: PipelineRecord) -> bool:
         """Do one round; True if something moved."""

@@ -84,7 +84,12 @@ class PipelineRecord:
     error: Mapping[str, Any] | None = None
     stages: Mapping[str, StageRecord] = field(default_factory=dict)
     traceparent: str = ""
+    signature: str = ""
     schema: int = PIPELINE_SCHEMA
+
+    def signed_part(self) -> dict[str, Any]:
+        """Return what its signature covers: what its stages are made of, and for whom."""
+        return signed_part(self.id, name=self.name, owner=self.owner, template=self.template)
 
     @classmethod
     def from_hashes(cls, raw: Mapping[str, str], stages: Mapping[str, str]) -> PipelineRecord:
@@ -101,6 +106,7 @@ class PipelineRecord:
             error=json.loads(raw["error"]) if raw.get("error") else None,
             stages={name: StageRecord.from_json(text) for name, text in stages.items()},
             traceparent=raw.get("traceparent", ""),
+            signature=raw.get("signature", ""),
             schema=int(raw.get("schema", PIPELINE_SCHEMA)),
         )
 
@@ -119,6 +125,11 @@ class PipelineRecord:
     def stage(self, name: str) -> StageRecord:
         """Return the record of a stage, PENDING if nothing happened to it yet."""
         return self.stages.get(name) or StageRecord(name=name, epoch=self.epoch)
+
+
+def signed_part(id: str, *, name: str, owner: str, template: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the signature of a pipeline covers; `template` as JSON holds it."""
+    return {"id": id, "name": name, "owner": owner, "template": template}
 
 
 def new_pipeline_fields(*, name: str, owner: str, template: Mapping[str, Any], traceparent: str = "") -> dict[str, str]:

@@ -15,6 +15,7 @@ from gpuflow.broker.keys import Keys
 from gpuflow.broker.scripts import Script, load_script, script_text
 from gpuflow.errors import UnknownTask
 from gpuflow.pipelines.records import PipelineRecord, PipelineState, StageRecord
+from gpuflow.signatures import SignatureRefused, Signer
 
 
 def pipeline_script(name: str) -> Script:
@@ -31,7 +32,10 @@ class PipelineObserver(Protocol):
 
 
 class PipelineStore:
-    """The pipelines of one fleet; `client` must decode responses. `observer` is told of what ends."""
+    """The pipelines of one fleet; `client` must decode responses. `observer` is told of what ends.
+
+    `signer` checks that the stages of a pipeline are those that a holder of the key has submitted.
+    """
 
     def __init__(
         self,
@@ -41,8 +45,10 @@ class PipelineStore:
         events_maxlen: int,
         retention_seconds: int,
         observer: PipelineObserver | None = None,
+        signer: Signer | None = None,
     ) -> None:
         self.client: Any = client
+        self.signer = signer
         self.observer = observer
         self.keys = keys
         self.events_maxlen = events_maxlen
@@ -68,6 +74,21 @@ class PipelineStore:
         if record is None:
             raise UnknownTask(f"no pipeline {pipeline_id!r}; `gpuflow status` lists those of this fleet")
         return record
+
+    def refusal(self, record: PipelineRecord) -> SignatureRefused | None:
+        """Return why the stages of a running pipeline are not to be published; None: they may be. Raises redis errors.
+
+        Its workers sign what they publish for it, so what they make it of has to be signed.
+        """
+        if self.signer is None or not self.signer.requires:
+            return None
+        try:
+            found = self.signer.check("pipeline", record.signed_part(), record.signature)
+        except SignatureRefused as error:
+            return error
+        if self.client.exists(self.keys.used(found.id)):
+            return SignatureRefused("replayed", "the pipeline has ended before; `gpuflow resume` signs it anew")
+        return None
 
     def recent(self, limit: int = 50) -> list[PipelineRecord]:
         """Return the newest pipelines, newest first."""
@@ -121,7 +142,10 @@ class PipelineStore:
         return bool(ended)
 
     def resume(self, pipeline_id: str) -> str:
-        """Begin a new round: `resumed`, `running` or `succeeded`. Raises UnknownTask."""
+        """Begin a new round: `resumed`, `running` or `succeeded`. Raises UnknownTask.
+
+        Raises SignatureRefused for one that was not signed by a holder of the key.
+        """
         seen = self.get(pipeline_id)
         verdict, _ = pipeline_script("pipeline_resume")(
             self.client,
@@ -131,8 +155,20 @@ class PipelineStore:
                 self.keys.events(pipeline_id),
                 self.keys.audit,
             ],
-            [self.events_maxlen, seen.epoch, actor_here(), pipeline_id],
+            [self.events_maxlen, seen.epoch, actor_here(), pipeline_id, self._signed_anew(seen)],
         )
         if verdict == "unknown":
             raise UnknownTask(f"no pipeline {pipeline_id!r}; `gpuflow status` lists those of this fleet")
         return str(verdict)
+
+    def _signed_anew(self, seen: PipelineRecord) -> str:
+        """Return a new signature of a pipeline that was found to be signed; "" to leave what it has."""
+        if self.signer is None:
+            return ""
+        try:
+            self.signer.check("pipeline", seen.signed_part(), seen.signature, is_timed=False)
+        except SignatureRefused:
+            if self.signer.requires:
+                raise
+            return ""
+        return self.signer.sign("pipeline", seen.signed_part())

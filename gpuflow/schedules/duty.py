@@ -62,7 +62,7 @@ class Schedules(threading.Thread):
     ) -> None:
         super().__init__(name="gpuflow-schedules", daemon=True)
         self._app = app
-        self._store = ScheduleStore(app.redis, app.keys)
+        self._store = ScheduleStore(app.redis, app.keys, app.signer)
         self._clock = clock or self._store.now
         self._poll_seconds = poll_seconds
         self._stop_event = threading.Event()
@@ -153,6 +153,9 @@ class Schedules(threading.Thread):
         if found is None:  # removed or replaced meanwhile: the next look sees it
             return ""
         try:
+            refused = self._store.refusal(name, text, found)
+            if refused is not None:
+                raise refused
             template = Template.from_dict(json.loads(found))
             run = submit_pipeline(
                 template, idempotency_key=key, owner=schedule.owner or None, uploads=False, app=self._app

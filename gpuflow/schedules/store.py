@@ -14,6 +14,7 @@ from gpuflow.broker.keys import Keys
 from gpuflow.broker.scripts import load_script
 from gpuflow.errors import GPUFlowError, InvalidTemplate
 from gpuflow.schedules.cron import Cron, parse_cron
+from gpuflow.signatures import SignatureRefused, Signer
 
 MOST_SCHEDULES: Final = 1000
 #: Most bytes of one template, as JSON: large data belongs into a store.
@@ -38,9 +39,10 @@ class Schedule:
         """Return its cron expression, read. Raises InvalidTemplate."""
         return parse_cron(self.cron, self.zone)
 
-    def to_json(self) -> str:
+    def to_json(self, signature: str = "") -> str:
         """Return the record, which is without the template: that is read only when it is due."""
-        return json.dumps({"cron": self.cron, "zone": self.zone, "owner": self.owner, "createdAt": self.created_at})
+        part = {"cron": self.cron, "zone": self.zone, "owner": self.owner, "createdAt": self.created_at}
+        return json.dumps({**part, "signature": signature} if signature else part)
 
     @classmethod
     def from_json(cls, name: str, text: str) -> Schedule:
@@ -70,6 +72,12 @@ class LastRun:
         return cls(due=_moment(data["due"]), pipeline=str(data.get("pipeline", "")), error=str(data.get("error", "")))
 
 
+def _signed_part(name: str, text: str, template: str) -> dict[str, Any]:
+    """Return what the signature of a schedule covers: all of it. Raises ValueError."""
+    record = {key: value for key, value in json.loads(text).items() if key != "signature"}
+    return {"name": name, "record": record, "template": json.loads(template)}
+
+
 def _moment(value: Any) -> float:
     """Return Unix seconds that a date can be made of. Raises ValueError, TypeError, OverflowError."""
     found = float(value)
@@ -81,8 +89,9 @@ def _moment(value: Any) -> float:
 class ScheduleStore:
     """The schedules of one fleet; `client` must decode responses. Every call raises redis errors."""
 
-    def __init__(self, client: Any, keys: Keys) -> None:
+    def __init__(self, client: Any, keys: Keys, signer: Signer | None = None) -> None:
         self._client = client
+        self._signer = signer
         self._keys = keys
 
     def now(self) -> float:
@@ -106,7 +115,7 @@ class ScheduleStore:
         answer = load_script("gpuflow.schedules", "put")(
             self._client,
             [self._keys.schedules, self._keys.schedule_templates],
-            [schedule.name, schedule.to_json(), template, int(replace), MOST_SCHEDULES],
+            [schedule.name, schedule.to_json(self._signature(schedule)), template, int(replace), MOST_SCHEDULES],
         )
         if answer == "full":
             raise GPUFlowError(f"there are {MOST_SCHEDULES} schedules; remove one: gpuflow schedules remove NAME")
@@ -115,6 +124,27 @@ class ScheduleStore:
                 f"schedule {schedule.name!r} is there already; give another --name, or --replace to replace it"
             )
         record(self._client, self._keys, "schedule.put", f"schedule:{schedule.name}", {"owner": schedule.owner})
+
+    def _signature(self, schedule: Schedule) -> str:
+        """Return the signature of a schedule; "" where nothing is signed."""
+        if self._signer is None:
+            return ""
+        template = json.dumps(schedule.template)
+        return self._signer.sign("schedule", _signed_part(schedule.name, schedule.to_json(), template))
+
+    def refusal(self, name: str, text: str, template: str) -> SignatureRefused | None:
+        """Return why a schedule is not to be submitted, by its record and template as they stand; None: it may be.
+
+        Raises ValueError for texts that are no JSON.
+        """
+        if self._signer is None or not self._signer.requires:
+            return None
+        try:
+            signature = json.loads(text).get("signature")
+            self._signer.check("schedule", _signed_part(name, text, template), signature, is_timed=False)
+        except SignatureRefused as error:
+            return error
+        return None
 
     def remove(self, name: str) -> bool:
         """Remove a schedule; say whether it was there. What it has submitted stays."""

@@ -17,7 +17,7 @@ def model_of(app: GPUFlow, parts: Mapping[str, Any], *, name: str, replicas: int
     Without `replicas` there are as many as before, or one. Without resources it asks for what it asked for before, else
     for any GPU if the fleet has one now, else for CPUs. Raises InvalidTemplate, redis errors.
     """
-    there = ServedModels(app.redis, app.keys).find(name)
+    there = ServedModels(app.redis, app.keys, app.signer).find(name)
     resources = parts.get("resources") or (there.spec.get("resources") if there is not None else None)
     if not resources:
         resources = {"hardware": {"gpu": {"count": 1 if SeenFleet(app.redis, app.keys).has_gpu() else 0}}}

@@ -75,18 +75,23 @@ class ServedModel:
             {"data": _DATA, "priority": PRIORITY, "merge": "never", "retry": {"max_attempts": 3, "backoff_seconds": 2}}
         )
 
-    def to_json(self) -> str:
+    def to_json(self, signature: str = "") -> str:
         """Return the record, which is without the number of replicas: that changes."""
-        return json.dumps(
-            {
-                "spec": self.spec,
-                "owner": self.owner,
-                "uid": self.uid,
-                "digest": self.digest(),
-                "createdBy": self.created_by,
-                "createdAt": self.created_at,
-            }
-        )
+        return json.dumps({**self._record(), "signature": signature} if signature else self._record())
+
+    def signed_part(self) -> dict[str, Any]:
+        """Return what its signature covers: its name and its record, as JSON holds them."""
+        return {"name": self.name, "record": json.loads(json.dumps(self._record()))}
+
+    def _record(self) -> dict[str, Any]:
+        return {
+            "spec": self.spec,
+            "owner": self.owner,
+            "uid": self.uid,
+            "digest": self.digest(),
+            "createdBy": self.created_by,
+            "createdAt": self.created_at,
+        }
 
     @classmethod
     def from_json(cls, name: str, text: str, replicas: str | None) -> ServedModel:

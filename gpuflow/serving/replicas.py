@@ -97,7 +97,7 @@ class Replicas:
         self._app = app
         self._client: Any = app.redis
         self._keys = app.keys
-        self._models = ServedModels(app.redis, app.keys)
+        self._models = ServedModels(app.redis, app.keys, app.signer)
 
     def reconcile(self, *, wait: bool = False) -> int:
         """Make one round, unless another process does; return how many replicas were submitted or cancelled.

@@ -83,7 +83,7 @@ def _setting(env_name: str, default: Any, hint: str, *, secret: bool = False) ->
 #: The settings whose value is a path.
 _FOLDERS: Final = (
     "results_dir", "cache_dir", "state_dir", "env_dir", "secrets_dir", "valkey_server", "lock_dir", "container_presets",
-    "audit_key_file", "cgroup",
+    "audit_key_file", "cgroup", "signing_key_file",
 )  # fmt: skip
 
 
@@ -170,6 +170,13 @@ class Settings(BaseModel):
     )
     audit_max_entries: PositiveCount = _setting("GPUFLOW_AUDIT_MAX_ENTRIES", 1_000_000, "a count from 1 up")
     audit_key_file: Path | None = _setting("GPUFLOW_AUDIT_KEY_FILE", None, "the path of a file with the key")
+    signing: Literal["off", "sign", "require"] = _setting("GPUFLOW_SIGNING", "off", "off, sign or require")
+    signing_key_file: Path | None = _setting(
+        "GPUFLOW_SIGNING_KEY_FILE", None, "the path of a file with a key of at least 32 bytes, or several, one a line"
+    )
+    signature_days: Annotated[float, Field(gt=0, le=3650, allow_inf_nan=False)] = _setting(
+        "GPUFLOW_SIGNATURE_DAYS", 30, "days, such as 30"
+    )
     pass_env: Names = _setting(
         "GPUFLOW_PASS_ENV", (), "names of environment variables separated by commas; globs are allowed"
     )
@@ -430,6 +437,11 @@ class Settings(BaseModel):
                 f"ELASTIC_AUTO_DISABLE_QUEUE_MAX ({self.elastic_auto_disable_queue_max}) must not be above "
                 f"ELASTIC_AUTO_ENABLE_QUEUE_THRESHOLD ({self.elastic_auto_enable_queue_threshold}), or "
                 f"workers would switch on and off for ever; lower the first"
+            )
+        if self.signing != "off" and self.signing_key_file is None:
+            yield (
+                f"GPUFLOW_SIGNING is {self.signing}, and GPUFLOW_SIGNING_KEY_FILE names no key; make one by "
+                "`openssl rand -hex 32 > FILE; chmod 600 FILE`, or set GPUFLOW_SIGNING=off"
             )
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:

@@ -125,7 +125,7 @@ class Reconciler:
 
     def _release(self, caller_id: str) -> int:
         log.warning("run_gone", caller=caller_id)
-        return int(self.app.merger.store.release(caller_id))
+        return int(self.app.merger.release(caller_id))
 
     def _complete(self, run_id: str, call: str) -> int:
         log.warning("calls_completed", run=run_id)

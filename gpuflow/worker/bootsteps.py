@@ -50,6 +50,7 @@ from gpuflow.worker.runtime import Runtime, current, find, install
 from gpuflow.worker.service import Notifier, ServiceWatch
 from gpuflow.worker.sessions.neighbours import Neighbours
 from gpuflow.worker.sessions.setup import make_sessions, yield_to
+from gpuflow.worker.signed_work import SignedWork
 from gpuflow.worker.slots import Limits
 from gpuflow.worker.spot_notices import SpotNotices
 from gpuflow.worker.stopping import Stopper
@@ -174,6 +175,8 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
             free, table.owner, table.lease_seconds, new_run=new_run
         )
         table.on_unreadable = lambda task_id, why: fail_unreadable(app, task_id, why)
+        if app.signer is not None:
+            table.checker = SignedWork(app, app.signer, worker.worker_id)
         installed.install(table)
         runtime = Runtime(
             app=app,

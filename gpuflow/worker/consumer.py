@@ -15,7 +15,7 @@ from celery.worker.consumer import Consumer as CeleryConsumer
 from celery.worker.state import maybe_shutdown
 from redis.exceptions import AuthenticationError, RedisError
 
-from gpuflow.errors import UnreadableMessage
+from gpuflow.errors import GPUFlowError, UnreadableMessage
 from gpuflow.ledger.backend import error_record
 from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
@@ -121,7 +121,15 @@ def _set_aside(message: Any, error: BaseException) -> None:
 
 def fail_unreadable(app: Any, task_id: str, why: str) -> None:
     """Make the task of a message that cannot be run fail, for gpuflow and for Celery. Raises redis errors."""
-    error = UnreadableMessage(f"the message of task {task_id} cannot be run: {why}; submit the task again")
+    fail_of_message(
+        app,
+        task_id,
+        UnreadableMessage(f"the message of task {task_id} cannot be run: {why}; submit the task again"),
+    )
+
+
+def fail_of_message(app: Any, task_id: str, error: GPUFlowError) -> None:
+    """Make a task fail whose message is put aside, for gpuflow and for Celery. Raises redis errors."""
     record = app.ledger.find(task_id)
     if record is not None and not app.ledger.commit(
         task_id, TaskState.FAILED, holder=None, error=error_record(error, retryable=False)

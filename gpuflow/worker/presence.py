@@ -298,6 +298,7 @@ class PresenceThread(threading.Thread):
             "limits": self.runtime.limits.to_dict(),
             "allowsCode": sorted(allowed_kinds(self.runtime.app.settings.allow_code)),
             "secrets": list(self.runtime.offering.secrets),
+            "signing": self.runtime.app.signer.public() if self.runtime.app.signer is not None else {},
         }
         if hardware.gpus:
             load |= self._gpu_load()

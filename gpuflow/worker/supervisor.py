@@ -22,6 +22,7 @@ from gpuflow.artifacts.manifest import SealedResults, digests_in, seal_results
 from gpuflow.artifacts.partial import file_digest
 from gpuflow.artifacts.store import Store
 from gpuflow.broker.calls import RUN_HEADER
+from gpuflow.broker.signed_messages import OWNER_HEADER
 from gpuflow.errors import ArtifactError, GPUFlowError
 from gpuflow.ledger.ledger import Holder, StartVerdict
 from gpuflow.ledger.records import RECORD_SCHEMA, SCHEMA_HEADER, TaskRecord, Usage, new_record_fields
@@ -181,8 +182,12 @@ class Delivery:
         """Read what this run is to execute; nothing joins it any more but equal calls. Without a caller it ends."""
         store = self.runtime.app.merger.store
         calls = self._until_told(lambda: store.calls(self.id))
+        refused = self._until_told(lambda: store.refused_calls(self.id))
         waited_for = self._until_told(lambda: store.waited_for(self.id, list(calls)))
-        self.calls = {digest: calls[digest] for digest in waited_for}
+        self.calls = {digest: calls[digest] for digest in waited_for if digest not in refused}
+        if refused and waited_for and not self.calls:
+            failed = cause_of(next(iter(refused.values())))
+            self._finish(holder, TaskState.FAILED, failed, Outcome(completed=False))
         if not self.calls:
             left = {"type": "Cancelled", "message": "every caller of this run has left", "retryable": False}
             self._finish(holder, TaskState.CANCELLED, left, Outcome(completed=False))
@@ -303,8 +308,16 @@ class Delivery:
 
     def _owner(self) -> str:
         """Return whose task this is; one without a record is nobody's, and shares with nobody."""
+        signed = self._signed_owner()
+        if signed is not None:
+            return f"{NO_OWNER}{signed}"
         record = next(iter(self._until_told(lambda: self.ledger.find_many([self.id]))), None)
         return f"{NO_OWNER}{record.owner}" if record is not None else f"task {self.id}"
+
+    def _signed_owner(self) -> str | None:
+        """Return whose task this is by its signed message; None where nothing is signed, and its record says it."""
+        signer = self.runtime.app.signer
+        return str(self.request.get(OWNER_HEADER) or "") if signer is not None and signer.requires else None
 
     def _owned(self, others: Sequence[str], wanted: Callable[[], bool]) -> set[str]:
         """Return those of other tasks that are of the same owner as this one; one without a record is nobody's.
@@ -318,11 +331,13 @@ class Delivery:
         mine = next(iter(self._until_told(lambda: find([self.id]))), None)
         if mine is None:
             return set()
+        signed = self._signed_owner()
+        owner = mine.owner if signed is None else signed
         found: set[str] = set()
         for start in range(0, len(others), _RECORDS_AT_ONCE):
             some = others[start : start + _RECORDS_AT_ONCE]
             records = self._until_told(lambda some=some: find(some))  # type: ignore[misc]
-            found.update(record.id for record in records if record is not None and record.owner == mine.owner)
+            found.update(record.id for record in records if record is not None and record.owner == owner)
         return found
 
     def _while_preparing(self, preparing: Preparing) -> None:

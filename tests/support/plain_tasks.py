@@ -140,3 +140,11 @@ def merged_retry(self: Any, number: int) -> int:
 def block() -> None:
     """Wait in a call that no exception gets into."""
     threading.Event().wait()
+
+
+@app.task(bind=True, max_retries=5)
+def retried(self: Any, tries: int) -> int:
+    """Ask for a retry until it has been tried so often."""
+    if self.request.retries + 1 < tries:
+        raise self.retry(countdown=0.05)
+    return int(self.request.retries) + 1

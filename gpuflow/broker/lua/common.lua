@@ -208,6 +208,12 @@ end
 -- Forget that: the message has ended.
 local function forget_return(ready, tag) redis.call('ZREM', prefix_of(ready) .. 'gpuflow.returned', tag) end
 
+-- Note that the signature of a message has been used, for as many seconds as it is valid yet: no message with it is run
+-- again. Without an id, nothing was signed.
+local function use_signature(ready, id, seconds)
+  if id and id ~= '' then redis.call('SET', prefix_of(ready) .. 'gpuflow.used:' .. id, '', 'EX', seconds) end
+end
+
 -- Return the list from which a delivery came, if its lease is still that owner's; nil when it was LOST: another owner
 -- holds it, or it was settled before, or it went back since `last` (has_returned).
 local function list_of_lease(owners, ready, tag, owner, last)

@@ -21,20 +21,23 @@
 --            of one is left to others, with GPUs for a time
 --   full     sessions here without a place, beside which none is to be opened: their messages are left
 --   models   the models that this worker has   patience: seconds to leave a task to a worker that has its model
--- ARGV[4..] tag and last return of deliveries to acknowledge (settle.lua)
+-- ARGV[4..] of each delivery to acknowledge: tag, last return, id of its signature ('' for none) and for how many seconds
+-- that is valid yet (settle.lua)
 --
 -- Returns {list, message, names, cold, tag, returned, lost}, `cold` being the queues that have a message for this worker
 -- but for their warm_only, `returned` when the message last went back undone, '0' for never, `lost` the tags whose leases
 -- were LOST before they were acknowledged. With '' for the first two when nothing was taken: then the doorbell is
 -- registered in the same step, so that no publish is missed, and another waiter is woken for the queue of pass_on.
 -- Nothing is taken while the fleet gathers after a new server run (arrive.lua).
--- A message that is not JSON with a delivery tag is put aside.
+-- A message that is not JSON with a delivery tag is put aside, and one whose tag is that of a leased message: a copy, by
+-- which that one would lose its lease.
 local ready = KEYS[4]
 local look = cjson.decode(ARGV[3])
 local time = redis.call('TIME')
 local now = time[1] + time[2] / 1000000
 -- Messages of one list that are looked at beyond its head, where the head is not for this worker.
 local DEPTH = 20
+local NO_TAG = 'it is not JSON with a delivery tag'
 -- Lua passes no more arguments at once than some thousand.
 local MANY = 1000
 -- A head that has waited for so many times the patience goes before tasks whose model this worker has.
@@ -177,22 +180,24 @@ local function take()
     while list do
       take_out(ready, list, raw)
       local tag = tag_of(raw)
-      if tag then
+      local taken = tag and redis.call('HEXISTS', KEYS[2], tag) == 1
+      if tag and not taken then
         redis.call('ZADD', KEYS[1], now + tonumber(ARGV[2]), tag)
         redis.call('HSET', KEYS[2], tag, raw)
         redis.call('HSET', KEYS[3], tag, ARGV[1] .. '\n' .. list)
         return list, raw, tag
       end
-      set_aside(ready, list, raw, 'it is not JSON with a delivery tag')
+      set_aside(ready, list, raw, taken and 'a message with its delivery tag is at work' or NO_TAG)
       list, raw = best_from(first)
     end
   end
 end
 
 local lost = {}
-for place = 4, #ARGV, 2 do
+for place = 4, #ARGV, 4 do
   if list_of_lease(KEYS[3], ready, ARGV[place], ARGV[1], ARGV[place + 1]) then
     forget_return(ready, ARGV[place])
+    use_signature(ready, ARGV[place + 2], ARGV[place + 3])
     end_lease(KEYS[1], KEYS[2], KEYS[3], ARGV[place])
   else
     lost[#lost + 1] = ARGV[place]

@@ -4,17 +4,23 @@
 -- KEYS[5] attempts of the task  KEYS[6] gpuflow.dead  KEYS[7] gpuflow.unfinished
 -- ARGV[1] new delivery tag, which is also the id of this call  ARGV[2] cap of the event stream  ARGV[3] doorbell token seconds
 -- ARGV[4] who acts
+-- ARGV[5], ARGV[6] the message that the caller has seen in the record, and the same with the new tag, signed; without them,
+-- nothing is signed
 --
 -- A caller of a merged run runs by itself then; a run is not queued again: it has no callers left.
 --
 -- Returns 1 queued, 0 it has not ended or has succeeded, -1 unknown or without its message, -2 a run of merged calls,
--- -3 a replica of a served model: there may be another in its place.
+-- -4 the record has another message by now, -3 a replica of a served model: there may be another in its place.
 local state, list, message, id = unpack(redis.call('HMGET', KEYS[1], 'state', 'list', 'message', 'id'))
 if not state or not list or not message then return -1 end
 if answer_to(KEYS[1], 'requeue', ARGV[1]) then return 1 end
 if redis.call('HEXISTS', KEYS[1], 'merge_tokens') == 1 then return -2 end
 if redis.call('HEXISTS', KEYS[1], 'replica_of') == 1 then return -3 end
 if not is_final(state) or not may_move(state, 'QUEUED') then return 0 end
+if ARGV[5] then
+  if message ~= ARGV[5] then return -4 end
+  message = ARGV[6]
+end
 local old = cjson.decode(message)['properties']['delivery_tag']
 local from, to = string.find(message, old, 1, true)
 message = string.sub(message, 1, from - 1) .. ARGV[1] .. string.sub(message, to + 1)

@@ -2,6 +2,8 @@
 --
 -- KEYS[1] record of the caller  KEYS[2] its events  KEYS[3] gpuflow.ready  KEYS[4] gpuflow.merge
 -- ARGV[1] id of the caller  ARGV[2] cap of the event stream  ARGV[3] doorbell token seconds  ARGV[4] new delivery tag
+-- ARGV[5], ARGV[6] the message that the caller of this has seen, and the same with the new tag, signed; without them,
+-- nothing is signed
 --
 -- Returns 1 released, 0 it waits for a run that there is, or has ended.
 local state, run, call, list, message, queue, requirement, pause = unpack(redis.call('HMGET', KEYS[1],
@@ -9,6 +11,10 @@ local state, run, call, list, message, queue, requirement, pause = unpack(redis.
 if state ~= 'MERGED' or not message then return 0 end
 local prefix = prefix_of(KEYS[3])
 if redis.call('EXISTS', prefix .. 'task:' .. run) == 1 then return 0 end
+if ARGV[5] then
+  if message ~= ARGV[5] then return 0 end
+  message = ARGV[6]
+end
 redis.call('SREM', prefix .. 'merge:' .. run .. ':callers:' .. call, ARGV[1])
 local seconds = clock()
 -- Its message may be on its way to fetch a result: that delivery begins nothing (start.lua).

@@ -2,7 +2,7 @@
 --
 -- KEYS[1] pipeline record  KEYS[2] stages hash  KEYS[3] events of the pipeline  KEYS[4] gpuflow.audit
 -- ARGV[1] cap of the event stream  ARGV[2] epoch that the caller has seen
--- ARGV[3] who acts  ARGV[4] id of the pipeline
+-- ARGV[3] who acts  ARGV[4] id of the pipeline  ARGV[5] a new signature of what the caller has seen, or ''
 --
 -- Returns {verdict, epoch}: 'resumed' (now, or since the caller looked), 'running' (it has not ended), 'succeeded' (nothing is left), 'unknown'.
 local state = redis.call('HGET', KEYS[1], 'state')
@@ -15,6 +15,7 @@ epoch = epoch + 1
 local now = redis.call('TIME')
 redis.call('HSET', KEYS[1], 'state', 'RUNNING', 'epoch', epoch, 'resumed_at', string.format('%d.%06d', now[1], now[2]))
 redis.call('HDEL', KEYS[1], 'finished_at', 'error')
+if ARGV[5] ~= '' then redis.call('HSET', KEYS[1], 'signature', ARGV[5]) end
 for i = 1, 3 do redis.call('PERSIST', KEYS[i]) end
 local stages = redis.call('HGETALL', KEYS[2])
 for i = 1, #stages, 2 do

@@ -290,7 +290,9 @@ def test_what_ends_with_the_next_pop_gives_its_place_back_at_once_and_is_told_by
         table.take(tag, "queue", returned="7.5")
         table.start(tag)
 
-    assert table.owe_ack("a") == ("7.5", False)
+    owed = table.owe_ack("a")
+    assert owed is not None
+    assert (owed[0].returned, owed[1]) == ("7.5", False)
     assert table.owe_ack("unknown") is None
 
     assert table.gate.given_back == ["a"]  # type: ignore[attr-defined]

@@ -191,7 +191,7 @@ class Box:
     def told(self) -> Situation:
         """What `explain` says of the worker, by its entry as another process reads it."""
         runtime = SimpleNamespace(
-            app=SimpleNamespace(redis=None, keys=Keys(), settings=Settings()),
+            app=SimpleNamespace(redis=None, keys=Keys(), settings=Settings(), signer=None),
             admission=self.admission,
             machine_gpus=self.admission._gpus,
             hardware=SimpleNamespace(hostname="box", gpus=self.capability.gpus, driver_problem="", problems=()),

@@ -41,7 +41,7 @@ class Lease:
 def delivery(ledger: Away, lease: Lease) -> Delivery:
     made = Delivery.__new__(Delivery)
     made.id, made.tag, made.ledger = "mine", "tag", ledger  # type: ignore[assignment]
-    made.runtime = SimpleNamespace(leases=lease)  # type: ignore[assignment]
+    made.runtime = SimpleNamespace(leases=lease, app=SimpleNamespace(signer=None))  # type: ignore[assignment]
     return made
 
 

@@ -71,7 +71,7 @@ class Worker:
             models=SimpleNamespace(names=tuple),
         )
         self.runtime = SimpleNamespace(
-            app=SimpleNamespace(redis=self.server, keys=Keys(), settings=Settings()),
+            app=SimpleNamespace(redis=self.server, keys=Keys(), settings=Settings(), signer=None),
             admission=admission,
             machine_gpus=MachineGpus(()),
             hardware=SimpleNamespace(hostname="box", gpus=(), driver_problem="", problems=()),
