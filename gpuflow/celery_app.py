@@ -328,6 +328,7 @@ class GPUFlow(Celery):  # type: ignore[misc]
             "broker_channel_error_retry": True,
             "worker_concurrency": 64,
             "worker_cancel_long_running_tasks_on_connection_loss": False,
+            "worker_enable_prefetch_count_reduction": False,  # it does nothing here, and says so at each outage
             "broker_connection_retry_on_startup": True,
             "broker_transport_options": {
                 "global_keyprefix": settings.key_prefix,

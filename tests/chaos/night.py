@@ -62,6 +62,8 @@ class Night:
         self.tasks: dict[str, Task] = {}
         #: What each task is expected to be.
         self.states: dict[str, str] = {}
+        #: How often all views were asked.
+        self.looks = 0
         self._gates: dict[str, Path] = {}
         self._template = fleet.folder / "probe.yaml"
         self._template.write_text("taskType: echo\necho: {output: 1}\n")
@@ -172,6 +174,7 @@ class Night:
     def look(self) -> Views:
         """Ask everybody."""
         fleet, found = self.fleet, Views()
+        self.looks += 1
         workers = {one["id"]: one for one in self.said("workers", "list", "--all")}
         found.standing["workers"] = {name: _kinds(one["standing"]) for name, one in workers.items()}
         rows = {row.entry.id: row for row in read_fleet(fleet.app).workers}
