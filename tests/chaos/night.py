@@ -205,7 +205,7 @@ class Night:
         }
         if demand is not None:
             found.counts["scaling"] = (sum(demand.waiting.values()), demand.running)
-        found.states["status"] = {one["id"]: one["state"] for one in self.said("status")["tasks"]}
+        found.states["status"] = {one["id"]: one["state"] for one in self.said("status", "--limit", "100000")["tasks"]}
         found.states["status of one"] = {task_id: str(task.state) for task_id, task in self.tasks.items()}
         checks = {one["name"]: one for one in self.said("doctor")["checks"]}
         for kind in WARNED:
