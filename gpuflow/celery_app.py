@@ -16,10 +16,10 @@ from typing import Any, Final
 
 import redis
 from celery import Celery, signals
-from celery.bin.base import CeleryOption
+from celery.bin.base import CeleryOption, CLIContext
 from celery.utils import uuid
 from celery.utils.imports import symbol_by_name
-from click import Choice
+from click import Choice, ClickException, get_current_context
 from kombu.exceptions import OperationalError
 from kombu.utils.json import loads
 from redis.exceptions import RedisError
@@ -30,7 +30,7 @@ from gpuflow.broker.keys import Keys
 from gpuflow.broker.priorities import DEFAULT_PRIORITY, PRIORITY_STEPS, SEPARATOR
 from gpuflow.broker.signed_messages import checked
 from gpuflow.broker.transport import RECORD_HEADER
-from gpuflow.errors import BrokerUnavailable
+from gpuflow.errors import BrokerUnavailable, InvalidSettings
 from gpuflow.importing import end_quickly, load
 from gpuflow.ledger.backend import Attempts, LedgerBackend
 from gpuflow.ledger.eventlog import EventLog
@@ -340,7 +340,10 @@ class GPUFlow(Celery):  # type: ignore[misc]
         return LedgerBackend(app=self, url=self.conf.result_backend)
 
     def _defaults(self) -> dict[str, Any]:
-        settings = self.settings
+        try:
+            settings = self.settings
+        except InvalidSettings as error:
+            raise _of_the_command(error) from None
         url = self.broker_address()
         socket = socket_url(url)
         retention_seconds = int(settings.retention_days * 86_400)
@@ -368,6 +371,7 @@ class GPUFlow(Celery):  # type: ignore[misc]
             "broker_channel_error_retry": True,
             "worker_concurrency": 64,
             "worker_cancel_long_running_tasks_on_connection_loss": False,
+            "worker_enable_prefetch_count_reduction": False,  # it does nothing here, and says so at each outage
             "broker_connection_retry_on_startup": True,
             "broker_transport_options": {
                 "global_keyprefix": settings.key_prefix,
@@ -448,6 +452,19 @@ def worker_options() -> list[CeleryOption]:
             help_group="gpuflow",
         ),
     ]
+
+
+class CannotStart(ClickException):
+    """A command of `celery -A gpuflow` cannot start with these settings; shown without a traceback, exit code 2."""
+
+    exit_code = 2
+
+
+def _of_the_command(error: InvalidSettings) -> Exception:
+    """Return what ends a command of Celery in a line, where one runs, else the error."""
+    context = get_current_context(silent=True)
+    is_celery = context is not None and context.find_object(CLIContext) is not None
+    return CannotStart(str(error)) if is_celery else error
 
 
 def _pages_option() -> CeleryOption:

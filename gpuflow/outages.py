@@ -32,13 +32,18 @@ SYMPTOMS: Final = frozenset(
         "queue_not_told",
         "queues_not_read",
         "scaling_not_done",
+        "schedules_not_run",
     }
 )
 #: Celery's own lines about its connection.
 _CELERY: Final = "celery.worker.consumer.consumer"
 _CELERY_LINE: Final = re.compile(r"consumer: (?:Connection to broker lost|Cannot connect to )")
 _DENIED: Final = re.compile(r"\b(?:WRONGPASS|NOAUTH|NOPERM)\b|invalid username-password|Authentication required", re.I)
-_REFUSED: Final = re.compile(r"\b(?:MISCONF|BUSY|NOREPLICAS|READONLY|OOM|MASTERDOWN|CLUSTERDOWN)\b|used memory")
+#: The client cuts some codes off the text (OOM, READONLY, MASTERDOWN): what is left of it counts as well.
+_REFUSED: Final = re.compile(
+    r"\b(?:MISCONF|BUSY|NOREPLICAS|READONLY|OOM|MASTERDOWN|CLUSTERDOWN)\b"
+    r"|used memory|read only replica|Link with MASTER is down"
+)
 
 
 def kind_of(cause: str) -> str:

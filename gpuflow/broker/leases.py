@@ -115,6 +115,8 @@ class LeaseTable:
         self._unwritable_since: float | None = None
         #: That the consumer loop does not go on has been said.
         self._is_stuck = False
+        #: The consumer loop waits for its connection to the broker, and is not stuck.
+        self.loop_connects = False
         self._run: str | None = None
 
     def connect(self, client: redis.Redis, *, keep: bool) -> None:
@@ -519,7 +521,7 @@ class LeaseTable:
     def _renew(self, *, new_run: bool = False) -> None:
         now = time.monotonic()
         if now - self._ticked_at > self.lease_seconds:
-            if not self._is_stuck and not outage.lasts:  # without its broker, the loop waits for that
+            if not self._is_stuck and not self.loop_connects and not outage.lasts:
                 self._is_stuck = True
                 log.error("consumer_loop_stuck", held=len(self._leases))
             self._give_up_expired()

@@ -23,6 +23,8 @@ Status = Literal["ok", "warn", "fail"]
 #: Free disk below which a check warns and fails, in GiB: a small model with its archive takes a few.
 WARN_FREE_GIB: Final = 20.0
 FAIL_FREE_GIB: Final = 1.0
+#: Of the broker's memory in use, from which on a check warns: as the alert GpuflowBrokerAlmostFull.
+WARN_MEMORY_SHARE: Final = 0.85
 #: A beat that has not reconciled for so long has ended; it does every ten seconds.
 _BEAT_SECONDS: Final = 90.0
 #: Clocks that differ by less are as good as the same.
@@ -138,8 +140,9 @@ def server(url: str, settings: Settings) -> list[Check]:
     shown = mask_url(url)
     try:
         info: Any = client.info()
-        found = [_version(shown, info), _persistence(info, _setting(client, "appendfsync"), settings)]
+        found = [_version(shown, info), *_replica(info), _persistence(info, _setting(client, "appendfsync"), settings)]
         found.append(_eviction(info, settings))
+        found.extend(_memory(info))
         found.append(_beat(client, settings))
         found.extend(_clocks(client))
         found.extend(fleet_checks(client, settings))
@@ -171,6 +174,30 @@ def _version(url: str, info: Mapping[str, Any]) -> Check:
     if not valkey and parts < _OLDEST_SERVER:
         return Check(name="broker", status="fail", detail=detail, mend="use Redis 6.2 or newer, or Valkey")
     return Check(name="broker", status="ok", detail=detail)
+
+
+def _replica(info: Mapping[str, Any]) -> list[Check]:
+    """Say that the server takes no writes, as after a failover."""
+    if info.get("role", "master") == "master":
+        return []
+    primary = f"{info.get('master_host')}:{info.get('master_port')}"
+    detail = f"this server is a replica of {primary} and takes no writes: nothing is submitted, begun or ended"
+    mend = f"set REDIS_URL to the primary ({primary}), or, if that is gone for good, `valkey-cli REPLICAOF NO ONE` here"
+    return [Check(name="replica", status="fail", detail=detail, mend=mend)]
+
+
+def _memory(info: Mapping[str, Any]) -> list[Check]:
+    """Warn of a server whose memory is almost full, or full."""
+    used, limit = int(info.get("used_memory") or 0), int(info.get("maxmemory") or 0)
+    if not limit or used < WARN_MEMORY_SHARE * limit:
+        return []
+    mib = f"{used / 2**20:.0f} of {limit / 2**20:.0f} MiB"
+    mend = "raise it: `valkey-cli CONFIG SET maxmemory ...`, and in the server's file; then see what fills it"
+    if used < limit:
+        detail = f"{mib} (maxmemory) are used; at its limit the server refuses every submit and result"
+        return [Check(name="broker memory", status="warn", detail=detail, mend=mend)]
+    detail = f"{mib} (maxmemory) are used: the server refuses every submit and result"
+    return [Check(name="broker memory", status="fail", detail=detail, mend=mend)]
 
 
 def _persistence(info: Mapping[str, Any], fsync: str, settings: Settings) -> Check:

@@ -9,8 +9,9 @@ from gpuflow.cli.options import json_option
 
 
 @click.command(short_help="Check broker, GPUs, folders, environments and settings.")
+@click.option("--all", "show_all", is_flag=True, help="Also the settings that have their defaults.")
 @json_option
-def doctor(as_json: bool) -> int:
+def doctor(show_all: bool, as_json: bool) -> int:
     """Check broker, GPUs, folders, the executors' environments and the settings. Exit code 1 if a check fails."""
     from gpuflow.cli import checks, output
     from gpuflow.errors import InvalidSettings
@@ -42,7 +43,10 @@ def doctor(as_json: bool) -> int:
     for check in found:
         if check.mend and check.status != "ok":
             output.line(f"{check.name}: {check.mend}")
-    if origins:
+    shown = [one for one in origins if show_all or not one.source.startswith("default")]
+    if shown:
         output.line()
-        output.table(["setting", "value", "from"], [[one.env_name, one.value_masked, one.source] for one in origins])
+        output.table(["setting", "value", "from"], [[one.env_name, one.value_masked, one.source] for one in shown])
+    if len(shown) < len(origins):
+        output.line(f"{len(origins) - len(shown)} more settings have their defaults; --all lists them")
     return FAILED if failed else DONE

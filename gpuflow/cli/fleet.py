@@ -157,12 +157,24 @@ def show_worker(worker_id: str, as_json: bool) -> None:
         output.emit_json(shown)
         return
     capability, load = shown.pop("capability"), shown.pop("load")
+    load["offers"] = _offers(load.pop("offers", None))
     shown["standing"] = "; ".join(one["text"] for one in shown["standing"]) or "well"
     times = {"startedAt": "started", "heartbeatAt": "heartbeat"}
     output.pairs({times.get(key, key): output.when(value) if key in times else value for key, value in shown.items()})
     output.pairs({"gpus": gpu_text(worker), "labels": _labels(worker)})
     output.pairs({key: value for key, value in capability.items() if key not in ("gpus", "labels", "schema")})
     output.pairs(load)
+
+
+def _offers(offers: object) -> str:
+    """Return how many runtimes a worker offers with and without GPUs: each with what it lacks would be pages."""
+    if not isinstance(offers, Mapping):
+        return ""
+    told = []
+    for where, found in offers.items():
+        names, lacking = found.get("names") or [], found.get("lacking") or {}
+        told.append(f"{where}: {len(names)} of {len(names) + len(lacking)} runtimes")
+    return f"{'; '.join(told)} (--json lists them, and what the others lack)" if told else ""
 
 
 @workers.command("enable")

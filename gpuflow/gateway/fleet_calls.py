@@ -26,6 +26,7 @@ from gpuflow.errors import (
 from gpuflow.gateway.problems import Problem
 from gpuflow.handles import reachable
 from gpuflow.logs import get_logger
+from gpuflow.outages import outage
 from gpuflow.protocol import whole_text
 from gpuflow.settings import Settings
 from gpuflow.signatures import SignatureRefused
@@ -95,19 +96,26 @@ class Calls:
     def _run(self, call: Callable[[GPUFlow], T]) -> T:
         try:
             with reachable():
-                return call(self.app)
+                found = call(self.app)
+        except BrokerUnavailable as error:
+            note_outage(error.__cause__ or error)
+            raise broker_away() from None
         except _KNOWN as error:
             raise problem_of(error) from None
         except (RedisError, OperationalError) as error:
             log.error("gateway.broker", error=f"{type(error).__name__}: {error}")
             raise broker_away() from None
+        outage.over()
+        return found
+
+
+def note_outage(error: BaseException) -> None:
+    """Say once, with its cause, that the broker is away; the next call that it serves says that it is back."""
+    log.warning("broker_away", cause=str(error))
 
 
 #: Errors of the library that have an answer of their own.
-_KNOWN: Final = (
-    *(InvalidTemplate, NoCapableWorker, NotAllowed, UnknownTask, BrokerUnavailable, ArtifactError),
-    SignatureRefused,
-)
+_KNOWN: Final = (*(InvalidTemplate, NoCapableWorker, NotAllowed, UnknownTask, ArtifactError, SignatureRefused),)
 
 
 def problem_of(error: Exception) -> Problem:
@@ -150,4 +158,4 @@ def invalid_template(error: InvalidTemplate) -> Problem:
     return Problem(422, "invalid-template", detail, errors=listed)
 
 
-__all__ = ["THREADS", "Calls", "broker_away", "invalid_template", "problem_of"]
+__all__ = ["THREADS", "Calls", "broker_away", "invalid_template", "note_outage", "problem_of"]

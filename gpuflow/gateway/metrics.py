@@ -16,8 +16,10 @@ from redis.exceptions import RedisError
 
 from gpuflow.broker.keys import Keys
 from gpuflow.gateway.auth import Gatekeeper
+from gpuflow.gateway.fleet_calls import note_outage
 from gpuflow.gateway.problems import Problem
 from gpuflow.metrics.collector import FleetCollector
+from gpuflow.outages import outage
 from gpuflow.settings import Settings
 
 #: How long the broker has for its answer, in seconds.
@@ -45,9 +47,13 @@ def metrics_router(settings: Settings, gatekeeper: Gatekeeper) -> APIRouter:
         try:
             if "application/openmetrics-text" in accept:
                 text: bytes = openmetrics.generate_latest(registry)  # type: ignore[no-untyped-call]
-                return Response(text, media_type=openmetrics.CONTENT_TYPE_LATEST)
-            return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
-        except (RedisError, OSError):
+                answer = Response(text, media_type=openmetrics.CONTENT_TYPE_LATEST)
+            else:
+                answer = Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+            outage.over()
+            return answer
+        except (RedisError, OSError) as error:
+            note_outage(error)
             raise Problem(503, "broker-away", "the broker does not answer; try again") from None
 
     return router

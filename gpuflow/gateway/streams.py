@@ -172,7 +172,7 @@ class Hub:
                 else:
                     await asyncio.sleep(_POLL_MS / 1000)
             except (RedisError, OSError) as error:
-                log.warning("gateway.events_wait", error=f"{type(error).__name__}: {error}")
+                log.warning("broker_away", cause=f"events cannot be read: {error}")
                 await asyncio.sleep(_PAUSE_SECONDS)
             except Exception:  # one stream must not end the others, whatever is in it
                 log.exception("gateway.events_unread")

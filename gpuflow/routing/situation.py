@@ -139,7 +139,7 @@ def _kept_away(queue: str, task: TaskView, worker: WorkerView) -> tuple[Kind, st
     if worker.record_schema is not None and worker.record_schema < task.record_schema:
         return (
             "outdated",
-            "has an older gpuflow than the sender of the task, and leaves it to newer workers; upgrade it",
+            "has an older gpuflow than the sender of the task, and leaves it to newer workers",
         )
     task_type = task_type_of(task.executor)
     if worker.executors is not None and task_type and task_type not in worker.executors:

@@ -15,10 +15,12 @@ from celery.worker.consumer import Consumer as CeleryConsumer
 from celery.worker.state import maybe_shutdown
 from redis.exceptions import AuthenticationError, RedisError
 
+from gpuflow.broker.answers import Meaning, meaning_of
 from gpuflow.errors import GPUFlowError, UnreadableMessage
 from gpuflow.ledger.backend import error_record
 from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
+from gpuflow.outages import outage
 from gpuflow.pipelines.engine import SETTLE_TASK
 from gpuflow.routing.families import CONTROL_QUEUE
 from gpuflow.tokens.broker_users import is_worker_login
@@ -28,6 +30,9 @@ log = get_logger("gpuflow.consumer")
 
 #: A broker that refuses the login is asked again after so many seconds.
 LOGIN_SECONDS: Final = 0.5
+#: A broker that answers and takes no write is connected to again after so many seconds, and if it goes on, these.
+REFUSED_SECONDS: Final = 1.0
+LONGEST_REFUSED_SECONDS: Final = 60.0
 #: Exit code of a worker whose token is refused: somebody has to start it with another one.
 TOKEN_REFUSED: Final = 2
 
@@ -41,13 +46,32 @@ class Consumer(CeleryConsumer):  # type: ignore[misc]
     def ensure_connected(self, conn: Any) -> Any:
         """Connect, when the broker takes the login. Raises WorkerShutdown for a token that it goes on to refuse."""
         runtime = current()
-        runtime.connecting = True
+        runtime.connecting = runtime.leases.loop_connects = True
         try:
             self._await_login()
             return super().ensure_connected(conn)
         finally:
             runtime.leases.tick()
-            runtime.connecting = False
+            runtime.connecting = runtime.leases.loop_connects = False
+
+    def on_connection_error_after_connected(self, exc: BaseException) -> None:
+        """Connect again; to a broker that answers and takes no write (it is full, or a replica) not before it does."""
+        super().on_connection_error_after_connected(exc)
+        if meaning_of(exc) is Meaning.WAIT:
+            log.warning("broker_away", cause=str(exc))
+            self._await_writes()
+
+    def _await_writes(self) -> None:
+        """Wait until the keeper of the leases can write again, a second at least and a minute at most."""
+        runtime = current()
+        runtime.connecting = runtime.leases.loop_connects = True
+        deadline = time.monotonic() + REFUSED_SECONDS
+        latest = time.monotonic() + LONGEST_REFUSED_SECONDS
+        while time.monotonic() < (latest if outage.lasts else deadline):
+            maybe_shutdown()
+            time.sleep(LOGIN_SECONDS)
+        runtime.leases.tick()
+        runtime.connecting = runtime.leases.loop_connects = False
 
     def _await_login(self) -> None:
         """Wait, having said so once, while the broker refuses the login.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 import warnings
-from typing import Any
+from typing import Any, Final
 
 from celery.apps.worker import Worker as CeleryWorker
 from celery.exceptions import CPendingDeprecationWarning
@@ -22,6 +22,9 @@ from gpuflow.worker.runtime import find
 from gpuflow.worker.secret_sources import read_token, worker_redactor
 
 log = get_logger("gpuflow.worker")
+
+#: Celery's consumer and ours.
+_CONSUMERS: Final = r"(?:celery|gpuflow)\.worker\.consumer"
 
 
 class CannotStart(ClickException):
@@ -81,7 +84,7 @@ class Worker(CeleryWorker):  # type: ignore[misc]
         use_level(self.app.settings.log_level)
         dress(self.app.settings.log_format, None, "celery", "celery.task")
         # It says after each cut that Celery 6 will cancel what runs then; here a lease decides that.
-        warnings.filterwarnings("ignore", category=CPendingDeprecationWarning, module=r"celery\.worker\.consumer")
+        warnings.filterwarnings("ignore", category=CPendingDeprecationWarning, module=_CONSUMERS)
         for name in ("httpx", "httpcore"):  # they log whole URLs, and the path of a web hook is often its key
             logging.getLogger(name).setLevel(logging.WARNING)
 

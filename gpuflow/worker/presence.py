@@ -266,7 +266,13 @@ class PresenceThread(threading.Thread):
         admission = self.runtime.admission
         running = tuple(sorted(self.runtime.running))
         gpus = self.runtime.machine_gpus.last_seen()
-        return (self._state(), admission.demands.name, admission.models.names(), running, gpus, admission.enabled)
+        models, problems = admission.models.names(), self._gpu_problems()
+        return (self._state(), admission.demands.name, models, running, gpus, problems, admission.enabled)
+
+    def _gpu_problems(self) -> tuple[str, ...]:
+        """Return what is wrong with the GPUs: since the start, and now."""
+        now = self.runtime.machine_gpus.problem
+        return (*self.runtime.hardware.problems, *([now] if now else []))
 
     def _queues(self) -> tuple[str, ...]:
         """Return the queues served by name, and the demand queues that were seen and are served."""
@@ -284,7 +290,7 @@ class PresenceThread(threading.Thread):
             "memoryAvailableMib": memory.available >> 20,
             "diskFreeMib": free_mib(self.runtime.app.settings.results_dir),
             "driverProblem": hardware.driver_problem,
-            "gpuProblems": list(hardware.problems),
+            "gpuProblems": self._gpu_problems(),
             **self._held_load(),
             "freeGpus": [],
             "idleSeconds": None if not admission.idle() else round(time.monotonic() - self._worked_at, 1),

@@ -62,6 +62,8 @@ class Night:
         self.tasks: dict[str, Task] = {}
         #: What each task is expected to be.
         self.states: dict[str, str] = {}
+        #: How often all views were asked.
+        self.looks = 0
         self._gates: dict[str, Path] = {}
         self._template = fleet.folder / "probe.yaml"
         self._template.write_text("taskType: echo\necho: {output: 1}\n")
@@ -172,6 +174,7 @@ class Night:
     def look(self) -> Views:
         """Ask everybody."""
         fleet, found = self.fleet, Views()
+        self.looks += 1
         workers = {one["id"]: one for one in self.said("workers", "list", "--all")}
         found.standing["workers"] = {name: _kinds(one["standing"]) for name, one in workers.items()}
         rows = {row.entry.id: row for row in read_fleet(fleet.app).workers}
@@ -202,7 +205,7 @@ class Night:
         }
         if demand is not None:
             found.counts["scaling"] = (sum(demand.waiting.values()), demand.running)
-        found.states["status"] = {one["id"]: one["state"] for one in self.said("status")["tasks"]}
+        found.states["status"] = {one["id"]: one["state"] for one in self.said("status", "--limit", "100000")["tasks"]}
         found.states["status of one"] = {task_id: str(task.state) for task_id, task in self.tasks.items()}
         checks = {one["name"]: one for one in self.said("doctor")["checks"]}
         for kind in WARNED:

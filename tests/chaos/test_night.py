@@ -199,6 +199,8 @@ def test_after_each_fault_every_view_tells_the_truth(fleet: TestFleet) -> None:
     night.end(night.hold())  # the first task makes the queue
     night.settled("the start")
     chance = random.Random(SEED)
-    for fault in chance.choices(FAULTS, k=ROUNDS) if ROUNDS else FAULTS:
+    for number, fault in enumerate(chance.choices(FAULTS, k=ROUNDS) if ROUNDS else FAULTS, 1):
+        print(f"night of seed {SEED}, {number}: {fault.__name__}", flush=True)
         fault(night)
     work_that_ends(night)
+    print(f"{night.looks} looks at {len(night.tasks)} tasks, no contradiction", flush=True)

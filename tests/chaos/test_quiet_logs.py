@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
+
+import pytest
 
 from gpuflow.client import submit
 from tests.chaos.conftest import LEASE_SECONDS
 from tests.support.fleet import TestFleet, WorkerProcess
 from tests.support.waiting import eventually, patient
 
-#: At the level of the documented command: Celery's own default.
+#: The level of Celery's own default, at which gpuflow's own lines are written, too.
 OPTIONS = ("--max-jobs", "20", "-l", "WARNING")
 
 
@@ -18,8 +21,9 @@ def entries(worker: WorkerProcess) -> list[dict[str, object]]:
     return [json.loads(line) for line in worker.log().splitlines() if line.startswith("{")]
 
 
-def test_an_outage_is_said_once_with_its_cause_and_once_that_it_is_over(fleet: TestFleet) -> None:
-    worker = fleet.start_worker("w1", *OPTIONS, env={"LOG_FORMAT": "json"})
+@pytest.mark.parametrize("level", ["WARNING", "INFO"])  # INFO: as in the units of systemd and in Compose
+def test_an_outage_is_said_once_with_its_cause_and_once_that_it_is_over(fleet: TestFleet, level: str) -> None:
+    worker = fleet.start_worker("w1", *OPTIONS[:-1], level, env={"LOG_FORMAT": "json"})
     tasks = [submit(fleet.echo(sleep_seconds=600), app=fleet.app) for _ in range(20)]
     eventually(lambda: {task.state for task in tasks} == {"RUNNING"}, within=patient(60))
     before = len(entries(worker))
@@ -30,6 +34,8 @@ def test_an_outage_is_said_once_with_its_cause_and_once_that_it_is_over(fleet: T
     eventually(lambda: any(entry.get("event") == "broker_lost" for entry in entries(worker)), within=patient(30))
     fleet.broker.restart()
     eventually(lambda: any(entry.get("event") == "broker_is_back" for entry in entries(worker)), within=patient(60))
+    if level == "INFO":
+        eventually(lambda: "Started consuming" in str(entries(worker)[-1].get("message")), within=patient(60))
 
     said = entries(worker)[before:]
     first, *_, last = [entry for entry in said if str(entry.get("event")).startswith("broker_")]
@@ -56,6 +62,32 @@ def test_an_outage_beyond_the_leases_is_a_few_lines_too(fleet: TestFleet) -> Non
     assert lost["count"] == 20 and all(task.id in str(lost["tasks"]) for task in tasks)
     assert str(said[0]["event"]).startswith("broker_") and "onnect" in str(said[0]["cause"])
     assert len(said) <= 5, said
+
+
+def test_a_broker_that_became_a_replica_is_said_once(fleet: TestFleet) -> None:
+    worker = fleet.start_worker("w1", "--max-jobs", "20", env={"LOG_FORMAT": "json"})
+    before = len(entries(worker))
+    with socket.socket() as nobody:  # a primary that does not answer
+        nobody.bind(("127.0.0.1", 0))
+        fleet.broker.client.execute_command("REPLICAOF", "127.0.0.1", nobody.getsockname()[1])
+        eventually(lambda: any(entry.get("event") == "broker_refuses" for entry in entries(worker)), within=patient(30))
+        late = fleet.spawn_worker("late", env={"LOG_FORMAT": "json"})
+        eventually(lambda: any(entry.get("event") == "broker_refuses" for entry in entries(late)), within=patient(60))
+    fleet.broker.client.execute_command("REPLICAOF", "NO", "ONE")
+    for one in (worker, late):
+        eventually(lambda one=one: "broker_is_back" in one.log(), within=patient(60), what=one.name)
+    late.ready()
+    task = submit(fleet.echo(output=1), app=fleet.app)
+    eventually(lambda: task.state == "SUCCEEDED", within=patient(30))
+
+    said = entries(worker)[before:]
+    (refused,) = [entry for entry in said if entry.get("event") == "broker_refuses"]
+    assert "read only replica" in str(refused["cause"])
+    for one, lines in ((worker, said), (late, entries(late))):
+        assert not any("Frequent restarts" in str(entry.get("message")) for entry in lines), one.log()[-3000:]
+    known = ("task_started", "task_succeeded")
+    trouble = [entry for entry in said if entry.get("event") not in known and "received" not in str(entry)]
+    assert len(trouble) <= 10, trouble
 
 
 def test_who_was_lost_and_which_tasks_came_back_is_in_the_log_of_another(fleet: TestFleet) -> None:

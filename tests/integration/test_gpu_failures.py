@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from gpuflow.fleet.standing import standings
 from gpuflow.ledger.records import AttemptEntry
 from tests.fixtures.simulated_nvml import SimGpu, gpu_uuid
 from tests.support.boxes import FOR_EVER, Box, running, waits
@@ -33,6 +34,12 @@ def offered(box: Box, worker: str) -> list[str]:
     """Return the GPUs that a worker says it has."""
     entry = box.fleet.registry.find(worker)
     return [gpu["uuid"] for gpu in entry.capability["gpus"]] if entry else []
+
+
+def problems(box: Box, worker: str) -> str:
+    """Return what every view tells of the GPUs of a worker; "" when all is well."""
+    entry = box.fleet.registry.find(worker)
+    return "; ".join(one.text for one in standings(entry) if one.kind == "gpu-problem") if entry else ""
 
 
 def attempts(box: Box, task_id: str) -> list[AttemptEntry]:
@@ -70,6 +77,8 @@ def test_a_task_whose_gpu_is_lost_goes_on_elsewhere_and_the_worker_stays(gpus: T
 
         (stopped,) = eventually(lambda: [task for task in both if attempts(box, task.id)], what="the end of an attempt")
         eventually(lambda: offered(box, "bus") == [gpu_uuid(1)], what="the lost GPU is taken out")
+        told = eventually(lambda: problems(box, "bus"), what="what is wrong with its GPUs is told")
+        assert gpu_uuid(0) in told and "fell off the bus" in told
         (other,) = [task for task in both if task is not stopped]
         (first,) = attempts(box, stopped.id)
         assert first.error is not None
@@ -85,6 +94,7 @@ def test_a_task_whose_gpu_is_lost_goes_on_elsewhere_and_the_worker_stays(gpus: T
         box.become("2xA100-80GB")
         running(late)
         eventually(lambda: offered(box, "bus") == [gpu_uuid(0), gpu_uuid(1)], what="the GPU is offered again")
+        eventually(lambda: not problems(box, "bus"), what="all is well again")
         assert worker.process.poll() is None
         assert stopped.record().attempt == 2, "the task on the other GPU was left alone"
 

@@ -82,6 +82,8 @@ def test_after_an_outage_the_next_one_is_told(told: Told) -> None:
         ("Timeout reading from socket", "broker_lost"),
         ("MISCONF Errors writing to the AOF file: No space left on device", "broker_refuses"),
         ("command not allowed when used memory > 'maxmemory'.", "broker_refuses"),
+        ("You can't write against a read only replica. script: on @user_script:221.", "broker_refuses"),
+        ("Link with MASTER is down and replica-serve-stale-data is set to 'no'.", "broker_refuses"),
         ("invalid username-password pair or user is disabled.", "broker_denies"),
         ("NOPERM this user has no permissions", "broker_denies"),
     ],
@@ -100,6 +102,7 @@ def test_the_filter_takes_symptoms_out_and_nothing_else(told: Told) -> None:
         return lines.filter(record)
 
     assert not written("gpuflow.worker", "x", event="events_not_reported", task="1", cause=REFUSED)
+    assert not written("gpuflow.schedules", "x", event="schedules_not_run", cause=REFUSED)
     assert written("gpuflow.worker", "x", event="gpus_lost", cause="XID 79")
     assert not written("celery.worker.consumer.consumer", "consumer: Connection to broker lost. Trying again")
     assert not written(

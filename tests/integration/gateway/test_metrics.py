@@ -44,6 +44,18 @@ def test_merged_calls_are_counted_for_prometheus(fleet: TestFleet, tmp_path: Pat
         assert problem(away) == "broker-away"
         assert "redis://" not in away.text
 
+        # Then its log names the cause, once, and says when it is over
+        for _ in range(3):
+            assert httpx.get(f"{gateway.url}/api/v1/tasks/x", headers=gateway.headers).status_code == 503
+        fleet.broker.restart()
+
+        def served() -> bool:
+            return httpx.get(f"{gateway.url}/metrics", headers=gateway.headers).status_code == 200
+
+        eventually(served, within=15, what="the metrics again")
+        assert gateway.log.count("event=broker_lost cause=") == 1 and "onnect" in gateway.log
+        assert gateway.log.count("event=broker_is_back") == 1
+
 
 def test_a_gateway_without_a_broker_says_so(gateway: Gateway) -> None:
     answer = httpx.get(f"{gateway.url}/metrics", headers=gateway.headers)

@@ -32,7 +32,10 @@ def test_doctor_tells_checks_and_where_settings_come_from(invoke: Invoke, monkey
     assert all(set(check) == {"name", "status", "detail", "mend"} for check in shown["checks"])
     lease = next(one for one in shown["settings"] if one["env"] == "GPUFLOW_LEASE_SEC")
     assert (lease["value"], lease["source"]) == ("45.0", "environment variable GPUFLOW_LEASE_SEC")
-    assert "GPUFLOW_LEASE_SEC" in invoke("doctor").stdout
+    text = invoke("doctor").stdout
+    assert "GPUFLOW_LEASE_SEC" in text and "GPUFLOW_GRACE_SEC" not in text, "a default pushes findings off the screen"
+    assert "more settings have their defaults; --all lists them" in text
+    assert "GPUFLOW_GRACE_SEC" in invoke("doctor", "--all").stdout
 
 
 def test_doctor_goes_on_when_settings_are_wrong(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,6 +116,21 @@ def test_a_clock_that_differs_from_the_brokers_is_told(
     found = checks._clocks(Server(now=1_000_000))
     assert [told for check in found if told and told in check.detail] == ([told] if told else [])
     assert bool(found) == bool(told)
+
+
+def test_a_server_that_takes_no_writes_is_told() -> None:
+    assert checks._replica({"role": "master"}) == checks._replica({}) == []
+    (found,) = checks._replica({"role": "slave", "master_host": "10.0.0.6", "master_port": 6379})
+    assert found.status == "fail" and "10.0.0.6:6379" in found.detail + found.mend and "REPLICAOF" in found.mend
+
+
+@pytest.mark.parametrize(
+    ("used", "limit", "status"), [(5, 0, []), (84, 100, []), (86, 100, ["warn"]), (100, 100, ["fail"])]
+)
+def test_memory_of_the_server_that_is_almost_used_up_is_told(used: int, limit: int, status: list[str]) -> None:
+    found = checks._memory({"used_memory": used * 2**20, "maxmemory": limit * 2**20})
+    assert [check.status for check in found] == status
+    assert all(f"{used} of {limit} MiB" in check.detail and "maxmemory" in check.mend for check in found)
 
 
 @pytest.mark.parametrize(

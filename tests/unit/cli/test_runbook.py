@@ -8,10 +8,15 @@ from pathlib import Path
 
 import click
 import pytest
+import yaml
 
 from gpuflow.cli import cli
+from tests.support.runbook import PAGE, nights
 
-DOCS = Path(__file__).parents[3] / "docs"
+ROOT = Path(__file__).parents[3]
+DOCS = ROOT / "docs"
+#: Nights that end by asking, not by doing.
+ASK_ONLY = (9, 27)
 PAGES = (
     "runbook.md",
     "howto/upgrade-and-rotate.md",
@@ -66,6 +71,66 @@ def test_a_command_that_is_none_is_found() -> None:
 
 
 def test_the_runbook_has_twenty_nights() -> None:
-    nights = re.findall(r"^### (\d+)\. ", (DOCS / "runbook.md").read_text("utf-8"), re.M)
-    assert [int(number) for number in nights] == list(range(1, len(nights) + 1)) and len(nights) >= 20
+    assert [night.number for night in nights()] == list(range(1, len(nights()) + 1)) and len(nights()) >= 20
     assert len([page for page, _ in commands() if page == "runbook.md"]) > 30
+
+
+def index() -> str:
+    """Return the part of the page by which a night is found."""
+    text = PAGE.read_text("utf-8")
+    return text[text.index("## Find the night") : text.index("## The broker")]
+
+
+def test_each_night_is_found_by_what_one_sees() -> None:
+    anchors = {night.anchor: night.number for night in nights()}
+    linked = re.findall(r"\[(\d+)\]\(#([^)]+)\)", index())
+    assert all(anchors.get(anchor) == int(number) for number, anchor in linked), linked
+    assert {int(number) for number, _ in linked} == set(anchors.values())
+
+
+def test_each_alert_is_in_the_index_and_leads_to_the_same_night() -> None:
+    content = yaml.safe_load((ROOT / "configs" / "alerts" / "gpuflow.rules.yaml").read_text("utf-8"))
+    rows = [line for line in index().splitlines() if line.startswith("| Gpuflow")]
+    for rule in [rule for group in content["groups"] for rule in group["rules"]]:
+        (row,) = [row for row in rows if re.search(rf"\b{rule['alert']}\b", row)]
+        assert rule["annotations"]["runbook_url"].endswith(re.search(r"\((#[^)]+)\)", row)[1])  # type: ignore[index]
+
+
+def test_each_word_of_a_log_is_one_that_the_product_writes() -> None:
+    source = "\n".join(path.read_text("utf-8") for path in (ROOT / "gpuflow").rglob("*.py"))
+    table = index().split("| line of a log | night |")[1].split("\n\n")[0]
+    words = re.findall(r"`([a-z]+(?:_[a-z]+)+)[`\s]", table)
+    words += [word for night in nights() for word in re.findall(r"`event=([a-z_]+)", night.text)]
+    assert len(words) > 30
+    assert [word for word in words if f'"{word}"' not in source] == []
+
+
+def test_each_night_says_what_to_do_and_how_one_sees_that_it_is_over() -> None:
+    for night in nights():
+        assert night.commands and night.quotes, f"night {night.number} has no command, or quotes nothing"
+        assert "**Do:**" in night.text or night.number in ASK_ONLY, night.number
+        assert "**Over:**" in night.text or night.number in ASK_ONLY, night.number
+        assert len(night.text.splitlines()) <= 32, f"night {night.number} is too long for 3 a.m."
+
+
+def test_services_and_units_that_it_names_are_those_of_deploy() -> None:
+    text = PAGE.read_text("utf-8")
+    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text("utf-8"))["services"]
+    kinds = [
+        document["metadata"]["name"]
+        for path in (ROOT / "deploy" / "kubernetes").glob("*.yaml")
+        for document in yaml.safe_load_all(path.read_text("utf-8"))
+        if document["kind"] == "Deployment"
+    ]
+    named = re.findall(
+        r"docker compose (?:up -d|restart|stop|exec|logs --tail 50|ps -a) ([a-z-]+)((?: worker-gpu)?)", text
+    )
+    assert len(named) > 8 and {service for service, _ in named} <= set(compose)
+    deployments = re.findall(r"deploy/(gpuflow-[a-z]+)", text)
+    assert len(deployments) > 5 and set(deployments) <= set(kinds)
+    units = {path.stem for path in (ROOT / "deploy" / "systemd").glob("*.service")}
+    found = re.findall(r"(?:systemctl [a-z-]+|journalctl -u) (gpuflow-[a-z]+)", text)
+    assert len(found) > 6 and set(found) <= units
+    for number in (3, 6, 20, 21, 25, 26):
+        told = nights()[number - 1].text
+        assert "docker compose" in told and re.search(r"Kubernetes|kubectl", told), f"night {number}"
