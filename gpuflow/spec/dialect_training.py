@@ -52,7 +52,7 @@ _SHARDED: Final = 3
 def train_as_they_do(spec: dict[str, Any], findings: Findings, renamed: Renames) -> None:
     """Rewrite a task spec of a foreign template in place, so that it is trained as its author knows it."""
     task_type = spec.get("taskType")
-    if task_type not in DEFAULTS:
+    if not isinstance(task_type, str) or task_type not in DEFAULTS:
         return
     training = spec.setdefault("training", {})
     if not isinstance(training, dict):

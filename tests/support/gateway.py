@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import select
+import selectors
 import signal
 import subprocess
 import sys
@@ -73,7 +73,9 @@ class Gateway:
 
     def _told_address(self) -> str:
         assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], patient(_START_SECONDS))
+        with selectors.DefaultSelector() as selector:  # select(2) ends at 1,024 descriptors
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            ready = selector.select(patient(_START_SECONDS))
         first = self.process.stdout.readline() if ready else ""
         assert first.startswith(("gateway: http://", "gateway: https://")), f"the gateway did not start: {self.log}"
         return first.removeprefix("gateway: ").strip()
