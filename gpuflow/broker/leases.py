@@ -327,9 +327,16 @@ class LeaseTable:
             lease.owed = "ack"
         return lease, self.gate.settled(tag)
 
-    def acknowledged(self, tag: str, *, was_lost: bool) -> None:
-        """Note that the server has ended the lease of a message that was done, or had lost it before."""
-        if self._drop(tag) is not None and was_lost:
+    def acknowledged(self, tag: str, lease: Lease, *, was_lost: bool) -> None:
+        """Note that the server has ended the lease of a message that was done, or had lost it before.
+
+        Another delivery of the message may have come since: that one's lease stays.
+        """
+        with self._lock:
+            is_ours = self._leases.get(tag) is lease
+            if is_ours:
+                del self._leases[tag]
+        if is_ours and was_lost:
             log.warning("lease_lost", tag=tag, at="ack")
 
     def set_aside(self, tag: str, task_id: str, why: str, returned: str = NEVER) -> None:

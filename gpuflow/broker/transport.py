@@ -382,8 +382,8 @@ class Channel(stock.Channel):  # type: ignore[misc]
     def _read_popped(self, reply: Any) -> bool:
         gate, look = self.leases.gate, self._look
         key, raw, names, cold, tag, returned, lost = reply
-        for done in look.done:
-            self.leases.acknowledged(done, was_lost=done.encode() in lost)
+        for done, lease in look.done.items():
+            self.leases.acknowledged(done, lease, was_lost=done.encode() in lost)
         look.page = [bytes_to_str(name) for name in names]
         key, tag, returned = (bytes_to_str(part) for part in (key, tag, returned))
         delivered = bool(key) and self._deliver_leased(key, raw, tag, returned)

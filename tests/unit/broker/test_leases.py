@@ -11,6 +11,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from gpuflow.broker.gate import OpenGate
 from gpuflow.broker.keys import Keys
+from gpuflow.broker.lease import Lease
 from gpuflow.broker.leases import LeaseTable
 from gpuflow.outages import Outage
 
@@ -310,12 +311,15 @@ def test_a_lease_that_was_lost_before_its_end_is_told_of_unless_the_keeper_has_e
         table.take(tag, "queue")
         table.start(tag)
         table.owe_ack(tag)
+    leases = table.held()
     table.settle("told", "ack")
 
-    table.acknowledged("done", was_lost=False)
-    table.acknowledged("told", was_lost=True)
+    table.acknowledged("done", leases["done"], was_lost=False)
+    table.acknowledged("told", leases["told"], was_lost=True)
+    table.acknowledged("lost", Lease(queue="queue"), was_lost=True)
     assert "lease_lost" not in caplog.text
-    table.acknowledged("lost", was_lost=True)
+    assert table.holds("lost"), "it is another delivery"
+    table.acknowledged("lost", leases["lost"], was_lost=True)
 
     assert caplog.text.count("lease_lost") == 1
     assert table.held() == {}
