@@ -14,6 +14,10 @@ from gpuflow.errors import NotAllowed
 from gpuflow.policy.hosts import never_refusal
 
 
+class Unreachable(NotAllowed, PermissionError):
+    """A connection that is refused; to a library that only asks whether such a service is there, it is not."""
+
+
 class _Guard:
     is_on = False
 
@@ -26,15 +30,16 @@ def guard_connections() -> None:
 
 
 def _audit(event: str, given: tuple[Any, ...]) -> None:
-    if event not in ("socket.connect", "socket.sendto"):
+    if event not in ("socket.connect", "socket.sendto", "socket.sendmsg"):
         return
     connection, address = given
     if connection.family not in (socket.AF_INET, socket.AF_INET6) or not isinstance(address, tuple):
         return
-    for found in _addresses(str(address[0])):
-        refusal = never_refusal(str(address[0]), found)
+    host = address[0].decode("utf-8", "replace") if isinstance(address[0], bytes | bytearray) else str(address[0])
+    for found in _addresses(host):
+        refusal = never_refusal(host, found)
         if refusal is not None:
-            raise NotAllowed(refusal.message, refusal.setting)
+            raise Unreachable(refusal.message, refusal.setting)
 
 
 def _addresses(host: str) -> list[str]:
