@@ -403,11 +403,14 @@ class Fleet:
         return [Capability.from_dict({**capability, "schema": CAPABILITY_SCHEMA}) for capability in there]
 
     def serves_beside(self, worker_id: str, queue: str) -> bool:
-        """Whether a worker other than `worker_id` is there to take tasks of `queue`."""
+        """Whether a worker other than `worker_id` is there to take tasks of `queue`, and is to stay."""
         there = [
             entry
             for entry in self.workers()
-            if entry.id != worker_id and entry.takes_work and entry.state in (WorkerState.IDLE, WorkerState.BUSY)
+            if entry.id != worker_id
+            and entry.takes_work
+            and not entry.drains
+            and entry.state in (WorkerState.IDLE, WorkerState.BUSY)
         ]
         classes = self.serving_classes([queue], there)[queue]
         return any(queue in entry.queues or entry.class_name in classes for entry in there)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -178,6 +179,19 @@ def test_a_draining_worker_takes_nothing_and_says_so(gpus: TestFleet) -> None:
         held.cancel()
         assert box.workers[0].process.wait(timeout=patient(30)) == 0
         assert waits(waiting)
+
+
+def test_a_worker_that_is_ordered_to_drain_is_not_counted_on_before_it_has_heard_of_it(gpus: TestFleet) -> None:
+    with Box(gpus, "ordered", "1xA100-80GB") as box:
+        box.start("ordered")
+        queue = box.held("A100:1").record().queue
+        assert gpus.registry.serves_beside("another", queue)
+        box.workers[0].send(signal.SIGSTOP)
+
+        gpus.registry.ask_to_drain("ordered", None)
+
+        assert not gpus.registry.serves_beside("another", queue)
+        box.workers[0].send(signal.SIGCONT)
 
 
 def command_text(fleet: TestFleet, *arguments: str) -> str:
