@@ -185,13 +185,14 @@ def test_a_worker_that_is_ordered_to_drain_is_not_counted_on_before_it_has_heard
     with Box(gpus, "ordered", "1xA100-80GB") as box:
         box.start("ordered")
         queue = box.held("A100:1").record().queue
-        assert gpus.registry.serves_beside("another", queue)
+        eventually(lambda: gpus.registry.serves_beside("another", queue), what="it is known to serve the queue")
         box.workers[0].send(signal.SIGSTOP)
+        try:
+            gpus.registry.ask_to_drain("ordered", None)
 
-        gpus.registry.ask_to_drain("ordered", None)
-
-        assert not gpus.registry.serves_beside("another", queue)
-        box.workers[0].send(signal.SIGCONT)
+            assert not gpus.registry.serves_beside("another", queue)
+        finally:
+            box.workers[0].send(signal.SIGCONT)
 
 
 def command_text(fleet: TestFleet, *arguments: str) -> str:
