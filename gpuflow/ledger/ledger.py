@@ -236,11 +236,13 @@ class Ledger:
         new_fields: Mapping[str, str] | None = None,
         call: str = "",
         returned: str = NEVER,
+        fetches: bool = False,
     ) -> StartVerdict:
         """Begin the next attempt of a task for the delivery `tag`, which `owner_token` holds (START).
 
         `returned` is when its message had last gone back before this delivery (`Lease.returned`). `new_fields` are
-        those of the record of a task that has none; without them it is `gone`.
+        those of the record of a task that has none; without them it is `gone`. A message that `fetches` is that of a
+        caller which comes for the end of its run, and begins nothing.
 
         A call whose answer was lost is repeated with the same `call`: the attempt that it began is then answered again.
         """
@@ -271,6 +273,7 @@ class Ledger:
                 self.retention_seconds,
                 call or uuid.uuid4().hex,
                 returned,
+                "1" if fetches else "",
                 *pairs,
             ],
         )

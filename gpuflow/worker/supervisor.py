@@ -21,7 +21,7 @@ from gpuflow.artifacts.held_files import aside, hold_files
 from gpuflow.artifacts.manifest import SealedResults, digests_in, seal_results
 from gpuflow.artifacts.partial import file_digest
 from gpuflow.artifacts.store import Store
-from gpuflow.broker.calls import RUN_HEADER
+from gpuflow.broker.calls import FETCH_HEADER, RUN_HEADER
 from gpuflow.broker.signed_messages import OWNER_HEADER
 from gpuflow.errors import ArtifactError, GPUFlowError
 from gpuflow.ledger.ledger import Holder, StartVerdict
@@ -171,6 +171,7 @@ class Delivery:
             new_fields=None if self.is_run else self._new_fields(),
             call=self.start_call,
             returned=self.runtime.leases.returned(self.tag),
+            fetches=bool(self.request.get(FETCH_HEADER)),
         )
 
     def _new_fields(self) -> dict[str, str]:
@@ -182,12 +183,13 @@ class Delivery:
         """Read what this run is to execute; nothing joins it any more but equal calls. Without a caller it ends."""
         store = self.runtime.app.merger.store
         calls = self._until_told(lambda: store.calls(self.id))
-        refused = self._until_told(lambda: store.refused_calls(self.id))
         waited_for = self._until_told(lambda: store.waited_for(self.id, list(calls)))
-        self.calls = {digest: calls[digest] for digest in waited_for if digest not in refused}
-        if refused and waited_for and not self.calls:
-            failed = cause_of(next(iter(refused.values())))
-            self._finish(holder, TaskState.FAILED, failed, Outcome(completed=False))
+        found = {digest: calls[digest] for digest in waited_for}
+        # One without a spec is a call of no supervised task, and is not signed.
+        self.calls = {digest: call.spec for digest, call in found.items() if call.spec and call.refused is None}
+        refused = [call.refused for call in found.values() if call.refused is not None]
+        if refused and not self.calls:
+            self._finish(holder, TaskState.FAILED, cause_of(refused[0]), Outcome(completed=False))
         if not self.calls:
             left = {"type": "Cancelled", "message": "every caller of this run has left", "retryable": False}
             self._finish(holder, TaskState.CANCELLED, left, Outcome(completed=False))
