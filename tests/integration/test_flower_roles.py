@@ -169,7 +169,7 @@ def test_an_operator_acts_and_the_audit_log_names_them(fleet: TestFleet, operato
     assert act(operator, "disable", "w1").status_code == 200
     assert not takes_work(fleet)
     assert act(operator, "release", "w1").status_code == 200
-    assert takes_work(fleet)
+    eventually(lambda: takes_work(fleet), what="the worker takes work again")
     assert {"worker.disable", "worker.release"} <= set(_entries(fleet, "flower:ana 127.0.0.1"))
     # and by Flower's own API
     task = waiting_task(fleet)
@@ -201,6 +201,7 @@ def test_an_oauth_user_has_the_role_of_the_address(fleet: TestFleet) -> None:
             assert takes_work(fleet)
             assert act(ana, "disable", "w1").status_code == 200
             assert act(ana, "release", "w1").status_code == 200
+            eventually(lambda: takes_work(fleet), what="the worker takes work again")
             assert {"worker.disable", "worker.release"} <= set(_entries(fleet, "flower:ana@x.org 127.0.0.1"))
             headers = {"X-XSRFToken": ana.cookies["_xsrf"]}
             assert ana.post("/api/task/revoke/none", headers=headers).status_code == 200

@@ -448,6 +448,7 @@ def test_a_provisioner_slower_than_the_term_does_not_end_it(fleet: TestFleet) ->
     one = scaler(fleet, provider, "slow")
     client, key = fleet.app.redis, fleet.app.keys.scaling_leader
     one._leader._term_seconds, one._step_seconds = patient(0.3), patient(0.05)
+    one._leader.go_on()  # the term that it began with is longer than anybody waits here
 
     def renewed() -> None:
         """Return when the term that ran at the beginning has ended: whoever still leads has renewed it."""
