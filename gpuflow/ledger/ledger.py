@@ -578,7 +578,7 @@ class Ledger:
                 self.keys.dead,
                 self.keys.unfinished,
             ],
-            [tag, self.events_maxlen, BELL_SECONDS, actor_here(), *self.signed_anew(task_id, tag)],
+            [tag, self.events_maxlen, BELL_SECONDS, actor_here(), *self._signed_anew(task_id, tag)],
         )
         if done == _CHANGED:
             raise SignatureRefused("forged", f"the message of task {task_id} was changed meanwhile; try again")
@@ -592,11 +592,8 @@ class Ledger:
             raise UnknownTask(f"no task {task_id!r} that could be queued again; its record may have expired")
         return bool(done)
 
-    def signed_anew(self, task_id: str, tag: str) -> tuple[str, ...]:
-        """Return the stored message of a task, and the same with a new tag and signature; () where nothing is signed.
-
-        Raises SignatureRefused where it was not signed by a holder of the key.
-        """
+    def _signed_anew(self, task_id: str, tag: str) -> tuple[str, ...]:
+        """Return the message of a task, and the same with a new tag and signature; () where nothing is signed."""
         stored = None if self.signer is None else self.client.hget(self.keys.task(task_id), "message")
         if self.signer is None or not stored:
             return ()
