@@ -419,12 +419,17 @@ class Delivery:
             log.warning("late_result_refused", task=self.id, attempt=number)
             self._let_go()
         log.info("task_succeeded", task=self.id, attempt=number, worker=self.runtime.worker_id)
-        try:
-            self.folder.publish(number)
-        except OSError as error:
-            log.warning("links_not_written", task=self.id, cause=str(error))
+        self._publish(number)
         forget_checkpoints(self.uploads, self.store, self.folder, self.id, number)
         return sealed.result
+
+    def _publish(self, number: int) -> None:
+        """Point the names of the task's folder at its committed attempt, where that folder is."""
+        try:
+            if self.folder.attempt_dir(number).is_dir():
+                self.folder.publish(number)
+        except OSError as error:
+            log.warning("links_not_written", task=self.id, cause=str(error))
 
     def _seal(self, number: int, outcome: Outcome) -> SealedResults:
         """Close the attempt's folder, and store it where the task wants it. Raises OSError, ArtifactError."""
@@ -560,6 +565,7 @@ class Delivery:
         record = self._until_told(lambda: self.ledger.get(self.id))
         self.runtime.app.attempts.begin(self.id, Holder(attempt=record.attempt, token=""))
         if record.state is TaskState.SUCCEEDED:
+            self._publish(record.attempt)
             return dict(record.result or {})
         if record.state is TaskState.CANCELLED and not self._was_stopped():
             # It was cancelled on its way here. Whoever did that tells Celery the same.
