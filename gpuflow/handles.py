@@ -22,7 +22,7 @@ from gpuflow.celery_app import app as default_app
 from gpuflow.errors import BrokerUnavailable, TaskCancelled, TaskDead, TaskFailed
 from gpuflow.ledger.eventlog import EventCursor, LoggedEvent
 from gpuflow.ledger.records import AttemptEntry, TaskRecord
-from gpuflow.ledger.states import FINAL, TaskState
+from gpuflow.ledger.states import TaskState
 from gpuflow.pipelines.collect import all_found, stage_result
 from gpuflow.pipelines.engine import SETTLE_TASK
 from gpuflow.pipelines.records import PipelineRecord, PipelineState, StageRecord
@@ -105,9 +105,12 @@ class Task:
         Raises TaskFailed, TaskCancelled, TaskDead, ArtifactError (a large field cannot be loaded); TimeoutError when it
         has not ended in time (the task goes on).
         """
-        return self._outcome(self.wait(timeout), timeout)
+        for _ in self._follow(timeout):
+            pass
+        return self._outcome(timeout)
 
-    def _outcome(self, record: TaskRecord, timeout: float | None = None) -> Any:
+    def _outcome(self, timeout: float | None = None) -> Any:
+        record = self.record()
         if not record.state.final:
             raise TimeoutError(f"task {self.id} is {record.state} after {timeout or 0:g} s")
         raise_unless_succeeded(record)
@@ -115,16 +118,9 @@ class Task:
 
     def wait(self, timeout: float | None = None) -> TaskRecord:
         """Wait for the end, whatever it is, and return the record; after `timeout` seconds as it is then."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        record, position = self.record(), "0"
-        while not record.state.final and (deadline is None or time.monotonic() < deadline):
-            with reachable():
-                events = self._app.event_log.wait({self.id: position}, _slice(deadline))
-            if events:
-                position = events[-1].id
-            if not events or any(event.name == "state" and event.data.get("state") in FINAL for event in events):
-                record = self.record()
-        return record
+        for _ in self._follow(timeout):
+            pass
+        return self.record()
 
     def events(self) -> _Events:
         """Return the events from the first on, for `for` and `async for`; they end with the task."""
@@ -157,7 +153,7 @@ class Task:
     async def _awaited(self) -> Any:
         async for _ in self.events():
             pass
-        return await asyncio.to_thread(lambda: self._outcome(self.record()))
+        return await asyncio.to_thread(self._outcome)
 
     def _follow(self, timeout: float | None, *, block: bool = True) -> Iterator[LoggedEvent | None]:
         deadline = None if timeout is None else time.monotonic() + timeout

@@ -44,6 +44,7 @@ def test_the_names_of_a_result_are_there_after_a_worker_that_died_before_it_made
     task = submit(served.echo(output="once"), app=served.app)
     task.get(timeout=patient(30))
     folder = served.results / task.id
+    assert eventually(lambda: served.app.AsyncResult(task.id).state == "SUCCESS")  # comes after them
     names = {path.name for path in folder.iterdir() if path.is_symlink()}
     assert "responses.json" in names
     for name in names:
@@ -52,8 +53,7 @@ def test_the_names_of_a_result_are_there_after_a_worker_that_died_before_it_made
     raw, key = served.app.redis.hmget(served.app.keys.task(task.id), "message", "list")
     served.broker.client.lpush(key, raw)  # what a sweep does with the message that a dead worker has not acknowledged
 
-    eventually(lambda: (folder / "responses.json").exists(), what="the links")
-    assert {path.name for path in folder.iterdir() if path.is_symlink()} == names
+    eventually(lambda: {path.name for path in folder.iterdir() if path.is_symlink()} == names, what="the links")
     assert task.record().attempt == 1
 
 
