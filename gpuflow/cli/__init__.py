@@ -10,6 +10,7 @@ from typing import Any, Final
 import click
 
 from gpuflow.cli.errors import ReaderGone, guarded, set_debug
+from gpuflow.cli.interrupts import keep_interrupts
 from gpuflow.importing import end_quickly, load
 
 #: section -> command -> (module under gpuflow.cli, its attribute, one line of help).
@@ -95,6 +96,7 @@ class LazyGroup(click.Group):
         if not standalone_mode:
             return run()
         end_quickly()
+        keep_interrupts()
         raise SystemExit(guarded(run))
 
 
