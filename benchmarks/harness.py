@@ -34,6 +34,7 @@ def start_worker(
         "REDIS_URL": url,
         "RESULTS_DIR": str(folder / "results"),
         "GPUFLOW_LOCK_DIR": str(folder / "locks"),
+        "LOG_LEVEL": "WARNING",  # of our own lines, which -l leaves alone: all are as quiet
         "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
         "GPUFLOW_STATE_DIR": str(folder / "state"),
         # Models that are made for the run, or that MODEL names.

@@ -255,7 +255,7 @@ class GPUFlow(Celery):  # type: ignore[misc]
         """
         try:
             if message and self.signer is not None and self.signer.requires:
-                checked(self.signer, message, queue=None, task_id=task_id)
+                checked(self.signer, message, queue=None, task_id=task_id, is_timed=False)
             return request_of(read_message(message)[0]) if message else None
         except (ValueError, SignatureRefused):
             return None
@@ -268,7 +268,7 @@ class GPUFlow(Celery):  # type: ignore[misc]
         if self.signer is None or not self.signer.requires:
             return None
         message = self.ledger.parts([task_id])[0].message
-        checked(self.signer, message, queue=None, task_id=task_id)
+        checked(self.signer, message, queue=None, task_id=task_id, is_timed=False)
         spec = loads(base64.b64decode(json.loads(message)["body"]))[1].get("spec")
         return spec if isinstance(spec, Mapping) else {}
 

@@ -46,6 +46,10 @@ _REFUSED: Final = re.compile(
 )
 
 
+#: A broker that has refused no write for so many seconds may take them again, as far as a reader can know.
+QUIET_SECONDS: Final = 60.0
+
+
 def kind_of(cause: str) -> str:
     """Return the event that names an outage with this cause: the broker denies us, refuses writes, or is away."""
     if _DENIED.search(cause):
@@ -63,7 +67,7 @@ class Outage:
         self._tell, self._clock = tell, clock
         self._lock = threading.Lock()
         self._kinds: set[str] = set()
-        self._since = 0.0
+        self._since = self._last = 0.0
         self._left_out = 0
 
     @property
@@ -75,8 +79,9 @@ class Outage:
         """Note one line that is left out. The first cause, and the first of each other kind, is told; "" names none."""
         kind = kind_of(cause)
         with self._lock:
+            self._last = self._clock()
             if not self._left_out:
-                self._since = self._clock()
+                self._since = self._last
             new = bool(cause) and kind not in self._kinds
             if new:
                 self._kinds.add(kind)
@@ -84,8 +89,16 @@ class Outage:
         if new:
             self._tell(kind, logging.ERROR, cause=cause)
 
+    def answered(self) -> None:
+        """Note that the broker has answered what may have been a read, which says nothing of writes.
+
+        So an outage in which it refused some lasts until it has refused none for QUIET_SECONDS.
+        """
+        if self._left_out and ("broker_refuses" not in self._kinds or self._clock() - self._last >= QUIET_SECONDS):
+            self.over()
+
     def over(self) -> None:
-        """Note that the broker has served this process."""
+        """Note that the broker has served this process, writes as well as reads."""
         if not self._left_out:  # the usual case, at each turn of a loop
             return
         with self._lock:

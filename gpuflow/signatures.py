@@ -32,6 +32,8 @@ LEAST_KEY_BYTES: Final = 32
 MOST_KEYS: Final = 16
 _VERSION: Final = "1"
 _SETTING: Final = "GPUFLOW_SIGNING_KEY_FILE"
+#: What was used is remembered for so many seconds longer than its signature is valid: clocks of workers differ.
+CLOCKS_SECONDS: Final = 86_400
 #: Digits of a time in a signature: more are none.
 _MOST_DIGITS: Final = 18
 
@@ -184,6 +186,7 @@ def signer_of(settings: Settings) -> Signer | None:
 
 
 __all__ = [
+    "CLOCKS_SECONDS",
     "Kind",
     "Mode",
     "Reason",

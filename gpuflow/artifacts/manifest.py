@@ -22,6 +22,8 @@ from gpuflow.errors import ArtifactError
 from gpuflow.private_files import open_new
 
 MANIFEST_SCHEMA: Final = 1
+#: Results of fewer bytes are digested one after the other: a thread costs more.
+_FEW_BYTES: Final = 1 << 20
 #: Folders that are packed, so that other stages can fetch them.
 _PACKED_FOLDERS: Final = ("final_model", "final_lora", "final_index")
 #: Folder of an attempt that holds the large fields of its result.
@@ -155,10 +157,12 @@ def _check_json(path: Path) -> None:
 
 def _entries(folder: Path, wanted: Iterable[str]) -> Iterable[dict[str, Any]]:
     paths = [path for path in sorted(folder.rglob("*")) if _is_result(path, folder)]
-    digests = several(lambda path, _: file_digest(path), paths)
+    sizes = [path.stat().st_size for path in paths]
+    at_once = sum(sizes) < _FEW_BYTES
+    digests = list(map(file_digest, paths)) if at_once else several(lambda path, _: file_digest(path), paths)
     names = [str(path.relative_to(folder)) for path in paths]
-    for name, path, digest in zip(names, paths, digests, strict=True):
-        yield {"name": name, "bytes": path.stat().st_size, "sha256": digest}
+    for name, size, digest in zip(names, sizes, digests, strict=True):
+        yield {"name": name, "bytes": size, "sha256": digest}
     for name in dict.fromkeys(str(item) for item in wanted):
         if name not in names and not any(other.startswith(f"{name}/") for other in names):
             yield {"name": name, "missing": True}

@@ -26,9 +26,9 @@ class Lease:
     `task` and `attempt` name the attempt that a supervisor has begun; `beat_at` is when that supervisor was last
     alive (monotonic seconds), None while nobody has to be. `delivery` tells the times apart that this process got the
     message, `returned` (when it last went back, as the server has it) those that anybody did. `owed` is how it ends on
-    a server that could not be told when the work was over ("" for not at all). `over_at` is when the work ended
-    (monotonic seconds), which is settled soon after.
-    `used` is the signature of its message, where signatures are checked.
+    a server that has not been told since the work was over ("" for not at all), `owed_at` since when (monotonic
+    seconds; -inf: it could not be told). `over_at` is when the work ended (monotonic seconds), which is settled soon
+    after. `used` is the signature of its message, where signatures are checked.
     `returning` is true from the moment at which a message that has not begun is put back, `requeueing` from the moment
     at which the supervisor of one that has begun asks the server to requeue it.
     """
@@ -43,6 +43,7 @@ class Lease:
     returning: bool = False
     requeueing: bool = False
     owed: str = ""
+    owed_at: float = -math.inf
     over_at: float = math.inf
     task: str = ""
     attempt: int | None = None

@@ -34,6 +34,8 @@ log = get_logger("gpuflow.leases")
 #: What runs is stopped when its lease could not be renewed for this share of its term. The next look at it is at most
 #: a tenth of the term away (a pause and a time-out of the keeper), and killing takes a moment.
 GIVE_UP_SHARE: Final = 0.85
+#: What the next pop was to end, and none has within so many seconds, the keeper ends.
+OWED_SECONDS: Final = 1.0
 #: A message that was requeued here and popped again before its earlier delivery is over waits so many seconds.
 EARLY_SECONDS: Final = 0.5
 #: The keeper's turns are at least so many seconds apart, however many messages are due one after the other.
@@ -285,11 +287,14 @@ class LeaseTable:
         held = self._leases.get(tag)
         if held is None:
             return False
-        done = self._ask_to_settle(tag, how, delay_seconds, held.returned, held.used)
-        lease = self._drop(tag)
-        if lease is not None and self.gate.settled(tag):
+        return self._settle(tag, held, how, delay_seconds)
+
+    def _settle(self, tag: str, lease: Lease, how: str, delay_seconds: float = 0) -> bool:
+        done = self._ask_to_settle(tag, how, delay_seconds, lease.returned, lease.used)
+        was_ours = self._drop(tag, lease) is not None
+        if was_ours and self.gate.settled(tag):
             self.wake()
-        if not done and not (lease and lease.owed):
+        if not done and was_ours and not lease.owed:
             log.warning("lease_lost", tag=tag, at=how)
         return bool(done)
 
@@ -301,30 +306,32 @@ class LeaseTable:
             [tag, self.owner, how, BELL_SECONDS, delay_seconds, returned, *(used or ())],
         )
 
-    def settle_surely(self, tag: str, how: str) -> None:
-        """End a lease as `settle`; a server that cannot be told now is told when it is back."""
+    def settle_surely(self, tag: str, how: str) -> bool:
+        """End a lease as `settle`; a server that cannot be told now is told when it is back, and this is False."""
         try:
             self.settle(tag, how)
         except RedisError as error:
             with self._lock:
                 lease = self._leases.get(tag)
-                if lease is None:
-                    return
-                lease.owed = how
-            log.warning("lease_to_be_settled", tag=tag, how=how, cause=str(error))
-            self.gate.settled(tag)
+                if lease is not None:
+                    lease.owed, lease.owed_at = how, -math.inf
+            if lease is not None:
+                log.warning("lease_to_be_settled", tag=tag, how=how, cause=str(error))
+                self.gate.settled(tag)
+            return False
+        return True
 
     def owe_ack(self, tag: str) -> tuple[Lease, bool] | None:
         """Note that a message is done, whose lease ends with the next pop of this consumer; None if it is not ours.
 
-        Returns its lease, and whether more may be taken than before. Until it is `acknowledged`, the keeper's next turn
-        settles it too.
+        Returns its lease, and whether more may be taken than before. What no pop has `acknowledged` within OWED_SECONDS
+        the keeper settles. For the thread of the consumer.
         """
         with self._lock:
             lease = self._leases.get(tag)
             if lease is None:
                 return None
-            lease.owed = "ack"
+            lease.owed, lease.owed_at = "ack", time.monotonic()
         return lease, self.gate.settled(tag)
 
     def acknowledged(self, tag: str, lease: Lease, *, was_lost: bool) -> None:
@@ -332,11 +339,7 @@ class LeaseTable:
 
         Another delivery of the message may have come since: that one's lease stays.
         """
-        with self._lock:
-            is_ours = self._leases.get(tag) is lease
-            if is_ours:
-                del self._leases[tag]
-        if is_ours and was_lost:
+        if self._drop(tag, lease) is not None and was_lost:
             log.warning("lease_lost", tag=tag, at="ack")
 
     def set_aside(self, tag: str, task_id: str, why: str, returned: str = NEVER) -> None:
@@ -345,22 +348,21 @@ class LeaseTable:
         `returned` is of a delivery that was not taken.
         """
         log.error("message_put_aside", tag=tag, task=task_id, why=why)
-        self._put_aside(tag, why, returned, lambda: self._tell_unreadable(task_id, why))
+        told = self.on_unreadable if task_id else None
+        self._put_aside(tag, why, returned, (lambda: told(task_id, why)) if told is not None else None, task_id)
 
     def refuse(self, tag: str, task_id: str, error: SignatureRefused, raw: bytes, returned: str) -> None:
         """Put a message aside whose signature is refused; it was not taken. Errors leave it to the sweep."""
+        checker = self.checker
+        if checker is not None:
+            self._put_aside(tag, str(error), returned, lambda: checker.refused(task_id, error, raw), task_id)
 
-        def tell() -> None:
-            if self.checker is not None:
-                self.checker.refused(task_id, error, raw)
-
-        self._put_aside(tag, str(error), returned, tell)
-
-    def _put_aside(self, tag: str, why: str, returned: str, tell: Callable[[], None]) -> None:
+    def _put_aside(self, tag: str, why: str, returned: str, tell: Callable[[], None] | None, task_id: str) -> None:
         keys = self.keys
         lease = self._leases.get(tag)
         try:
-            tell()
+            if tell is not None:
+                self._tell(task_id, tell)
             broker_script("set_aside")(
                 self.client,
                 [keys.leases, keys.unacked, keys.owners, keys.ready],
@@ -371,12 +373,10 @@ class LeaseTable:
         if self._drop(tag) is not None:
             self.gate.settled(tag)
 
-    def _tell_unreadable(self, task_id: str, why: str) -> None:
+    def _tell(self, task_id: str, tell: Callable[[], None]) -> None:
         """Tell the task of a message; what cannot be told to it ever keeps the message from nothing."""
-        if self.on_unreadable is None or not task_id:
-            return
         try:
-            self.on_unreadable(task_id, why)
+            tell()
         except Exception as error:
             if passes(error):
                 raise
@@ -390,15 +390,16 @@ class LeaseTable:
             if lease is not None:
                 lease.over_at = time.monotonic()
 
-    def settle_owed(self) -> None:
-        """Tell the server of work that ended while it was away. Raises redis errors."""
+    def settle_owed(self, least_seconds: float = 0.0) -> None:
+        """Tell the server of work that has ended, and of which it has not heard for so long. Raises redis errors."""
+        now = time.monotonic()
         for tag, lease in self.held().items():
             if not lease.owed and lease.over_at + self.lease_seconds < self._ticked_at < math.inf:
                 # Celery's loop drops acknowledgements that wait beside one that fails.
                 log.error("lease_never_settled", tag=tag, queue=lease.queue)
                 lease.owed = "front"
-            if lease.owed:
-                self.settle(tag, lease.owed)
+            if lease.owed and lease.owed_at + least_seconds <= now and self._leases.get(tag) is lease:
+                self._settle(tag, lease, lease.owed)
 
     def release_unstarted(self) -> int:
         """Put every message that nothing works on back to the front; return how many. Errors leave it to the sweep."""
@@ -455,9 +456,11 @@ class LeaseTable:
             self.gate.settled(tag)
         return lease
 
-    def _drop(self, tag: str) -> Lease | None:
+    def _drop(self, tag: str, lease: Lease | None = None) -> Lease | None:
+        """Forget the lease of a message, or only that `lease`: another delivery of it may have come since."""
         with self._lock:
-            return self._leases.pop(tag, None)
+            held = self._leases.get(tag)
+            return self._leases.pop(tag, None) if lease is None or lease is held else None
 
     def _lost(self, tag: str) -> Lease | None:
         """End a lease that another may hold by now, and stop what works on it; None for one that was none any more."""
@@ -487,7 +490,7 @@ class LeaseTable:
                     due_at = time.monotonic() + again + AFTER_DUE_SECONDS
                 if due_at > now:  # also when this turn came between
                     pause = min(usual, max(SHORTEST_PAUSE_SECONDS, due_at - time.monotonic()))
-                self.settle_owed()
+                self.settle_owed(OWED_SECONDS)
                 self._unwritable_since = None
                 outage.over()
             except RedisError as error:

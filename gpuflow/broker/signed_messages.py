@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
 
 from kombu.utils.json import dumps
 
+from gpuflow.broker.keys import Keys
 from gpuflow.broker.messages import ETA_HEADER
 from gpuflow.signatures import Signature, SignatureRefused, Signer
 
@@ -46,15 +48,18 @@ def with_signature(
     return {**made, "headers": {**headers, SIGNATURE_HEADER: token}}
 
 
-def checked(signer: Signer, raw: str, *, queue: str | None, task_id: str | None = None) -> Signature:
+def checked(
+    signer: Signer, raw: str, *, queue: str | None, task_id: str | None = None, is_timed: bool = True
+) -> Signature:
     """Return the signature of a message that stood in `queue`. Raises SignatureRefused.
 
-    `queue` None: of a message that a record holds, of whatever age. `task_id`: whose message it must be.
+    `queue` None: of a message that a record holds. `task_id`: whose message it must be. With `is_timed` False it may
+    be of whatever age.
     """
     whole = _read(raw)
     headers = whole["headers"]
     try:
-        found = signer.check("message", _document(whole), headers.get(SIGNATURE_HEADER), is_timed=queue is not None)
+        found = signer.check("message", _document(whole), headers.get(SIGNATURE_HEADER), is_timed=is_timed)
     except RecursionError:
         raise SignatureRefused("malformed", "the message nests too deep") from None
     if task_id is not None and headers.get("id") != task_id:
@@ -64,13 +69,19 @@ def checked(signer: Signer, raw: str, *, queue: str | None, task_id: str | None 
     return found
 
 
+def require_unused(client: Any, keys: Keys, signature: Signature) -> None:
+    """Raise SignatureRefused for the signature of a message that was acknowledged; redis errors."""
+    if client.exists(keys.used(signature.id)):
+        raise SignatureRefused("replayed", "the message was acknowledged before: this is a copy of it")
+
+
 def signed_anew(signer: Signer, raw: str, task_id: str, tag: str) -> str:
     """Return the text of a stored message with another delivery tag and a new signature. Raises SignatureRefused.
 
-    A message without a signature stays as it is, where that is not refused.
+    Of whatever age it is: it gets a new life. A message without a signature stays as it is, where that is not refused.
     """
     try:
-        checked(signer, raw, queue=None, task_id=task_id)
+        checked(signer, raw, queue=None, task_id=task_id, is_timed=False)
     except SignatureRefused:
         if signer.requires:
             raise
@@ -96,26 +107,45 @@ def signed_call(signer: Signer, digest: str, spec: str) -> str:
     return json.dumps({**document, SIGNATURE_HEADER: token}, ensure_ascii=False)
 
 
-def spec_of_call(signer: Signer | None, digest: str, text: str) -> dict[str, Any]:
-    """Return the spec of a call of a run. Raises SignatureRefused, ValueError."""
-    document = json.loads(text)
-    if not isinstance(document, dict):
+@dataclass(frozen=True, kw_only=True)
+class StoredCall:
+    """One call of a run: its spec, {} for one of a team's own task, and why it is not to be executed, if it is not."""
+
+    spec: dict[str, Any]
+    refused: SignatureRefused | None = None
+
+
+def stored_call(signer: Signer | None, digest: str, text: str) -> StoredCall:
+    """Return a call as it stands among the calls of its run. Raises ValueError for one that is no mapping."""
+    spec = json.loads(text)
+    if not isinstance(spec, dict):
         raise ValueError("the spec of the call is no mapping")
-    token = document.pop(SIGNATURE_HEADER, None)
-    if signer is not None and signer.requires and document:
-        signer.check("call", {"digest": digest, "spec": document}, token)
-    return document
+    token = spec.pop(SIGNATURE_HEADER, None)
+    if signer is not None and signer.requires and spec:
+        try:
+            signer.check("call", {"digest": digest, "spec": spec}, token)
+        except SignatureRefused as error:
+            return StoredCall(spec=spec, refused=error)
+    return StoredCall(spec=spec)
 
 
 def _read(raw: str) -> dict[str, Any]:
     try:
-        whole = json.loads(raw)
+        whole = json.loads(raw, object_pairs_hook=_with_each_name_once)
     except (ValueError, RecursionError):
         raise SignatureRefused("malformed", "the message is not JSON") from None
     parts = isinstance(whole, dict) and isinstance(whole.get("headers"), dict)
     if not parts or not isinstance(whole.get("properties"), dict):
         raise SignatureRefused("malformed", "the message has no headers or no properties")
     return dict(whole)
+
+
+def _with_each_name_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; what reads the text otherwise (Lua, for the hints) would see the other one of two."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise SignatureRefused("malformed", "the message has a name twice")
+    return found
 
 
 def _document(whole: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,9 +168,11 @@ __all__ = [
     "OWNER_HEADER",
     "QUEUES_HEADER",
     "SIGNATURE_HEADER",
+    "StoredCall",
     "checked",
+    "require_unused",
     "signed_anew",
     "signed_call",
-    "spec_of_call",
+    "stored_call",
     "with_signature",
 ]

@@ -310,7 +310,8 @@ class Channel(stock.Channel):  # type: ignore[misc]
         """End at once what would have ended with the next pop."""
         done, self._done = self._done, {}
         for tag in done:
-            self.leases.settle_surely(tag, "ack")
+            if not self.leases.settle_surely(tag, "ack"):
+                return  # the keeper of the leases tells the rest, too, when the server is back
 
     def _pop_command(self) -> list[Any]:
         keys, leases, look = self.keys, self.leases, self._look

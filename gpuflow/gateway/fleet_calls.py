@@ -105,7 +105,7 @@ class Calls:
         except (RedisError, OperationalError) as error:
             log.error("gateway.broker", error=f"{type(error).__name__}: {error}")
             raise broker_away() from None
-        outage.over()
+        outage.answered()
         return found
 
 

@@ -50,7 +50,7 @@ def metrics_router(settings: Settings, gatekeeper: Gatekeeper) -> APIRouter:
                 answer = Response(text, media_type=openmetrics.CONTENT_TYPE_LATEST)
             else:
                 answer = Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
-            outage.over()
+            outage.answered()
             return answer
         except (RedisError, OSError) as error:
             note_outage(error)

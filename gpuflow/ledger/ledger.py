@@ -236,11 +236,13 @@ class Ledger:
         new_fields: Mapping[str, str] | None = None,
         call: str = "",
         returned: str = NEVER,
+        fetches: bool = False,
     ) -> StartVerdict:
         """Begin the next attempt of a task for the delivery `tag`, which `owner_token` holds (START).
 
         `returned` is when its message had last gone back before this delivery (`Lease.returned`). `new_fields` are
-        those of the record of a task that has none; without them it is `gone`.
+        those of the record of a task that has none; without them it is `gone`. A message that `fetches` is that of a
+        caller which comes for the end of its run, and begins nothing.
 
         A call whose answer was lost is repeated with the same `call`: the attempt that it began is then answered again.
         """
@@ -271,6 +273,7 @@ class Ledger:
                 self.retention_seconds,
                 call or uuid.uuid4().hex,
                 returned,
+                "1" if fetches else "",
                 *pairs,
             ],
         )
@@ -575,7 +578,7 @@ class Ledger:
                 self.keys.dead,
                 self.keys.unfinished,
             ],
-            [tag, self.events_maxlen, BELL_SECONDS, actor_here(), *self.signed_anew(task_id, tag)],
+            [tag, self.events_maxlen, BELL_SECONDS, actor_here(), *self._signed_anew(task_id, tag)],
         )
         if done == _CHANGED:
             raise SignatureRefused("forged", f"the message of task {task_id} was changed meanwhile; try again")
@@ -589,11 +592,8 @@ class Ledger:
             raise UnknownTask(f"no task {task_id!r} that could be queued again; its record may have expired")
         return bool(done)
 
-    def signed_anew(self, task_id: str, tag: str) -> tuple[str, ...]:
-        """Return the stored message of a task, and the same with a new tag and signature; () where nothing is signed.
-
-        Raises SignatureRefused where it was not signed by a holder of the key.
-        """
+    def _signed_anew(self, task_id: str, tag: str) -> tuple[str, ...]:
+        """Return the message of a task, and the same with a new tag and signature; () where nothing is signed."""
         stored = None if self.signer is None else self.client.hget(self.keys.task(task_id), "message")
         if self.signer is None or not stored:
             return ()

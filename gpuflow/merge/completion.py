@@ -21,7 +21,15 @@ from celery.app.task import Context
 from kombu.utils.json import dumps
 
 from gpuflow.broker.calls import arguments, control_message, hints_text, read_message, request_of, run_message
-from gpuflow.broker.signed_messages import QUEUES_HEADER, checked, signed_call, with_signature
+from gpuflow.broker.signed_messages import (
+    QUEUES_HEADER,
+    StoredCall,
+    checked,
+    require_unused,
+    signed_anew,
+    signed_call,
+    with_signature,
+)
 from gpuflow.broker.wire import portable
 from gpuflow.ledger.ledger import MAX_LOSSES
 from gpuflow.ledger.records import TaskRecord
@@ -92,9 +100,8 @@ class Merger:
         while True:
             calls = self.store.calls(run_id)
             ends = call_ends(run, sorted({*calls, *filter(None, [of_caller])}))
-            refused = self.store.refused_calls(run_id) if calls else {}
             for digest, end in ends.items():
-                self._end_call(run, digest, end, calls.get(digest), refused.get(digest))
+                self._end_call(run, digest, end, calls.get(digest))
             closed = self.store.close(
                 run_id,
                 {digest: _result_bytes(end) for digest, end in ends.items()},
@@ -104,28 +111,22 @@ class Merger:
             if closed:
                 return True
 
-    def _end_call(
-        self,
-        run: TaskRecord,
-        digest: str,
-        end: CallEnd,
-        spec: Mapping[str, Any] | None,
-        refused: SignatureRefused | None = None,
-    ) -> None:
-        """Complete the callers of one call, or let it be tried again; `spec` is None for a run that was closed.
+    def _end_call(self, run: TaskRecord, digest: str, end: CallEnd, call: StoredCall | None) -> None:
+        """Complete the callers of one call, or let it be tried again; `call` is None for a run that was closed.
 
-        A call whose signature is refused is not tried again.
+        A call whose signature is refused is not tried again, nor is one of a run whose message is.
         """
-        decision = self._decide(run, end, spec)
-        if refused is None and isinstance(decision, Again):
-            refused = self._refusal(run)
-        if refused is not None and isinstance(decision, Again):
+        decision = self._decide(run, end, None if call is None else call.spec)
+        if call is not None and isinstance(decision, Again):
+            raw = self.store.client.hgetall(self.store.keys.task(run.id))
+            refused = call.refused or self._refusal(run.id, raw.get("message", ""))
+            if refused is None:
+                self._regroup(run, raw, digest, call.spec, decision.delay_seconds, is_failure=end.is_failure)
+                return
             error = {"type": type(refused).__name__, "message": str(refused), "retryable": False}
             decision = CallEnd(state=TaskState.FAILED, error=error)
         if isinstance(decision, CallEnd):
-            self._complete_call(run, digest, decision, is_reused=spec is None)
-        elif spec is not None:
-            self._regroup(run, digest, spec, decision.delay_seconds, is_failure=end.is_failure)
+            self._complete_call(run, digest, decision, is_reused=call is None)
 
     def fetch(self, caller: TaskRecord) -> None:
         """Bring a caller, whose message has come for its end, as far as it can be brought now. Raises redis errors."""
@@ -139,12 +140,25 @@ class Merger:
     def release(self, caller_id: str) -> bool:
         """Let a caller run by itself whose run is gone; False if its run is there, or it has ended."""
         tag = str(uuid.uuid4())
-        signed: tuple[str, ...] = ()
         try:
-            signed = self.app.ledger.signed_anew(caller_id, tag)
+            signed = self._signed_for_itself(caller_id, tag)
         except SignatureRefused as error:  # a worker refuses its message, and ends it
             log.warning("caller_is_not_signed", task=caller_id, reason=error.reason, cause=str(error))
+            signed = ()
         return self.store.release(caller_id, tag, signed)
+
+    def _signed_for_itself(self, caller_id: str, tag: str) -> tuple[str, ...]:
+        """Return the message of a caller, and the same with a new tag and signature; () where nothing is signed.
+
+        Raises SignatureRefused. Nobody has asked for a new life: what was used, or is too old, gets none.
+        """
+        signer, store = self.store.signer, self.store
+        stored = None if signer is None else store.client.hget(store.keys.task(caller_id), "message")
+        if signer is None or not stored:
+            return ()
+        if signer.requires:
+            require_unused(store.client, store.keys, checked(signer, stored, queue=None, task_id=caller_id))
+        return stored, signed_anew(signer, stored, caller_id, tag)
 
     def _decide(self, run: TaskRecord, end: CallEnd, spec: Mapping[str, Any] | None) -> CallEnd | Again:
         """Return the end of a call, or when it is tried again by itself."""
@@ -198,14 +212,16 @@ class Merger:
         made = control_message(message, CONTROL_QUEUE)
         return made if self.store.signer is None else with_signature(self.store.signer, made, [CONTROL_QUEUE])
 
-    def _refusal(self, run: TaskRecord) -> SignatureRefused | None:
-        """Return why the stored message of a run is not to be made a new one of; None: it may be."""
+    def _refusal(self, run_id: str, message: str) -> SignatureRefused | None:
+        """Return why the stored message of a run is not to be made a new one of; None: it may be.
+
+        A run is acknowledged after its callers have their ends: no caller of one that is used waits to be tried again.
+        """
         signer = self.store.signer
         if signer is None or not signer.requires:
             return None
         try:
-            stored = self.store.client.hget(self.store.keys.task(run.id), "message") or ""
-            checked(signer, stored, queue=None, task_id=run.id)
+            require_unused(self.store.client, self.store.keys, checked(signer, message, queue=None, task_id=run_id))
         except SignatureRefused as error:
             return error
         return None
@@ -257,10 +273,16 @@ class Merger:
             log.info("events_not_sent", cause=str(error))
 
     def _regroup(
-        self, run: TaskRecord, digest: str, spec: Mapping[str, Any], delay_seconds: float, *, is_failure: bool
+        self,
+        run: TaskRecord,
+        raw: Mapping[str, str],
+        digest: str,
+        spec: Mapping[str, Any],
+        delay_seconds: float,
+        *,
+        is_failure: bool,
     ) -> None:
-        """Let one call be answered by a run of its own."""
-        raw = self.store.client.hgetall(self.store.keys.task(run.id))
+        """Let one call be answered by a run of its own; `raw` is the record of its run as it was checked."""
         message, hints = read_message(raw["message"])
         new_run = str(uuid.uuid5(_RUNS, f"{run.id}/{digest}"))
         made = run_message(message, new_run, {"spec": portable(spec)} if spec else None)
@@ -322,7 +344,7 @@ def _stored(text: str | None, caller_id: str, signer: Signer | None = None) -> d
         return {}
     try:
         if signer is not None and signer.requires:
-            checked(signer, text, queue=None, task_id=caller_id)
+            checked(signer, text, queue=None, task_id=caller_id, is_timed=False)
         return read_message(text)[0]
     except (ValueError, SignatureRefused) as error:
         log.warning("message_not_readable", task=caller_id, cause=str(error))

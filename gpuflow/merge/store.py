@@ -17,11 +17,11 @@ from gpuflow.broker.calls import CALLER_PRIORITY
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.priorities import list_key
 from gpuflow.broker.scripts import Script, load_script, script_text
-from gpuflow.broker.signed_messages import spec_of_call
+from gpuflow.broker.signed_messages import StoredCall, stored_call
 from gpuflow.broker.sweeper import BELL_SECONDS
 from gpuflow.ledger.states import TaskState, lua_preamble
 from gpuflow.routing.families import CONTROL_QUEUE
-from gpuflow.signatures import SignatureRefused, Signer
+from gpuflow.signatures import Signer
 
 
 def merge_script(name: str) -> Script:
@@ -73,22 +73,13 @@ class MergeStore:
         """The list of the control queue for callers, with the prefix: what joins pipelines goes before them."""
         return self.keys.prefix + list_key(CONTROL_QUEUE, CALLER_PRIORITY)
 
-    def calls(self, run_id: str) -> dict[str, dict[str, Any]]:
-        """Return the different calls of a run: digest -> spec. Those of a run that has begun stay the same."""
-        raw = self.client.hgetall(self.keys.merge_calls(run_id))
-        return {digest: spec_of_call(None, digest, raw[digest]) for digest in sorted(raw)}
+    def calls(self, run_id: str) -> dict[str, StoredCall]:
+        """Return the different calls of a run by their digests. Those of a run that has begun stay the same.
 
-    def refused_calls(self, run_id: str) -> dict[str, SignatureRefused]:
-        """Return those of a run's calls that are not to be executed: they were not signed, or changed since."""
-        if self.signer is None or not self.signer.requires:
-            return {}
-        refused = {}
-        for digest, text in self.client.hgetall(self.keys.merge_calls(run_id)).items():
-            try:
-                spec_of_call(self.signer, digest, text)
-            except SignatureRefused as error:
-                refused[digest] = error
-        return refused
+        What was checked is what is returned: it is read once.
+        """
+        raw = self.client.hgetall(self.keys.merge_calls(run_id))
+        return {digest: stored_call(self.signer, digest, raw[digest]) for digest in sorted(raw)}
 
     def callers(self, run_id: str, digest: str, count: int) -> list[str]:
         """Return up to `count` callers of one call that have not been told of its end, in no order."""
@@ -121,6 +112,7 @@ class MergeStore:
             str(state),
             "" if error is None else json.dumps(error, ensure_ascii=False),
             manifest,
+            "1" if self.signer is not None else "",
         ]
         for one in completions:
             args += [one.caller, one.result, one.message]

@@ -9,6 +9,8 @@ from enum import StrEnum
 from typing import Any, Final
 
 PIPELINE_SCHEMA: Final = 1
+#: The round that a submit begins; each resume begins the next one.
+FIRST_EPOCH: Final = 1
 
 
 class StageState(StrEnum):
@@ -50,7 +52,7 @@ class StageRecord:
 
     name: str
     state: StageState = StageState.PENDING
-    epoch: int = 1
+    epoch: int = FIRST_EPOCH
     tasks: tuple[str, ...] = ()
     error: Mapping[str, Any] | None = None
     reason: str | None = None
@@ -78,7 +80,7 @@ class PipelineRecord:
     name: str = ""
     owner: str = ""
     template: Mapping[str, Any] = field(default_factory=dict)
-    epoch: int = 1
+    epoch: int = FIRST_EPOCH
     created_at: float = 0.0
     finished_at: float | None = None
     error: Mapping[str, Any] | None = None
@@ -88,8 +90,8 @@ class PipelineRecord:
     schema: int = PIPELINE_SCHEMA
 
     def signed_part(self) -> dict[str, Any]:
-        """Return what its signature covers: what its stages are made of, and for whom."""
-        return signed_part(self.id, name=self.name, owner=self.owner, template=self.template)
+        """Return what its signature covers: what its stages are made of, for whom, and in which round."""
+        return signed_part(self.id, name=self.name, owner=self.owner, template=self.template, epoch=self.epoch)
 
     @classmethod
     def from_hashes(cls, raw: Mapping[str, str], stages: Mapping[str, str]) -> PipelineRecord:
@@ -127,9 +129,11 @@ class PipelineRecord:
         return self.stages.get(name) or StageRecord(name=name, epoch=self.epoch)
 
 
-def signed_part(id: str, *, name: str, owner: str, template: Mapping[str, Any]) -> dict[str, Any]:
+def signed_part(
+    id: str, *, name: str, owner: str, template: Mapping[str, Any], epoch: int = FIRST_EPOCH
+) -> dict[str, Any]:
     """Return what the signature of a pipeline covers; `template` as JSON holds it."""
-    return {"id": id, "name": name, "owner": owner, "template": template}
+    return {"id": id, "name": name, "owner": owner, "template": template, "epoch": epoch}
 
 
 def new_pipeline_fields(*, name: str, owner: str, template: Mapping[str, Any], traceparent: str = "") -> dict[str, str]:
@@ -141,5 +145,5 @@ def new_pipeline_fields(*, name: str, owner: str, template: Mapping[str, Any], t
         "name": name,
         "owner": owner,
         "template": json.dumps(template, ensure_ascii=False),
-        "epoch": "1",
+        "epoch": str(FIRST_EPOCH),
     }

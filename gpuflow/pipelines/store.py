@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import redis
@@ -162,7 +163,7 @@ class PipelineStore:
         return str(verdict)
 
     def _signed_anew(self, seen: PipelineRecord) -> str:
-        """Return a new signature of a pipeline that was found to be signed; "" to leave what it has."""
+        """Return the signature of a pipeline's next round, if that of this one is good; "" to leave what it has."""
         if self.signer is None:
             return ""
         try:
@@ -171,4 +172,4 @@ class PipelineStore:
             if self.signer.requires:
                 raise
             return ""
-        return self.signer.sign("pipeline", seen.signed_part())
+        return self.signer.sign("pipeline", replace(seen, epoch=seen.epoch + 1).signed_part())

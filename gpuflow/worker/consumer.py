@@ -67,11 +67,13 @@ class Consumer(CeleryConsumer):  # type: ignore[misc]
         runtime.connecting = runtime.leases.loop_connects = True
         deadline = time.monotonic() + REFUSED_SECONDS
         latest = time.monotonic() + LONGEST_REFUSED_SECONDS
-        while time.monotonic() < (latest if outage.lasts else deadline):
-            maybe_shutdown()
-            time.sleep(LOGIN_SECONDS)
-        runtime.leases.tick()
-        runtime.connecting = runtime.leases.loop_connects = False
+        try:
+            while time.monotonic() < (latest if outage.lasts else deadline):
+                maybe_shutdown()
+                time.sleep(LOGIN_SECONDS)
+        finally:
+            runtime.leases.tick()
+            runtime.connecting = runtime.leases.loop_connects = False
 
     def _await_login(self) -> None:
         """Wait, having said so once, while the broker refuses the login.

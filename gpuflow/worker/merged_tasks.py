@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 from celery.exceptions import Ignore
 from celery.utils.time import maybe_iso8601
 
-from gpuflow.broker.calls import RUN_HEADER
+from gpuflow.broker.calls import FETCH_HEADER, RUN_HEADER
 from gpuflow.errors import TaskCancelled
 from gpuflow.ledger.ledger import Holder, StartVerdict
 from gpuflow.ledger.records import TaskRecord, new_record_fields
@@ -105,6 +105,7 @@ class MergedTask:
             new_fields=None if self.is_run else self._new_fields(),
             call=self.start_call,
             returned=leases.returned(self.tag),
+            fetches=bool(self.task.request.get(FETCH_HEADER)),
         )
 
     def _new_fields(self) -> dict[str, str]:

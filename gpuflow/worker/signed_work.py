@@ -15,10 +15,11 @@ from typing import Any, Final
 from gpuflow.audit.entries import record
 from gpuflow.broker.calls import arguments
 from gpuflow.broker.lease import Used
-from gpuflow.broker.signed_messages import checked
+from gpuflow.broker.signed_messages import checked, require_unused
+from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
 from gpuflow.pipelines.engine import SETTLE_TASK
-from gpuflow.signatures import Signature, SignatureRefused, Signer
+from gpuflow.signatures import CLOCKS_SECONDS, SignatureRefused, Signer
 from gpuflow.worker.consumer import fail_of_message
 
 log = get_logger("gpuflow.signatures")
@@ -50,31 +51,26 @@ class SignedWork:
         """Return the signature of a message. Raises SignatureRefused, unless such work is taken; redis errors."""
         try:
             found = checked(self._signer, _decoded(raw), queue=queue)
-            self._require_unused(found)
+            require_unused(self._app.redis, self._app.keys, found)
         except SignatureRefused as error:
             if self._signer.requires:
                 raise
             self._note("", error)
             return None
-        return Used(found.id, max(1, int(found.until - time.time())))
+        return Used(found.id, max(1, int(found.until - time.time()) + CLOCKS_SECONDS))
 
     def refused(self, task_id: str, error: SignatureRefused, raw: bytes) -> None:
         """Tell of a message that is put aside; its task ends if its record holds that message. Raises redis errors."""
         self._note(task_id, error)
         if task_id and error.reason != "queue":  # a copy of the true message in another queue is what the record holds
-            stored = self._app.redis.hget(self._app.keys.task(task_id), "message")
-            if stored == raw.decode(errors="replace"):
+            stored, state = self._app.redis.hmget(self._app.keys.task(task_id), "message", "state")
+            # A copy of what has ended and was acknowledged changes nothing that Celery was told then.
+            is_over = error.reason == "replayed" and state is not None and TaskState(state).final
+            if stored == raw.decode(errors="replace") and not is_over:
                 fail_of_message(self._app, task_id, error)
         pipeline_id = _settled_by(raw)
         if pipeline_id:
             self._app.engine.refuse_unsigned(pipeline_id)
-
-    def _require_unused(self, found: Signature) -> None:
-        if self._app.redis.exists(self._app.keys.used(found.id)):
-            raise SignatureRefused(
-                "replayed",
-                "the message was acknowledged before: this is a copy of it",
-            )
 
     def _note(self, task_id: str, error: SignatureRefused) -> None:
         self._app.redis.hincrby(self._app.keys.metrics, f"{COUNT}\n{error.reason}\n{self._signer.mode}", 1)

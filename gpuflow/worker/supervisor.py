@@ -21,7 +21,7 @@ from gpuflow.artifacts.held_files import aside, hold_files
 from gpuflow.artifacts.manifest import SealedResults, digests_in, seal_results
 from gpuflow.artifacts.partial import file_digest
 from gpuflow.artifacts.store import Store
-from gpuflow.broker.calls import RUN_HEADER
+from gpuflow.broker.calls import FETCH_HEADER, RUN_HEADER
 from gpuflow.broker.signed_messages import OWNER_HEADER
 from gpuflow.errors import ArtifactError, GPUFlowError
 from gpuflow.ledger.ledger import Holder, StartVerdict
@@ -171,6 +171,7 @@ class Delivery:
             new_fields=None if self.is_run else self._new_fields(),
             call=self.start_call,
             returned=self.runtime.leases.returned(self.tag),
+            fetches=bool(self.request.get(FETCH_HEADER)),
         )
 
     def _new_fields(self) -> dict[str, str]:
@@ -182,12 +183,13 @@ class Delivery:
         """Read what this run is to execute; nothing joins it any more but equal calls. Without a caller it ends."""
         store = self.runtime.app.merger.store
         calls = self._until_told(lambda: store.calls(self.id))
-        refused = self._until_told(lambda: store.refused_calls(self.id))
         waited_for = self._until_told(lambda: store.waited_for(self.id, list(calls)))
-        self.calls = {digest: calls[digest] for digest in waited_for if digest not in refused}
-        if refused and waited_for and not self.calls:
-            failed = cause_of(next(iter(refused.values())))
-            self._finish(holder, TaskState.FAILED, failed, Outcome(completed=False))
+        found = {digest: calls[digest] for digest in waited_for}
+        # One without a spec is a call of no supervised task, and is not signed.
+        self.calls = {digest: call.spec for digest, call in found.items() if call.spec and call.refused is None}
+        refused = [call.refused for call in found.values() if call.refused is not None]
+        if refused and not self.calls:
+            self._finish(holder, TaskState.FAILED, cause_of(refused[0]), Outcome(completed=False))
         if not self.calls:
             left = {"type": "Cancelled", "message": "every caller of this run has left", "retryable": False}
             self._finish(holder, TaskState.CANCELLED, left, Outcome(completed=False))
@@ -417,12 +419,17 @@ class Delivery:
             log.warning("late_result_refused", task=self.id, attempt=number)
             self._let_go()
         log.info("task_succeeded", task=self.id, attempt=number, worker=self.runtime.worker_id)
-        try:
-            self.folder.publish(number)
-        except OSError as error:
-            log.warning("links_not_written", task=self.id, cause=str(error))
+        self._publish(number)
         forget_checkpoints(self.uploads, self.store, self.folder, self.id, number)
         return sealed.result
+
+    def _publish(self, number: int) -> None:
+        """Point the names of the task's folder at its committed attempt, where that folder is."""
+        try:
+            if self.folder.attempt_dir(number).is_dir():
+                self.folder.publish(number)
+        except OSError as error:
+            log.warning("links_not_written", task=self.id, cause=str(error))
 
     def _seal(self, number: int, outcome: Outcome) -> SealedResults:
         """Close the attempt's folder, and store it where the task wants it. Raises OSError, ArtifactError."""
@@ -558,6 +565,7 @@ class Delivery:
         record = self._until_told(lambda: self.ledger.get(self.id))
         self.runtime.app.attempts.begin(self.id, Holder(attempt=record.attempt, token=""))
         if record.state is TaskState.SUCCEEDED:
+            self._publish(record.attempt)
             return dict(record.result or {})
         if record.state is TaskState.CANCELLED and not self._was_stopped():
             # It was cancelled on its way here. Whoever did that tells Celery the same.

@@ -175,7 +175,7 @@ def test_a_run_that_waits_ends_with_its_last_caller_and_leaves_nothing(fleet: Te
     run = run_of(first)
     first.cancel()
     assert run.state == "QUEUED" and [
-        one["echo"]["output"] for one in fleet.app.merger.store.calls(run.id).values()
+        one.spec["echo"]["output"] for one in fleet.app.merger.store.calls(run.id).values()
     ] == [2]
     second.cancel()
     assert run.state == "CANCELLED"

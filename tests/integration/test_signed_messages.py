@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import redis
 from celery.result import AsyncResult
+from kombu.utils.json import dumps
 
-from gpuflow.broker.signed_messages import SIGNATURE_HEADER
+from gpuflow.broker.calls import control_message
+from gpuflow.broker.signed_messages import SIGNATURE_HEADER, with_signature
 from gpuflow.bulk import retry_many
 from gpuflow.celery_app import GPUFlow
 from gpuflow.client import submit, submit_pipeline
@@ -81,6 +83,10 @@ def of_queue(fleet: TestFleet, task: Any) -> tuple[str, Message, str]:
     """Return the list, the message and the text of a task that waits."""
     raw, key = fleet.app.redis.hmget(fleet.app.keys.task(task.id), "message", "list")
     return key, json.loads(raw), raw
+
+
+def is_used(fleet: TestFleet, message: Message) -> bool:
+    return bool(fleet.app.redis.exists(fleet.app.keys.used(signature_of(message).rsplit(".", 1)[1][:32])))
 
 
 def whys(fleet: TestFleet, tag: str) -> list[str]:
@@ -206,7 +212,7 @@ def test_a_finished_task_does_not_run_again_even_with_a_record_that_says_it_wait
     task = submit(spec, app=fleet.app)
     task.get(timeout=patient(30))
     record, (key, true, raw) = fleet.app.keys.task(task.id), of_queue(fleet, task)
-    eventually(lambda: fleet.app.redis.exists(fleet.app.keys.used(signature_of(true).rsplit(".", 1)[1][:32])))
+    eventually(lambda: is_used(fleet, true), what="the message acknowledged")
     evil.hset(record, mapping={"state": "QUEUED", "attempt": "0"})
     evil.hdel(record, "finished_at", "result")
     copy = with_new_tag(true)
@@ -223,11 +229,75 @@ def test_a_finished_task_that_retention_has_removed_does_not_run_again(
     task = submit(fleet.echo(output=1), app=fleet.app)
     task.get(timeout=patient(30))
     key, true, raw = of_queue(fleet, task)
-    eventually(lambda: fleet.app.redis.exists(fleet.app.keys.used(signature_of(true).rsplit(".", 1)[1][:32])))
+    eventually(lambda: is_used(fleet, true), what="the message acknowledged")
     fleet.app.redis.delete(fleet.app.keys.task(task.id))
     push(evil, key, raw)
     assert "was acknowledged before" in refused(fleet, raw)
     assert fleet.state(task.id) == "UNKNOWN"
+
+
+def test_a_copy_of_a_failed_task_leaves_what_celery_was_told(
+    fleet: TestFleet, worker: WorkerProcess, evil: Any
+) -> None:
+    task = submit({"taskType": "command", "command": {"command": "exit 3"}}, app=fleet.app)
+    with pytest.raises(TaskFailed):
+        task.get(timeout=patient(30))
+    key, true, raw = of_queue(fleet, task)
+    eventually(lambda: is_used(fleet, true), what="the message acknowledged")
+    told = fleet.app.redis.get(fleet.app.keys.celery_result(task.id))
+    push(evil, key, raw)
+    assert "was acknowledged before" in refused(fleet, raw)
+    assert fleet.app.redis.get(fleet.app.keys.celery_result(task.id)) == told
+
+
+def test_what_has_ended_is_not_begun_anew_as_a_caller_whose_run_is_gone(
+    fleet: TestFleet, worker: WorkerProcess, evil: Any, tmp_path: Path
+) -> None:
+    """Whoever releases a caller signs its message anew, which nobody has asked for."""
+    path = tmp_path / "runs"
+    plain_task = submit({"taskType": "command", "command": f"echo x >> {path}"}, app=fleet.app)
+    merged = submit({**fleet.echo(output="said once"), "merge": "always"}, app=fleet.app)
+    for task in (plain_task, merged):
+        task.get(timeout=patient(30))
+        record, true = fleet.app.keys.task(task.id), of_queue(fleet, task)[1]
+        eventually(lambda true=true: is_used(fleet, true), what="its signature is used")
+        evil.hset(record, mapping={"state": "MERGED", "run": "gone", "call": "c", "attempt": "0"})
+        evil.hdel(record, "finished_at", "result")
+
+        assert fleet.app.merger.release(task.id)
+
+        eventually(lambda task=task: fleet.state(task.id) == "FAILED", what="the end of the task")
+        assert fleet.app.ledger.get(task.id).attempt == 0
+    assert path.read_text() == "x\n"
+
+
+def test_a_caller_whose_run_is_gone_runs_by_itself_once(fleet: TestFleet, worker: WorkerProcess, evil: Any) -> None:
+    task = submit({**fleet.echo(output="by itself"), "merge": "always", **NOBODY}, app=fleet.app)
+    record, true = fleet.app.ledger.get(task.id), of_queue(fleet, task)[1]
+    assert record.run is not None
+    fleet.app.redis.delete(fleet.app.keys.task(record.run))
+    assert fleet.app.merger.release(task.id)
+    assert is_used(fleet, true)
+    assert not is_used(fleet, of_queue(fleet, task)[1])
+    allowed = fleet.start_worker("w3", "--label", "nobody=")
+    assert task.get(timeout=patient(30))["output"] == "by itself"
+    assert allowed.stop() == 0
+
+
+def test_the_message_of_a_caller_that_comes_for_an_end_begins_nothing(
+    fleet: TestFleet, worker: WorkerProcess, evil: Any
+) -> None:
+    spec = {**fleet.echo(output="for two"), "merge": "always", "resultTtlSeconds": 600}
+    submit(spec, app=fleet.app).get(timeout=patient(30))
+    second = submit(spec, app=fleet.app)
+    assert second.get(timeout=patient(30))["output"] == "for two"
+    record, true = fleet.app.keys.task(second.id), of_queue(fleet, second)[1]
+    fetch = with_signature(fleet.app.signer, control_message(true, "gpuflow.control"), ["gpuflow.control"])
+    evil.hset(record, mapping={"state": "QUEUED", "queue": "gpuflow.control", "attempt": "0"})
+    evil.hdel(record, "finished_at", "result", "run")
+    push(evil, f"{PREFIX}gpuflow.control", json.loads(dumps(fetch)))
+    eventually(lambda: is_used(fleet, fetch), what="the message acknowledged")
+    assert fleet.app.ledger.get(second.id).attempt == 0
 
 
 def test_a_forged_copy_with_the_tag_of_a_task_that_runs_does_not_disturb_it(
@@ -280,7 +350,7 @@ def test_a_forged_pipeline_and_one_that_has_ended_begin_nothing(
     run = submit_pipeline({"stages": stages}, app=fleet.app)
     run.wait(timeout=patient(30))
     key = fleet.app.keys.pipeline(run.id)
-    evil.hset(key, mapping={"state": "RUNNING", "epoch": "7"})
+    evil.hset(key, mapping={"state": "RUNNING"})
     evil.hdel(fleet.app.keys.stages(run.id), "one")
     fleet.app.send_task("gpuflow.pipelines.settle", args=(run.id,), queue="gpuflow.control")
     eventually(lambda: str(fleet.app.pipelines.get(run.id).state) == "FAILED", what="the end of the replay")
@@ -320,14 +390,28 @@ def test_a_forged_call_of_a_merged_run_is_not_executed(fleet: TestFleet, worker:
     assert run is not None
     calls = fleet.app.keys.merge_calls(run)
     ((digest, text),) = evil.hgetall(calls).items()
-    assert not fleet.app.merger.store.refused_calls(run)
+    assert fleet.app.merger.store.calls(run)[digest].refused is None
     spec = {**json.loads(text), "echo": {"output": "forged"}}
     evil.hset(calls, digest, json.dumps(spec))
-    assert fleet.app.merger.store.refused_calls(run)[digest].reason == "forged"
+    refused = fleet.app.merger.store.calls(run)[digest].refused
+    assert refused is not None
+    assert refused.reason == "forged"
     allowed = fleet.start_worker("w2", "--label", "nobody=")
     with pytest.raises(TaskFailed, match="does not fit"):
         task.get(timeout=patient(60))
     assert allowed.stop() == 0
+
+
+def test_a_pipeline_that_runs_begins_no_other_round(fleet: TestFleet, worker: WorkerProcess, evil: Any) -> None:
+    """Under another epoch its tasks would have other ids, and so run once more."""
+    run = submit_pipeline({"stages": [{"name": "one", "spec": fleet.echo(output=1) | NOBODY}]}, app=fleet.app)
+    eventually(lambda: fleet.app.pipelines.get(run.id).stage("one").tasks, what="the stage dispatched")
+    evil.hset(fleet.app.keys.pipeline(run.id), "epoch", "7")
+    evil.hdel(fleet.app.keys.stages(run.id), "one")
+    fleet.app.engine.settle(run.id)
+    found = fleet.app.pipelines.get(run.id)
+    assert (str(found.state), found.stage("one").tasks) == ("FAILED", ())
+    assert "does not fit it" in str((found.error or {})["message"])
 
 
 def test_a_stored_message_that_was_changed_is_not_queued_again_nor_are_its_links_called(

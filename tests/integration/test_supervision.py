@@ -40,6 +40,23 @@ def test_a_task_runs_and_its_result_is_committed_on_disk_and_in_the_record(serve
     assert celery_result.get(timeout=patient(5))["output"] == {"n": 1}
 
 
+def test_the_names_of_a_result_are_there_after_a_worker_that_died_before_it_made_them(served: TestFleet) -> None:
+    task = submit(served.echo(output="once"), app=served.app)
+    task.get(timeout=patient(30))
+    folder = served.results / task.id
+    assert eventually(lambda: served.app.AsyncResult(task.id).state == "SUCCESS")  # comes after them
+    names = {path.name for path in folder.iterdir() if path.is_symlink()}
+    assert "responses.json" in names
+    for name in names:
+        (folder / name).unlink()
+
+    raw, key = served.app.redis.hmget(served.app.keys.task(task.id), "message", "list")
+    served.broker.client.lpush(key, raw)  # what a sweep does with the message that a dead worker has not acknowledged
+
+    eventually(lambda: {path.name for path in folder.iterdir() if path.is_symlink()} == names, what="the links")
+    assert task.record().attempt == 1
+
+
 def test_a_failing_child_fails_its_task_with_the_cause(served: TestFleet) -> None:
     task = submit(served.echo(fail={"type": "Boom", "message": "no luck", "retryable": False}), app=served.app)
 

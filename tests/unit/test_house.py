@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -224,6 +225,16 @@ def test_the_templates_of_the_docs_are_valid() -> None:
     assert len(blocks) >= 2
     for block in blocks:
         assert parse_text(block, "docs").stages
+
+
+def test_the_house_of_the_docs_has_each_module_in_the_order_of_its_layers() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = [layer.split(" | ") for layer in contracts[-1]["layers"]]
+    shown = (ROOT / "docs" / "architecture.md").read_text()
+    table = shown.partition("| module |")[2].partition("Beside the library")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    told = [re.findall(r"`gpuflow/(\w+)", row) for row in rows]
+    assert [sorted(names) for names in told] == [sorted(names) for names in layers]
 
 
 def test_every_setting_is_in_the_docs() -> None:

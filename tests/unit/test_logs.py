@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gpuflow.logs import dress, get_logger, use_level
-from gpuflow.outages import Outage, SymptomFilter, kind_of
+from gpuflow.outages import QUIET_SECONDS, Outage, SymptomFilter, kind_of
 
 REFUSED = "Error 111 connecting to 127.0.0.1:6379. Connection refused."
 
@@ -40,10 +40,11 @@ def out() -> Iterator[io.StringIO]:
 
 
 def test_an_outage_is_one_line_at_its_begin_and_one_at_its_end(told: Told) -> None:
-    clock = iter([10.0, 70.0])
-    outage = Outage(told, clock=lambda: next(clock))
+    now = 10.0
+    outage = Outage(told, clock=lambda: now)
     for _ in range(500):
         outage.symptom(REFUSED)
+    now = 70.0
     outage.over()
     outage.over()
     assert told == [
@@ -58,6 +59,27 @@ def test_another_kind_of_cause_is_told_once_more(told: Told) -> None:
         outage.symptom(cause)
     outage.symptom("WRONGPASS invalid username-password pair or user is disabled.")
     assert [event for event, _ in told] == ["broker_lost", "broker_refuses", "broker_denies"]
+
+
+def test_a_read_ends_no_outage_in_which_writes_are_refused_until_none_was_for_a_minute(told: Told) -> None:
+    now = 10.0
+    outage = Outage(told, clock=lambda: now)
+    for _ in range(3):
+        outage.symptom("OOM command not allowed")
+        outage.answered()
+    now = 10.0 + QUIET_SECONDS - 1
+    outage.answered()
+    assert [event for event, _ in told] == ["broker_refuses"]
+    now += 1
+    outage.answered()
+    assert [event for event, _ in told] == ["broker_refuses", "broker_is_back"]
+
+
+def test_a_read_ends_an_outage_in_which_nothing_was_served(told: Told) -> None:
+    outage = Outage(told)
+    outage.symptom(REFUSED)
+    outage.answered()
+    assert [event for event, _ in told] == ["broker_lost", "broker_is_back"]
 
 
 def test_what_names_no_cause_does_not_hide_the_one_that_follows(told: Told) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ from hypothesis import strategies as st
 
 from gpuflow.broker.signed_messages import (
     SIGNATURE_HEADER,
+    StoredCall,
     checked,
     signed_anew,
     signed_call,
-    spec_of_call,
+    stored_call,
     with_signature,
 )
 from gpuflow.errors import InvalidSettings
@@ -129,17 +131,15 @@ def test_a_message_is_signed_with_all_that_it_holds_but_its_time() -> None:
         {"properties": {**sent["properties"], "delivery_tag": "another"}},
     ]
     assert {reason(json.dumps({**waits, **change}), by) for change in changes} == {"forged"}
-    twice = json.dumps(waits)[:-1] + ', "headers": {"task": "evil"}}'
-    assert reason(twice, by) == "unsigned"
     assert reason("[", by) == reason("[]", by) == reason("[" * 100_000, by) == "malformed"
     assert reason(json.dumps(message()), by) == "unsigned"
 
 
-def test_a_name_twice_is_read_by_the_last_as_the_worker_reads_it() -> None:
-    sent = json.dumps(with_signature(signer(), message(), ["q"]))
-    decoy = '{"headers": {"task": "evil", "gpuflow_signature": "1.x"}, ' + sent[1:]
-    assert json.loads(decoy)["headers"]["task"] == "t"
-    assert reason(decoy, signer()) == ""  # what runs is what was signed
+def test_a_message_with_a_name_twice_is_refused_as_not_all_who_read_it_see_the_same_one() -> None:
+    sent = json.dumps({"x": "echo", **with_signature(signer(), message(), ["q"], hints={"x": "echo"})})
+    assert reason(sent, signer()) == ""
+    for decoy in ('{"x": "inference", ' + sent[1:], sent[:-1] + ', "headers": {"task": "evil"}}'):
+        assert reason(decoy, signer()) == "malformed"
 
 
 def test_a_signature_ends_with_its_days_counted_from_when_a_delayed_message_is_due() -> None:
@@ -148,8 +148,9 @@ def test_a_signature_ends_with_its_days_counted_from_when_a_delayed_message_is_d
     later = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime(time.time() + 3 * 86_400))
     assert reason(json.dumps(with_signature(over, message(gpuflow_eta=later), ["q"])), signer()) == ""
     stored = json.dumps(with_signature(over, message(), ["q"]))
-    assert reason(stored, signer(), None, task_id="1") == ""  # of a record that is acted on, the time does not count
-    assert reason(stored, signer(), None, task_id="2") == "forged"
+    assert reason(stored, signer(), None, task_id="1") == "expired"
+    assert reason(stored, signer(), None, task_id="1", is_timed=False) == ""
+    assert reason(stored, signer(), None, task_id="2", is_timed=False) == "forged"
 
 
 def test_a_message_that_is_signed_anew_has_another_signature_and_the_same_content() -> None:
@@ -170,12 +171,13 @@ def test_a_message_that_is_signed_anew_has_another_signature_and_the_same_conten
 def test_a_call_has_its_spec_and_its_place(spec: dict[str, Any]) -> None:
     whole = json.dumps(spec)
     text = signed_call(signer(), "d1", whole)
-    assert same(spec_of_call(signer(), "d1", text), json.loads(whole))
-    assert same(spec_of_call(None, "d1", text), json.loads(whole))
+    for by in (signer(), None):
+        read = stored_call(by, "d1", text)
+        assert read.refused is None
+        assert same(read.spec, json.loads(whole))
     for refused in (("d2", text), ("d1", whole), ("d1", json.dumps({**json.loads(text), "other": 1}))):
-        with pytest.raises(SignatureRefused):
-            spec_of_call(signer(), *refused)
-    assert spec_of_call(signer(requires=False), "d1", whole) == json.loads(whole)
+        assert stored_call(signer(), *refused).refused is not None
+    assert stored_call(signer(requires=False), "d1", whole) == StoredCall(spec=json.loads(whole))
 
 
 def settings(path: Path, mode: str = "require") -> Settings:
@@ -212,6 +214,17 @@ def test_a_bad_key_file_is_refused_with_its_cause(tmp_path: Path, content: str, 
     path.write_text(content)
     path.chmod(mode)
     with pytest.raises(InvalidSettings, match=why):
+        read_keys(path)
+
+
+def test_a_key_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "keys"
+    path.write_text("x" * 32)
+    path.chmod(0o600)
+    if path.stat().st_uid == 0:
+        os.chown(path, 12_345, -1)
+    monkeypatch.setattr("os.geteuid", lambda: 54_321)
+    with pytest.raises(InvalidSettings, match="belongs to another user"):
         read_keys(path)
 
 

@@ -214,6 +214,14 @@ local function use_signature(ready, id, seconds)
   if id and id ~= '' then redis.call('SET', prefix_of(ready) .. 'gpuflow.used:' .. id, '', 'EX', seconds) end
 end
 
+-- Note that the signature which stands in a text has been used (signatures.py: its form, CLOCKS_SECONDS); no other one.
+local function use_signature_of(ready, text)
+  local until_, mac = string.match(text or '', '"gpuflow_signature": "1%.%x+%.%d+%.(%d+)%.(%x+)"')
+  if not until_ then until_, mac = string.match(text or '', '^1%.%x+%.%d+%.(%d+)%.(%x+)$') end
+  local left = until_ and tonumber(until_) - tonumber(redis.call('TIME')[1]) or 0
+  if left > 0 and left < 1e10 then use_signature(ready, string.sub(mac, 1, 32), string.format('%.0f', left + 86400)) end
+end
+
 -- Return the list from which a delivery came, if its lease is still that owner's; nil when it was LOST: another owner
 -- holds it, or it was settled before, or it went back since `last` (has_returned).
 local function list_of_lease(owners, ready, tag, owner, last)

@@ -9,10 +9,9 @@
 -- ARGV[10] id of this call: a repeat, whose first answer was lost, begins nothing again
 -- ARGV[11] when the message had last gone back before this delivery, 0 for never (pop.lua): a repeat that comes after
 -- the message was returned begins nothing, whoever has it now
--- ARGV[12..] field, value, ... of a record to create, for a message of a producer that wrote none; without any, none is
---
--- A message that was leased from gpuflow.control is that of a caller which comes for the end of its run. It begins
--- nothing: a task that runs by itself now has another message.
+-- ARGV[12] '1' for the message of a caller that comes for the end of its run: it begins nothing, as a task that runs by
+-- itself now has another message
+-- ARGV[13..] field, value, ... of a record to create, for a message of a producer that wrote none; without any, none is
 --
 -- A task that a user wants cancelled, and whose attempt was lost, ends here.
 --
@@ -30,12 +29,12 @@ local ours = held and string.sub(held, 1, cut - 1) == ARGV[3]
 if not ours or has_returned(KEYS[9], ARGV[4], ARGV[11]) then
   return {'lost', '', 0, 0, 0}
 end
-local state, queue = unpack(redis.call('HMGET', KEYS[1], 'state', 'queue'))
-local fetches = queue ~= 'gpuflow.control' and queue_of(KEYS[9], string.sub(held, cut + 1)) == 'gpuflow.control'
-if not state and (fetches or #ARGV < 12) then return {'gone', '', 0, 0, 0} end
+local state = redis.call('HGET', KEYS[1], 'state')
+local fetches = ARGV[12] == '1'
+if not state and (fetches or #ARGV < 13) then return {'gone', '', 0, 0, 0} end
 if not state then
   local fields = {}
-  for i = 12, #ARGV do fields[#fields + 1] = ARGV[i] end
+  for i = 13, #ARGV do fields[#fields + 1] = ARGV[i] end
   redis.call('HSET', KEYS[1], 'id', ARGV[1], 'created_at', seconds, unpack(fields))
   redis.call('ZADD', KEYS[5], seconds, ARGV[1])
   redis.call('SADD', KEYS[8], ARGV[1])

@@ -5,6 +5,7 @@
 -- ARGV[1] id of the run  ARGV[2] cap of the event streams  ARGV[3] seconds until a final record expires
 -- ARGV[4] seconds that a doorbell token may lie unread
 -- ARGV[5] final state  ARGV[6] error JSON or ''  ARGV[7] digest of the manifest or ''
+-- ARGV[8] '1' where messages are signed: that of a caller is used then
 -- then for each caller: id, result JSON or '', its message for gpuflow.control, or '' for one that is told by the caller of
 -- this step, who takes it out of KEYS[2] then
 --
@@ -12,13 +13,14 @@
 local prefix = prefix_of(KEYS[5])
 local run, attempt, worker = ARGV[1], unpack(redis.call('HMGET', KEYS[1], 'attempt', 'worker'))
 local seconds, untold = clock(), {}
-for i = 8, #ARGV, 3 do
+for i = 9, #ARGV, 3 do
   local id, result, message = ARGV[i], ARGV[i + 1], ARGV[i + 2]
   local record = prefix .. 'task:' .. id
   local state, of, fetches = unpack(redis.call('HMGET', record, 'state', 'run', 'fetches'))
   if state == 'MERGED' and of == run then
     -- With the state it is no caller that leaves: it stays in KEYS[2] until it is told.
     redis.call('HSET', record, 'state', ARGV[5], 'attempt', attempt or '0', 'worker', worker or '')
+    if ARGV[8] == '1' then use_signature_of(KEYS[5], redis.call('HGET', record, 'message')) end
     if result ~= '' then redis.call('HSET', record, 'result', result) end
     if ARGV[7] ~= '' then redis.call('HSET', record, 'manifest', ARGV[7]) end
     -- Field by field: COPY reaches other databases, so that workers with a token of their own may not use it.

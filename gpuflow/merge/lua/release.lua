@@ -13,6 +13,7 @@ local prefix = prefix_of(KEYS[3])
 if redis.call('EXISTS', prefix .. 'task:' .. run) == 1 then return 0 end
 if ARGV[5] then
   if message ~= ARGV[5] then return 0 end
+  use_signature_of(KEYS[3], message)
   message = ARGV[6]
 end
 redis.call('SREM', prefix .. 'merge:' .. run .. ':callers:' .. call, ARGV[1])

@@ -15,11 +15,7 @@ local now = redis.call('TIME')
 local seconds = string.format('%d.%06d', now[1], now[2])
 redis.call('HSET', KEYS[1], 'state', ARGV[1], 'finished_at', seconds)
 -- Its signature is used: a record that is put back begins nothing (signatures.py).
-local until_, mac = string.match(redis.call('HGET', KEYS[1], 'signature') or '', '^1%.%x+%.%d+%.(%d+)%.(%x+)$')
-local left = until_ and tonumber(until_) - tonumber(now[1]) or 0
-if left > 0 and left < 1e10 then
-  redis.call('SET', prefix_of(KEYS[4]) .. 'gpuflow.used:' .. string.sub(mac, 1, 32), '', 'EX', string.format('%.0f', left))
-end
+use_signature_of(KEYS[4], redis.call('HGET', KEYS[1], 'signature'))
 if ARGV[2] ~= '' then redis.call('HSET', KEYS[1], 'error', ARGV[2]) end
 if ARGV[1] == 'CANCELLED' then
   local epoch = tonumber(round)

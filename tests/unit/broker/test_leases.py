@@ -12,8 +12,9 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from gpuflow.broker.gate import OpenGate
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.lease import Lease
-from gpuflow.broker.leases import LeaseTable
+from gpuflow.broker.leases import OWED_SECONDS, LeaseTable
 from gpuflow.outages import Outage
+from gpuflow.signatures import SignatureRefused
 
 
 class Server:
@@ -323,3 +324,55 @@ def test_a_lease_that_was_lost_before_its_end_is_told_of_unless_the_keeper_has_e
 
     assert caplog.text.count("lease_lost") == 1
     assert table.held() == {}
+
+
+def test_what_the_next_pop_ends_is_left_to_it_for_a_moment(table: LeaseTable, server: Server) -> None:
+    table.take("a", "queue")
+    table.start("a")
+    table.owe_ack("a")
+
+    table.settle_owed(OWED_SECONDS)
+    assert server.settled == []
+
+    table.held()["a"].owed_at -= OWED_SECONDS
+    table.settle_owed(OWED_SECONDS)
+    assert server.settled == [("a", "ack")]
+
+
+def test_an_end_that_comes_late_leaves_the_next_delivery_alone(
+    table: LeaseTable, server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    table.take("a", "queue")
+    table.start("a")
+    table.owe_ack("a")
+    table.over("a")
+    earlier = table.held()["a"]
+
+    def while_the_pop_ends_it(*arguments: Any) -> int:
+        table.acknowledged("a", earlier, was_lost=False)
+        table.take("a", "queue", returned="8")
+        return 0
+
+    server.evalsha = while_the_pop_ends_it  # type: ignore[method-assign]
+    table.settle_owed()
+
+    assert table.held()["a"].returned == "8"
+    assert "lease_lost" not in caplog.text
+
+
+@pytest.mark.parametrize("error", [TypeError("no"), ValueError("no"), RedisConnectionError("away")])
+def test_a_refused_message_ends_nobody_whatever_comes_of_telling_its_task(
+    table: LeaseTable, server: Server, error: Exception
+) -> None:
+    class Refusing:
+        def check(self, raw: bytes, queue: str) -> None:
+            """Never asked here."""
+
+        def refused(self, task_id: str, error_: SignatureRefused, raw: bytes) -> None:
+            raise error
+
+    table.checker = Refusing()
+    table.refuse("a", "task", SignatureRefused("forged", "it does not fit"), b"{}", "0")
+
+    put_aside = not isinstance(error, RedisConnectionError)  # the sweep brings it again
+    assert server.settled == ([("a", "it does not fit")] if put_aside else [])
