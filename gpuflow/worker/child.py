@@ -132,11 +132,13 @@ class Child:
         self._group = confinement.group
         self._stdin = stdin if talks else -1
         self._sending = threading.Lock()
+        whole = confinement.environment(environment)
         try:
             self.shim_pid = spawner().spawn(
                 [*confinement.sandbox, *argv],
                 cwd,
                 [*theirs, *keep_open],
+                environment=whole,
                 at_end=at_end,
                 confined=confinement.message(),
             )
@@ -149,7 +151,7 @@ class Child:
                 os.close(descriptor)
         self._feeder = threading.Thread(
             target=self._feed,
-            args=(stdin, env_write, confinement.environment(environment), request, talks),
+            args=(stdin, env_write, whole, request, talks),
             name="gpuflow-feed",
             daemon=True,
         )

@@ -2,9 +2,14 @@
 
 A worker starts this script once, with the interpreter's `-I -S` flags (standard library alone): `shim.py SOCKET_FD`.
 That process does nothing but fork: for each message on the socket, one shim. A message is JSON `{"argv": [...], "cwd":
-..., "at_end": [...], "confined": {...}}` with the file descriptors stdin, stdout, stderr, control, status, environment,
-and any to be held open; the answer is the shim's process id. A fork costs about a millisecond, a new interpreter
-twenty. No other process of its user may read its memory or trace it.
+..., "at_end": [...], "confined": {...}, "preloaded": false}` with the file descriptors stdin, stdout, stderr, control,
+status, environment, and any to be held open; the answer is the shim's process id. A fork costs about a millisecond, a
+new interpreter twenty. No other process of its user may read its memory or trace it.
+
+`shim.py SOCKET_FD MODULE` imports what `python -m MODULE` would, without its main program, and then does the same. The
+child of a `preloaded` message is that program, in the process that its shim has forked: nothing is executed, nothing
+imported again. It differs from a new interpreter in what that reads before its first line: variables of the environment
+(`worker.spawner` compares them), the seed of its hashes and where its memory lies, which all such children share.
 
 `confined` says what the child may not (`worker.confinement`): `limits`, its resource limits by name; `user`, `[uid,
 gid, groups]` as whom it runs; `group`, the folder of the control group that it joins; `sandboxed`, that argv begins
@@ -27,13 +32,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
+import importlib
 import json
 import os
 import resource
+import runpy
 import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -94,8 +103,13 @@ def has_children() -> bool:
     return True
 
 
-def start_child(argv: list[str], environment: dict[str, str], close: list[int], confined: Mapping[str, Any]) -> int:
-    """Start the program in a session of its own, confined as the message says; it dies with the shim."""
+def start_child(
+    argv: list[str], environment: dict[str, str], close: list[int], confined: Mapping[str, Any], *, preloaded: bool
+) -> int:
+    """Start the program in a session of its own, confined as the message says; it dies with the shim.
+
+    Return its process id; 0 in the child itself, if that is preloaded: its caller returns to where the program is run.
+    """
     pid = os.fork()
     if pid:
         return pid
@@ -103,16 +117,54 @@ def start_child(argv: list[str], environment: dict[str, str], close: list[int], 
         os.setsid()
         confine(confined)
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user takes it away, so it comes after that
+        signal.set_wakeup_fd(-1)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         for descriptor in close:
             os.close(descriptor)
+        if preloaded:
+            become(argv, environment)
+            return 0
         os.execvpe(argv[0], argv, environment)
     except OSError as error:
         os.write(2, f"cannot start {argv[0]}: {error.strerror}\n".encode())
     except ValueError as error:
         os.write(2, f"cannot start {argv[0]}: {error}\n".encode())
     os._exit(127)
+
+
+def become(argv: list[str], environment: dict[str, str]) -> None:
+    """Make this process what `argv` would be before it runs its module: to itself, and to who looks at it."""
+    sys.argv[1:] = []
+    sys.orig_argv[:] = argv
+    os.environ.clear()
+    os.environ.update(environment)
+    time.tzset()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    _prctl(_PR_SET_DUMPABLE, 1)
+    with contextlib.suppress(OSError, IndexError):
+        show(" ".join(argv), environment)
+
+
+def show(title: str, environment: dict[str, str]) -> None:
+    """Have `ps` and /proc show this command line and, as far as there is room, this environment (proc(5))."""
+    with open("/proc/self/stat", "rb") as stat:
+        arguments, end, variables, last = (int(field) for field in stat.read().rpartition(b")")[2].split()[45:49])
+    # A text up to its NUL, as what is the last byte of all arguments says.
+    text = os.fsencode(title)[: end - arguments - 2]
+    ctypes.memmove(arguments, text.ljust(end - arguments - 1, b"\0") + b" ", end - arguments)
+    text = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())[: last - variables]
+    ctypes.memmove(variables, text.ljust(last - variables, b"\0"), last - variables)
+
+
+def load(module: str) -> None:
+    """Import all that the program of a module imports first."""
+    name = f"{module}.__main__"
+    importlib.import_module(name)
+    del sys.modules[name]
+    gc.collect()
+    gc.freeze()  # a collection in a child touches none of it, so that its pages stay shared
 
 
 def confine(confined: Mapping[str, Any]) -> None:
@@ -243,8 +295,9 @@ def ending(status: int, *, sandboxed: bool) -> dict[str, int | None]:
     return {"exit": code, "signal": None}
 
 
-def run_shim(argv: list[str], cwd: str, at_end: list[str], confined: Mapping[str, Any], descriptors: list[int]) -> None:
-    """Be the shim of one child, in a process of its own, and report how the child ended."""
+def run_shim(wanted: Mapping[str, Any], descriptors: list[int]) -> bool:
+    """Be the shim of one child, in a process of its own, and report how the child ended. True in a preloaded child."""
+    confined, at_end = wanted["confined"], wanted["at_end"]
     stdin, stdout, stderr, control, status_fd, env_fd = descriptors[:6]
     os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -255,12 +308,15 @@ def run_shim(argv: list[str], cwd: str, at_end: list[str], confined: Mapping[str
         os.close(source)
     with os.fdopen(env_fd, "rb") as stream:
         environment = json.loads(stream.read())
-    os.chdir(cwd)
+    os.chdir(wanted["cwd"])
     wakeup, waker = os.pipe()
     os.set_blocking(waker, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(waker)
-    child = start_child(argv, environment, [control, status_fd, wakeup, waker, *descriptors[6:]], confined)
+    close = [control, status_fd, wakeup, waker, *descriptors[6:]]
+    child = start_child(wanted["argv"], environment, close, confined, preloaded=wanted["preloaded"])
+    if not child:
+        return True
     for descriptor in (0, 1, 2):
         os.close(descriptor)
     sandboxed = bool(confined.get("sandboxed"))
@@ -271,6 +327,7 @@ def run_shim(argv: list[str], cwd: str, at_end: list[str], confined: Mapping[str
     ended = {**ending(status, sandboxed=sandboxed), "stragglers": stragglers}
     with contextlib.suppress(OSError):
         os.write(status_fd, json.dumps(ended).encode() + b"\n")
+    return False
 
 
 def reap(shims: dict[int, list[str]]) -> None:
@@ -292,13 +349,15 @@ def reap(shims: dict[int, list[str]]) -> None:
             os.kill(orphan, signal.SIGKILL)
 
 
-def main() -> None:
-    """Fork a shim for every message, until the worker closes the socket."""
-    server = socket.socket(fileno=int(sys.argv[1]))
+def main(socket_fd: int, module: str) -> bool:
+    """Fork a shim for every message, until the worker closes the socket. True in a preloaded child."""
+    server = socket.socket(fileno=socket_fd)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     _prctl(_PR_SET_DUMPABLE, 0)
+    if module:
+        load(module)
     wakeup, waker = os.pipe()
     os.set_blocking(waker, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -316,7 +375,7 @@ def main() -> None:
             continue
         message, descriptors, _, _ = socket.recv_fds(server, 200_000, 64)
         if not message:
-            return
+            return False
         wanted = json.loads(message)
         pid = os.fork()
         if pid == 0:
@@ -325,12 +384,14 @@ def main() -> None:
                 os.close(descriptor)
             server.close()
             signal.signal(signal.SIGQUIT, signal.SIG_DFL)
-            status = 1  # what it leaves behind is ended by its parent
+            status, is_child = 1, False  # what it leaves behind is ended by its parent
             try:
-                run_shim(wanted["argv"], wanted["cwd"], wanted["at_end"], wanted["confined"], descriptors)
+                is_child = run_shim(wanted, descriptors)
                 status = 0
             finally:
-                os._exit(status)
+                if not is_child:
+                    os._exit(status)
+            return True
         shims[pid] = wanted["at_end"]
         for descriptor in descriptors:
             os.close(descriptor)
@@ -338,4 +399,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    _module = "".join(sys.argv[2:])
+    if main(int(sys.argv[1]), _module):
+        runpy.run_module(_module, run_name="__main__", alter_sys=True)

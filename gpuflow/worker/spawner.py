@@ -1,12 +1,16 @@
-"""The process that forks shims for this worker: started at the first child, started again if it is gone.
+"""The processes that fork shims for this worker: started when first needed, started again if they are gone.
 
-It ends when the worker closes its socket or dies; shims that run then are told by their own pipes.
+One executes what it is told. The other has all imported that the program of an executor begins with, and its shims fork
+their children as that program: forty milliseconds less for each (docs/decisions/0091-preloaded-children.md).
+They end when the worker closes their socket or dies; shims that run then are told by their own pipes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -16,42 +20,61 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+from gpuflow.logs import get_logger
+
+log = get_logger("gpuflow.spawner")
+
 _SHIM: Final = str(Path(__file__).with_name("shim.py"))
 #: The forking process answers within this time, or it is taken for dead.
 _ANSWER_SECONDS: Final = 20.0
+#: What a preloaded child runs, and how a new interpreter would run it.
+_MODULE: Final = "executors"
+_PROGRAM: Final = (sys.executable, "-P", "-m", _MODULE)
+#: Variables that the interpreter, the loader and the C library read once, when a program starts; globs.
+_READ_AT_START: Final = (
+    "PYTHON*",
+    "LD_*",
+    "GLIBC_*",
+    "MALLOC_*",
+    "OPENSSL_*",
+    "LANG",
+    "LANGUAGE",
+    "LC_*",
+    "LOCPATH",
+    "HOME",
+    "TZ*",
+)
+#: In the environment of the one that preloads: where a child's own is shown (`shim.show`).
+_ROOM: Final = {"_GPUFLOW_ROOM": 16_384 * " "}
+_AT_START: Final = re.compile("|".join(fnmatch.translate(pattern) for pattern in _READ_AT_START))
 
 
 class Spawner:
-    """Forks shims. Safe to use from several threads."""
+    """Forks shims. Safe to use from several threads.
 
-    def __init__(self) -> None:
+    `interpreter` are the words before the shim's script, `module` what it imports at its start, if anything, and
+    `environment` its variables.
+    """
+
+    def __init__(
+        self, interpreter: Sequence[str], *, module: str = "", environment: Mapping[str, str] | None = None
+    ) -> None:
+        self.environment = dict(environment or {})
+        self._interpreter = list(interpreter)
+        self._module = module
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
-    def spawn(
-        self,
-        argv: Sequence[str],
-        cwd: Path,
-        descriptors: Sequence[int],
-        *,
-        at_end: Sequence[str] = (),
-        confined: Mapping[str, Any] | None = None,
-    ) -> int:
-        """Start a shim that runs `argv` in `cwd`; return its process id. Raises OSError.
-
-        `descriptors` are stdin, stdout, stderr, control, status, environment, and any to be held open; `at_end` is a
-        command that the shim runs when nothing of the tree is left; `confined` what the child may not (`shim`).
-        """
-        message = json.dumps(
-            {"argv": list(argv), "cwd": str(cwd), "at_end": list(at_end), "confined": dict(confined or {})}
-        ).encode()
+    def spawn(self, message: Mapping[str, Any], descriptors: Sequence[int]) -> int:
+        """Have a shim forked for a message (`shim`), and return its process id. Raises OSError."""
+        text = json.dumps({**message, "preloaded": bool(self._module)}).encode()
         with self._lock:
             try:
-                return self._ask(message, descriptors)
+                return self._ask(text, descriptors)
             except OSError:
                 self._close()
-                return self._ask(message, descriptors)
+                return self._ask(text, descriptors)
 
     def _ask(self, message: bytes, descriptors: Sequence[int]) -> int:
         if self._socket is None:
@@ -66,12 +89,14 @@ class Spawner:
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        module = [self._module] if self._module else []
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", _SHIM, str(theirs.fileno())],
+                [*self._interpreter, _SHIM, str(theirs.fileno()), *module],
                 stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                env={},
+                env={**self.environment, **_ROOM} if self._module else self.environment,
                 cwd="/",
                 start_new_session=True,
             )
@@ -83,6 +108,16 @@ class Spawner:
         ours.settimeout(_ANSWER_SECONDS)
         self._socket = ours
 
+    @property
+    def pid(self) -> int | None:
+        """Return the process that forks; None while there is none."""
+        return self._process.pid if self._process is not None else None
+
+    def close(self) -> None:
+        """End it; what it has forked goes on."""
+        with self._lock:
+            self._close()
+
     def _close(self) -> None:
         if self._socket is not None:
             self._socket.close()
@@ -93,7 +128,67 @@ class Spawner:
             self._process = None
 
 
+class Spawners:
+    """Both of them. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._plain = Spawner([sys.executable, "-I", "-S"])
+        self._preloaded: Spawner | None = None
+
+    def spawn(
+        self,
+        argv: Sequence[str],
+        cwd: Path,
+        descriptors: Sequence[int],
+        *,
+        environment: Mapping[str, str],
+        at_end: Sequence[str] = (),
+        confined: Mapping[str, Any] | None = None,
+    ) -> int:
+        """Start a shim that runs `argv` in `cwd`; return its process id. Raises OSError.
+
+        `descriptors` are stdin, stdout, stderr, control, status, environment, and any to be held open; `environment` is
+        what will be written to the last of these; `at_end` is a command that the shim runs when nothing of the tree is
+        left; `confined` what the child may not (`shim`).
+        """
+        message = {"argv": list(argv), "cwd": str(cwd), "at_end": list(at_end), "confined": dict(confined or {})}
+        preloaded = self._preloaded_for(argv, environment, confined or {})
+        if preloaded is not None:
+            try:
+                return preloaded.spawn(message, descriptors)
+            except OSError as error:
+                log.warning("preload_failed", error=str(error))
+        return self._plain.spawn(message, descriptors)
+
+    @property
+    def preloaded_pid(self) -> int | None:
+        """Return the process that forks preloaded children; None while there is none."""
+        return self._preloaded.pid if self._preloaded is not None else None
+
+    def close(self) -> None:
+        """End both; what they have forked goes on."""
+        for one in (self._plain, self._preloaded):
+            if one is not None:
+                one.close()
+
+    def _preloaded_for(
+        self, argv: Sequence[str], environment: Mapping[str, str], confined: Mapping[str, Any]
+    ) -> Spawner | None:
+        """Return the one whose process can become this program; None where a new interpreter would be another.
+
+        A child of another user has to be a new program: what this one has in its memory is not for that user.
+        """
+        if sys.platform != "linux" or tuple(argv) != _PROGRAM or confined.get("user") is not None:
+            return None
+        at_start = {name: value for name, value in environment.items() if _AT_START.match(name)}
+        with self._lock:
+            if self._preloaded is None:
+                self._preloaded = Spawner(_PROGRAM[:2], module=_MODULE, environment=at_start)
+            return self._preloaded if self._preloaded.environment == at_start else None
+
+
 @cache
-def spawner() -> Spawner:
-    """Return the spawner of this process."""
-    return Spawner()
+def spawner() -> Spawners:
+    """Return the spawners of this process."""
+    return Spawners()
