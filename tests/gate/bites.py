@@ -240,7 +240,8 @@ def _check_imports(bite: Bite, copy: Path, notes: Path) -> None:
     if strange := [line for line in seen if line[1] is None or not Path(line[1]).resolve().is_relative_to(copy)]:
         raise OutOfDate(f"not imported from the copy: {strange[0]}")
     commands = [set(command) for package, _, command in seen if package == "gpuflow"]
-    for words in [{"pytest"}, {"celery", "worker"}, {"-m", "executors"}][: 3 if bite.on_a_fleet else 1]:
+    # Children are forked from the process that has imported executors, whose last word that is, or are `-m executors`.
+    for words in [{"pytest"}, {"celery", "worker"}, {"executors"}][: 3 if bite.on_a_fleet else 1]:
         if not any(words <= command for command in commands):
             raise OutOfDate(f"no process with {' '.join(sorted(words))!r} imported the copy")
 
