@@ -159,10 +159,15 @@ def show(title: str, environment: dict[str, str]) -> None:
 
 
 def load(module: str) -> None:
-    """Import all that the program of a module imports first."""
+    """Import all that the program of a module imports first.
+
+    Raises SystemExit where that, or what an installation runs in each interpreter, has begun a thread: no fork has it.
+    """
     name = f"{module}.__main__"
     importlib.import_module(name)
     del sys.modules[name]
+    if len(os.listdir("/proc/self/task")) > 1:
+        sys.exit(f"{module} cannot be preloaded: something that it imports runs a thread")
     gc.collect()
     gc.freeze()  # a collection in a child touches none of it, so that its pages stay shared
 

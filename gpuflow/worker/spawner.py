@@ -135,6 +135,7 @@ class Spawners:
         self._lock = threading.Lock()
         self._plain = Spawner([sys.executable, "-I", "-S"])
         self._preloaded: Spawner | None = None
+        self._cannot_preload = sys.platform != "linux"
 
     def spawn(
         self,
@@ -158,7 +159,8 @@ class Spawners:
             try:
                 return preloaded.spawn(message, descriptors)
             except OSError as error:
-                log.warning("preload_failed", error=str(error))
+                self._cannot_preload = True  # as long as this worker lives: it fails for the next child, too
+                log.warning("preload_failed", cause=str(error))
         return self._plain.spawn(message, descriptors)
 
     @property
@@ -179,7 +181,7 @@ class Spawners:
 
         A child of another user has to be a new program: what this one has in its memory is not for that user.
         """
-        if sys.platform != "linux" or tuple(argv) != _PROGRAM or confined.get("user") is not None:
+        if self._cannot_preload or tuple(argv) != _PROGRAM or confined.get("user") is not None:
             return None
         at_start = {name: value for name, value in environment.items() if _AT_START.match(name)}
         with self._lock:

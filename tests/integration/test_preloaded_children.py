@@ -159,7 +159,7 @@ def test_the_death_of_who_forks_ends_no_child_and_the_next_one_starts(
 
 
 def test_a_process_that_cannot_import_the_program_is_done_without(
-    start: Callable[..., Started], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    start: Callable[..., Started], tmp_path: Path
 ) -> None:
     broken = tmp_path / "broken"
     (broken / "executors").mkdir(parents=True)
@@ -169,6 +169,20 @@ def test_a_process_that_cannot_import_the_program_is_done_without(
 
     assert started.end().exit_code == 1  # as a new interpreter ends there
     assert b"half installed" in started.log
+    assert not reported(start)["preloaded"]
+
+
+def test_what_runs_a_thread_in_each_interpreter_runs_it_in_each_child(
+    start: Callable[..., Started], tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(3600,), name='of all', daemon=True).start()"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+
+    report = reported(start, PYTHONPATH=path)
+
+    assert not report["preloaded"] and "of all" in report["alike"]["threads"]
 
 
 def test_a_shim_shows_nothing_of_its_child(start: Callable[..., Started], tmp_path: Path) -> None:
