@@ -2,7 +2,7 @@
 
 What an outage causes is told by many: the events of each task, heartbeats, leases, Celery's consumer. Each of these
 lines is right, and together they drown the cause. `SymptomFilter`, on the handlers of a process, lets none of them
-through while an outage lasts; the first of them begins it.
+through while an outage lasts; the first of them begins it. Nor does it let through what Celery says of what we say.
 """
 
 from __future__ import annotations
@@ -45,6 +45,15 @@ _REFUSED: Final = re.compile(
     r"|used memory|read only replica|Link with MASTER is down"
 )
 
+
+#: Lines of Celery's that repeat one of ours, by logger: `ready` or `broker_is_back`, and what became of a delivery.
+_REPEATS: Final = {
+    _CELERY: re.compile(r"Started consuming from gpuflow\."),
+    "celery.app.trace": re.compile(r"Task gpuflow\.\S+ ignored$"),
+}
+#: What says, within an outage, no more than `broker_is_back` will.
+_CONNECTED: Final = "celery.worker.consumer.connection"
+_NEW_SERVER: Final = "new_server_run"
 
 #: A broker that has refused no write for so many seconds may take them again, as far as a reader can know.
 QUIET_SECONDS: Final = 60.0
@@ -126,6 +135,8 @@ class SymptomFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Say whether a line is written."""
+        if record.levelno <= logging.INFO and self._repeats(record):
+            return False
         cause = _cause_of(record)
         if cause is None:
             return True
@@ -133,6 +144,15 @@ class SymptomFilter(logging.Filter):
             record.gpuflow_counted = True
             self._outage.symptom(cause)
         return False
+
+    def _repeats(self, record: logging.LogRecord) -> bool:
+        repeated = _REPEATS.get(record.name)
+        if repeated is not None:
+            return repeated.match(record.getMessage()) is not None
+        if not self._outage.lasts:
+            return False
+        fields = getattr(record, "gpuflow", None)
+        return record.name == _CONNECTED or (isinstance(fields, dict) and fields.get("event") == _NEW_SERVER)
 
 
 def _cause_of(record: logging.LogRecord) -> str | None:

@@ -135,6 +135,29 @@ def test_the_filter_takes_symptoms_out_and_nothing_else(told: Told) -> None:
     assert told == [("broker_lost", {"cause": REFUSED})]
 
 
+@pytest.mark.parametrize("lasts", [False, True])
+def test_what_celery_says_of_what_we_say_is_left_out_and_begins_no_outage(told: Told, lasts: bool) -> None:
+    outage = Outage(told)
+    if lasts:
+        outage.symptom(REFUSED)
+    before = list(told)
+
+    def written(name: str, text: str, level: int = logging.INFO, **fields: Any) -> bool:
+        record = logging.LogRecord(name, level, "", 0, text, (), None)
+        if fields:
+            record.gpuflow = fields
+        return SymptomFilter(outage).filter(record)
+
+    assert not written("celery.worker.consumer.consumer", "Started consuming from gpuflow.control")
+    assert written("celery.worker.consumer.consumer", "Started consuming from invoices")
+    assert not written("celery.app.trace", "Task gpuflow.echo[1b7601e4-f969] ignored")
+    assert written("celery.app.trace", "Task shop.bill[1b7601e4-f969] ignored")
+    assert written("celery.app.trace", "Task gpuflow.echo[1b7601e4-f969] raised unexpected: KeyError", logging.ERROR)
+    assert written("celery.worker.consumer.connection", "Connected to redis://h/0") is not lasts
+    assert written("gpuflow.sweep", "x", event="new_server_run", graced=20) is not lasts
+    assert told == before
+
+
 def test_a_line_passes_several_handlers_and_counts_once(told: Told) -> None:
     outage = Outage(told)
     record = logging.LogRecord("gpuflow.worker", logging.WARNING, "", 0, "x", (), None)
