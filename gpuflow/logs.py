@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import MutableMapping
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Final
 
 import structlog
@@ -86,6 +88,19 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(masked, default=lambda value: log_value(known.text(str(value))))
 
 
+def _handle(handler: logging.Handler, record: logging.LogRecord) -> bool | logging.LogRecord:
+    """Do what `Handler.handle` does as of Python 3.13: a task that an exception in its thread ends keeps no lock.
+
+    Before, a thread that waited for the lock could get that exception between taking and guarding it, and every thread
+    of the worker that had a line to write waited for ever.
+    """
+    found = handler.filter(record)
+    if found and handler.lock is not None:
+        with handler.lock:
+            handler.emit(found if isinstance(found, logging.LogRecord) else record)
+    return found
+
+
 def use_level(log_level: str) -> None:
     """Let gpuflow's own lines of this level pass, the setting LOG_LEVEL, whatever Celery's `-l` says, unless lower."""
     chosen = logging.getLevelNamesMapping()[log_level]
@@ -105,5 +120,7 @@ def dress(log_format: str, *loggers: str | None) -> None:
                 handler.setFormatter(JsonFormatter())
             elif not isinstance(handler.formatter, MaskingFormatter):
                 handler.setFormatter(MaskingFormatter(handler.formatter))
+            if sys.version_info < (3, 13):
+                handler.handle = partial(_handle, handler)  # type: ignore[method-assign, assignment]
             if not says_all and not any(isinstance(one, SymptomFilter) for one in handler.filters):
                 handler.addFilter(SymptomFilter())

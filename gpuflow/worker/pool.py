@@ -59,7 +59,7 @@ def publishes_again(error: Exception) -> bool:
     return leases.holds(tag)
 
 
-def _raise_in_thread(ident: int, error: type[BaseException]) -> None:
+def raise_in_thread(ident: int, error: type[BaseException]) -> None:
     """Raise `error` in another thread at its next bytecode (CPython)."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(error))
 
@@ -86,7 +86,7 @@ class Job(ApplyResult):  # type: ignore[misc]
             return
         if not self.done and self.thread_ident is not None:
             self.told = True
-            _raise_in_thread(self.thread_ident, SystemExit)
+            raise_in_thread(self.thread_ident, SystemExit)
 
     def limit(self, seconds: float, action: Callable[[], None]) -> None:
         """Run `action` after `seconds` unless the task has ended."""
@@ -210,7 +210,7 @@ class SupervisorPool(TaskPool):  # type: ignore[misc]
         runtime = find()
         stopped = runtime is not None and runtime.stop(job.task_id, "soft_timeout")
         if not stopped and job.thread_ident is not None:
-            _raise_in_thread(job.thread_ident, SoftTimeLimitExceeded)
+            raise_in_thread(job.thread_ident, SoftTimeLimitExceeded)
 
     def _hard(self, job: Job, seconds: float, timeout_callback: Callable[..., Any] | None) -> None:
         if job.done:
@@ -222,7 +222,7 @@ class SupervisorPool(TaskPool):  # type: ignore[misc]
         if timeout_callback is not None:
             timeout_callback(False, seconds)
         if job.thread_ident is not None:
-            _raise_in_thread(job.thread_ident, SystemExit)
+            raise_in_thread(job.thread_ident, SystemExit)
 
     def terminate_job(self, pid: int, signal: int | None = None) -> None:
         """Do nothing: `pid` is the worker itself; Celery then calls the job's own `terminate`."""

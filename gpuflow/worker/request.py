@@ -40,11 +40,13 @@ class GPURequest(Request):  # type: ignore[misc]
             return
         if runtime.stop(self.id, "shutdown"):
             return
+        job = self._apply_result() if self._apply_result is not None else None
+        if self.name in SUPERVISED_TASKS and job is not None and job.thread_ident is not None:
+            return  # it begins nothing more, or is at its end: it lets go of its message itself
         try:
             runtime.leases.settle(self.message.delivery_tag, "front")
         except RedisError as error:
             log.warning("message_left_to_the_sweep", task=self.id, cause=str(error))
         self._already_cancelled = True
-        job = self._apply_result() if self._apply_result is not None else None
         if job is not None:
             job.terminate()

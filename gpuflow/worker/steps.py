@@ -25,7 +25,8 @@ LONGEST_PAUSE_SECONDS = 2.0
 def until_answered(leases: LeaseTable, tag: str, task_id: str, step: Callable[[], T]) -> T:
     """Take a step on the broker; while it takes none, try again as long as the lease is ours. Raises Ignore then.
 
-    A step that can never be taken ends the delivery without a word: its lease runs out, and the sweep returns it.
+    A step that can never be taken ends the delivery without a word: its lease runs out, and the sweep returns it. So
+    does one that cannot be taken at once while the worker stops at once.
     """
     pause = 0.1
     while True:
@@ -35,6 +36,9 @@ def until_answered(leases: LeaseTable, tag: str, task_id: str, step: Callable[[]
             if not passes(error):
                 log.error("step_refused", task=task_id, cause=str(error))
                 leases.forget(tag)
+                raise Ignore from None
+            if leases.is_stopping:
+                log.warning("message_left_to_the_sweep", task=task_id, cause=str(error))
                 raise Ignore from None
             if not leases.holds(tag):
                 log.debug("attempt_superseded", task=task_id, why="lost")

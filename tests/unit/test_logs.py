@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +14,8 @@ import pytest
 
 from gpuflow.logs import dress, get_logger, use_level
 from gpuflow.outages import QUIET_SECONDS, Outage, SymptomFilter, kind_of
+from gpuflow.worker.pool import raise_in_thread
+from tests.support.waiting import patient
 
 REFUSED = "Error 111 connecting to 127.0.0.1:6379. Connection refused."
 
@@ -202,3 +206,32 @@ def test_our_lines_have_the_level_of_the_setting_whatever_celery_has(out: io.Str
         "event=kept",
         "event=asked",
     ]
+
+
+class _Slow(io.StringIO):
+    """A log file whose writers wait for each other."""
+
+    def write(self, text: str) -> int:
+        threading.Event().wait(0.001)
+        return super().write(text)
+
+
+def test_a_thread_that_is_ended_while_it_waits_for_a_handler_keeps_no_lock() -> None:
+    logger = logging.getLogger("gpuflow.testing.ended")
+    logger.addHandler(logging.StreamHandler(_Slow()))
+    dress("text", "gpuflow.testing.ended")
+
+    def writes() -> None:
+        with contextlib.suppress(SystemExit):
+            while True:
+                logger.warning("one more line")
+
+    for _ in range(5):
+        threads = [threading.Thread(target=writes, daemon=True) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            raise_in_thread(thread.ident or 0, SystemExit)
+        for thread in threads:
+            thread.join(patient(10))
+        assert not any(thread.is_alive() for thread in threads), "they wait for a lock that one of them has kept"
