@@ -2,17 +2,25 @@
 
 RedBeat keeps the periodic tasks in Redis, and beat signs what it submits. So where unsigned work is refused, beat
 submits what stands in the app's own `beat_schedule`, which is code, and nothing that somebody has written to Redis.
+
+RedBeat ends with the first error of the broker, at whatever step. This one waits: for the broker, and for the lock of
+beats, where another one has it.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from redbeat import RedBeatScheduler  # type: ignore[import-untyped]
+from redbeat.schedulers import LUA_EXTEND_TO_SCRIPT, get_redis  # type: ignore[import-untyped]
+from redis.exceptions import LockError, RedisError
 
 from gpuflow.logs import get_logger
 
 log = get_logger("gpuflow.schedules")
+
+#: The broker and the lock are asked for again this often, in seconds; or at each turn, where turns are shorter.
+_AGAIN_SECONDS: Final = 5.0
 
 
 class Scheduler(RedBeatScheduler):  # type: ignore[misc]
@@ -21,6 +29,36 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._refused: set[str] = set()
         super().__init__(*args, **kwargs)
+
+    def tick(self, *args: Any, **kwargs: Any) -> float:
+        """Submit what is due, and return in how many seconds to look again."""
+        try:
+            if not self.lock_key or self._has_lock():
+                return float(super().tick(*args, **kwargs))
+        except LockError as error:
+            log.warning("lock_of_beats_lost", cause=str(error))
+            self.lock = None
+        except (RedisError, OSError) as error:
+            log.warning("schedules_not_run", cause=str(error))
+        return min(_AGAIN_SECONDS, float(self.max_interval))
+
+    def close(self) -> None:
+        """Let go of the lock; what the broker does not take ends by itself."""
+        try:
+            super().close()
+        except (RedisError, OSError) as error:
+            log.warning("schedules_not_run", cause=str(error))
+
+    def _has_lock(self) -> bool:
+        """Say whether this is the beat that submits; take the lock if it is free (RedBeat: at its start alone)."""
+        if self.lock is None:
+            client = get_redis(self.app)
+            lock = client.lock(self.lock_key, timeout=self.lock_timeout, sleep=self.max_interval)
+            lock.lua_extend = client.register_script(LUA_EXTEND_TO_SCRIPT)
+            if lock.acquire(blocking=False):
+                self.lock = lock
+                log.info("lock_of_beats_taken")
+        return self.lock is not None
 
     def apply_async(self, entry: Any, *args: Any, **kwargs: Any) -> Any:
         """Submit what an entry says; None for one that is not that of the configuration, where it has to be."""

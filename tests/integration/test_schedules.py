@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -246,18 +247,21 @@ def gpuflow(fleet: TestFleet, *arguments: str, code: int = 0) -> str:
 
 
 class Beat:
-    def __init__(self, fleet: TestFleet, name: str) -> None:
+    def __init__(self, fleet: TestFleet, name: str, *options: str) -> None:
         self.log_path = fleet.folder / f"{name}.log"
         keep_log(self)
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "celery", "-A", "gpuflow", "beat", "-l", "INFO"],
+                [sys.executable, "-m", "celery", "-A", "gpuflow", "beat", "-l", "INFO", *options],
                 env=_environment(fleet),
                 cwd=fleet.folder,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
+
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -301,3 +305,64 @@ def test_two_beats_submit_once_and_the_one_that_is_left_goes_on(fleet: TestFleet
     assert get(run.pipeline, app=fleet.app).wait(timeout=patient(60)).state == "SUCCEEDED"
     assert "is removed" in gpuflow(fleet, "schedules", "remove", "nightly")
     assert "no schedule" in gpuflow(fleet, "schedules", "remove", "nightly", code=2)
+
+
+@pytest.fixture
+def quick_beat(fleet: TestFleet) -> Iterator[Beat]:
+    """Yield a beat that asks the broker each second."""
+    made = Beat(fleet, "quick", "--max-interval", "1")
+    eventually(lambda: "Acquired lock" in made.log(), within=patient(30), what="the lock of beats")
+    yield made
+    made.close()
+
+
+def _refusing_password(fleet: TestFleet) -> None:
+    fleet.broker.client.execute_command("ACL", "SETUSER", "default", "resetpass", ">another")
+    fleet.broker.client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+
+
+def _taking_it_again(fleet: TestFleet) -> None:
+    fleet.broker.client.execute_command(
+        "ACL", "SETUSER", "default", "resetpass", f">{urlsplit(fleet.broker.url).password}"
+    )
+
+
+@pytest.mark.parametrize("fault", ["away", "full", "replica", "password"])
+def test_a_beat_outlives_what_its_broker_does(fleet: TestFleet, quick_beat: Beat, fault: str) -> None:
+    client = fleet.broker.client
+    before = quick_beat.log()
+    begin, end = {
+        "away": (fleet.broker.kill, fleet.broker.restart),
+        "full": (lambda: client.config_set("maxmemory", 1), lambda: client.config_set("maxmemory", 0)),
+        "replica": (
+            lambda: client.execute_command("REPLICAOF", "127.0.0.1", 1),
+            lambda: client.execute_command("REPLICAOF", "NO", "ONE"),
+        ),
+        "password": (lambda: _refusing_password(fleet), lambda: _taking_it_again(fleet)),
+    }[fault]
+
+    begin()
+    said = {"away": "broker_lost", "full": "broker_refuses", "replica": "broker_refuses", "password": "broker_denies"}
+    eventually(lambda: said[fault] in quick_beat.log()[len(before) :], within=patient(40), what="its line")
+    end()
+
+    held = f"{fleet.app.keys.prefix}redbeat::lock"
+    fleet.broker.client.delete(held)  # it has to be asked for again
+    eventually(lambda: fleet.broker.client.exists(held), within=patient(40), what="the lock of beats")
+    assert quick_beat.process.poll() is None, quick_beat.log()[-3000:]
+    assert len(quick_beat.log()[len(before) :].splitlines()) < 20, quick_beat.log()[-5000:]
+
+
+def test_a_beat_without_the_lock_waits_for_it_whatever_its_broker_does(fleet: TestFleet, quick_beat: Beat) -> None:
+    second = Beat(fleet, "second", "--max-interval", "1")
+    try:
+        eventually(lambda: "Starting" in second.log(), within=patient(30), what="the second beat")
+        fleet.broker.kill()
+        eventually(lambda: "broker_lost" in second.log(), within=patient(40), what="its line")
+        fleet.broker.restart()
+        os.kill(quick_beat.process.pid, signal.SIGKILL)
+        fleet.broker.client.delete(f"{fleet.app.keys.prefix}redbeat::lock")
+        eventually(lambda: "lock_of_beats_taken" in second.log(), within=patient(40), what="the lock of beats")
+        assert second.process.poll() is None
+    finally:
+        second.close()
