@@ -29,7 +29,7 @@ class Away:
 
 
 class Lease:
-    held = True
+    held, is_stopping = True, False
 
     def holds(self, tag: str) -> bool:
         return self.held
@@ -68,6 +68,13 @@ def test_an_attempt_that_has_lost_its_lease_leaves_no_trace() -> None:
     lease.held = False
     with pytest.raises(Ignore):
         delivery(Away({"mine": "ann"}, failing=1), lease)._owned(["t"], lambda: True)
+
+
+def test_a_worker_that_stops_at_once_waits_for_no_broker() -> None:
+    lease = Lease()
+    lease.is_stopping = True
+    with pytest.raises(Ignore):
+        delivery(Away({"mine": "ann"}, failing=10**9), lease)._owned(["t"], lambda: True)
 
 
 def test_a_task_without_a_record_gets_nothing() -> None:
