@@ -159,16 +159,17 @@ class WorkerProcess:
         return self.log_path.read_text(errors="replace")
 
     def supervised(self) -> list[psutil.Process]:
-        """Return the child processes of the attempts that run here, without their shims."""
+        """Return the child processes of the attempts that run here, without their shims.
+
+        What a child starts looks like the child until it has executed its own program.
+        """
         found = []
         for process in self.children():
-            try:
-                words = process.cmdline()
-            except psutil.NoSuchProcess:
-                continue
-            if words[-2:] == ["-m", "executors"]:
-                found.append(process)
-        return found
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.cmdline()[-2:] == ["-m", "executors"]:
+                    found.append((process, process.ppid()))
+        ids = {process.pid for process, _ in found}
+        return [process for process, parent in found if parent not in ids]
 
     def ready(self, within: float = 60) -> WorkerProcess:
         app = GPUFlow("probe", settings=self.settings)
