@@ -208,7 +208,14 @@ for step in itertools.count(1):
     stop.touch()
     task.get(timeout=patient(60))
 
-    found = [path.read_text() for path in store.rglob("*") if path.is_file()]
+    def stored() -> list[str] | None:
+        """Return what is in the store; None while an older checkpoint goes away under the look."""
+        try:
+            return [path.read_text() for path in store.rglob("*") if path.is_file()]
+        except FileNotFoundError:
+            return None
+
+    found = eventually(stored, what="what is stored")
     assert "{}" in found or len(found) > 1, "its results are stored"
     assert "root's" not in found
 
