@@ -105,6 +105,7 @@ def retry_dead(
     from gpuflow.bulk import retry_many
     from gpuflow.cli import output
     from gpuflow.cli.session import connected
+    from gpuflow.cli.steer import note_pipelines
 
     with connected() as app:
         records = _chosen(app, "retry", task_ids, everything, filters)
@@ -116,6 +117,7 @@ def retry_dead(
         output.emit_json({"queued": queued})
     else:
         output.line(f"{len(queued)} of {len(verdicts)} queued again")
+        note_pipelines(records)
     return DONE if len(queued) == len(verdicts) else FAILED
 
 

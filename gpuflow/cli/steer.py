@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from gpuflow.celery_app import GPUFlow
     from gpuflow.ledger.records import TaskRecord
 
+#: Pipelines that a line names.
+_MOST_NAMED = 5
+
 _dry_run = click.option("--dry-run", is_flag=True, help="Show what would be done, and do nothing.")
 _yes = click.option("--yes", "-y", is_flag=True, help="Do not ask, also in a terminal.")
 
@@ -145,7 +148,22 @@ def retry(
         output.emit_json({"queued": queued, "verdicts": verdicts})
     else:
         output.line(f"{len(queued)} of {len(verdicts)} queued again")
+        note_pipelines(records)
     return DONE if len(queued) == len(verdicts) else FAILED
+
+
+def note_pipelines(records: Sequence[TaskRecord]) -> None:
+    """Say on standard error which of these tasks are part of a pipeline, which has ended: no task begins it again."""
+    from gpuflow.cli import output
+
+    pipelines = sorted({record.pipeline for record in records if record.pipeline})
+    if pipelines:
+        count = sum(1 for record in records if record.pipeline)
+        shown = ", ".join(pipelines[:_MOST_NAMED]) + (" ..." if len(pipelines) > _MOST_NAMED else "")
+        output.note(
+            f"{count} of them belong to {len(pipelines)} pipelines, which stay as they ended; "
+            f"`gpuflow resume PIPELINE` runs all the rest: {shown}"
+        )
 
 
 def _retry_one(app: GPUFlow, task_id: str, *, as_json: bool) -> int:

@@ -7,13 +7,13 @@ the bus, so it is asked by a thread that nobody has to wait for.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from gpuflow.fleet.driver_calls import DriverCalls
 from gpuflow.fleet.hardware_nvml import GpuProcess, GpuUse, Uses, read_uses
 
 _NOTHING: Final[Mapping[str, int]] = {}
@@ -142,8 +142,7 @@ class UsageReader:
 
     def __init__(self, read: Callable[[Sequence[str]], Uses] = read_uses) -> None:
         self._read = read
-        self._lock = threading.Lock()
-        self._stuck: threading.Thread | None = None
+        self._driver = DriverCalls()
 
     def read(
         self, promised_mib: Mapping[str, int | None], wait_seconds: float, *, earlier_mib: Mapping[str, int] = _NOTHING
@@ -151,23 +150,7 @@ class UsageReader:
         """Return the usage, or None when the driver has not answered in time. It is not asked again until it has."""
         if not promised_mib:
             return {}
-        answers: list[dict[str, GpuUsage]] = []
-        if not self._lock.acquire(timeout=wait_seconds):
-            return None
-        try:
-            if self._stuck is not None and self._stuck.is_alive():
-                return None
-            thread = threading.Thread(
-                target=lambda: answers.append(usage(promised_mib, earlier_mib=earlier_mib, read=self._read)),
-                name="gpuflow-nvml",
-                daemon=True,
-            )
-            thread.start()
-            thread.join(wait_seconds)
-            self._stuck = thread if thread.is_alive() else None
-        finally:
-            self._lock.release()
-        return answers[0] if answers else None
+        return self._driver.ask(lambda: usage(promised_mib, earlier_mib=earlier_mib, read=self._read), wait_seconds)
 
 
 def wait_clean(

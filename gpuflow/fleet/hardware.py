@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from gpuflow.errors import GPUFlowError
 from gpuflow.fleet import hardware_host, hardware_nvml
+from gpuflow.fleet.driver_calls import DriverCalls
 from gpuflow.fleet.hardware_nvml import Gpu, GpuLoad, GpuProcess, Live
 from gpuflow.fleet.hardware_visible import UnknownDeviceError, pick, restrict
 
@@ -37,6 +38,12 @@ FROM_ENVIRONMENT: Final = "\0environment"
 
 #: The first NVIDIA device, as the kernel makes it.
 _DEVICE: Final = Path("/dev/nvidia0")
+#: A driver that has not answered in this time hangs; the first program after a boot makes it wake each GPU.
+_PROBE_SECONDS: Final = 45.0
+#: A heartbeat waits this long for the load of the GPUs.
+_LIVE_SECONDS: Final = 2.0
+_DRIVER: Final = DriverCalls()
+_LOADS: Final = DriverCalls()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +90,7 @@ def probe(visible: str | None = FROM_ENVIRONMENT, only: str | None = None) -> Ha
     """
     if visible == FROM_ENVIRONMENT:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    report = hardware_nvml.read()
+    report = _DRIVER.ask(hardware_nvml.read, _PROBE_SECONDS) or _silent_for(_PROBE_SECONDS)
     problems = list(report.problems)
     chosen = restrict(report.gpus, visible, report.lost_indices)
     gpus = chosen.gpus
@@ -108,9 +115,16 @@ def probe(visible: str | None = FROM_ENVIRONMENT, only: str | None = None) -> Ha
 def live(uuids: Sequence[str]) -> Live:
     """Refresh what changes (free memory, utilisation, temperature, power) for these GPUs or MIG slices.
 
-    A GPU that cannot be read is left out of `loads` and named in `failed` with the cause. Never raises.
+    A GPU that cannot be read is left out of `loads` and named in `failed` with the cause. Never raises, and waits for
+    a driver that hangs for a moment only, at the first time.
     """
-    return hardware_nvml.read_live(uuids)
+    found = _LOADS.ask(lambda: hardware_nvml.read_live(uuids), _LIVE_SECONDS)
+    return found or Live(loads=(), failed=dict.fromkeys(uuids, "the NVIDIA driver does not answer"))
+
+
+def _silent_for(seconds: float) -> hardware_nvml.Report:
+    why = f"the NVIDIA driver does not answer: nothing came within {seconds:g} s"
+    return hardware_nvml.Report(nvml=why, problems=(f"{why}; see `dmesg`, and restart the machine",))
 
 
 def compute_processes(uuid: str) -> tuple[GpuProcess, ...]:

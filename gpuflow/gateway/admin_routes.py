@@ -90,14 +90,15 @@ def _add_workers(router: APIRouter, calls: Calls) -> None:
 
         def removed(app: GPUFlow) -> None:
             fleet = Fleet(app.redis, app.keys)
-            if is_id(id) and TokenStore(app.redis, app.keys).find_worker(id) is None:
+            name = _name_of(app, id)
+            if is_id(id) and TokenStore(app.redis, app.keys).find_worker(name) is None:
                 raise _no_worker(id)
-            entry = fleet.find(id) if is_id(id) else None
+            entry = fleet.find(name) if is_id(id) else None
             if entry is not None and not entry.is_gone and not force:
-                detail = f"worker {id} is {entry.state}; drain it first, or add force=true"
+                detail = f"worker {name} is {entry.state}; drain it first, or add force=true"
                 raise Problem(409, "worker-is-there", detail)
-            _tokens(app).delete(id)
-            fleet.forget(id)
+            _tokens(app).delete(name)
+            fleet.forget(name)
 
         await _done(calls, removed)
         return Response(status_code=204)
@@ -110,9 +111,10 @@ def _add_workers(router: APIRouter, calls: Calls) -> None:
         """Give a worker another token and cut its connections now."""
 
         def rotated(app: GPUFlow) -> Login:
-            if not is_id(id) or TokenStore(app.redis, app.keys).find_worker(id) is None:
+            name = _name_of(app, id)
+            if not is_id(id) or TokenStore(app.redis, app.keys).find_worker(name) is None:
                 raise _no_worker(id)
-            return _tokens(app).rotate(id)
+            return _tokens(app).rotate(name)
 
         return await _shown(calls, rotated, 201)
 
@@ -212,21 +214,28 @@ async def _steered(
 ) -> JSONResponse:
     def steered(app: GPUFlow) -> str:
         fleet = Fleet(app.redis, app.keys)
-        entry = fleet.find(id) if is_id(id) else None
+        name = _name_of(app, id)
+        entry = fleet.find(name) if is_id(id) else None
         if entry is None or entry.is_gone:
             raise _no_worker(id)
-        answer = fleet.desire(id, state, reason=f"asked for by {caller.actor}", deadline_seconds=deadline_seconds)
+        answer = fleet.desire(name, state, reason=f"asked for by {caller.actor}", deadline_seconds=deadline_seconds)
         if answer == "gone":
             raise _no_worker(id)
         if answer == "draining":
-            raise Problem(409, "draining", f"worker {id} is draining and will stop; start it again to change that")
+            raise Problem(409, "draining", f"worker {name} is draining and will stop; start it again to change that")
         if state is DesiredState.DRAINING:
-            app.control.broadcast("gpuflow_drain", arguments={"worker_id": id, "deadline_seconds": deadline_seconds})
+            app.control.broadcast("gpuflow_drain", arguments={"worker_id": name, "deadline_seconds": deadline_seconds})
         else:
-            app.control.broadcast("gpuflow_follow", arguments={"worker_ids": [id]})
+            app.control.broadcast("gpuflow_follow", arguments={"worker_ids": [name]})
         return str(state)
 
     return JSONResponse({"id": id, "desired": await calls.run(steered)})
+
+
+def _name_of(app: GPUFlow, id: str) -> str:
+    """Return the name of a worker by the id of its token; any other text is the name itself."""
+    found = TokenStore(app.redis, app.keys).find(id) if is_id(id) else None
+    return found.name if found is not None and found.kind is Kind.WORKER and found.name else id
 
 
 def _no_worker(id: str) -> Problem:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 _ID = "6f1d4c1e-6a0b-5f0e-9b57-0f9f2f1f7f10"
 
@@ -220,7 +220,7 @@ class NewWorker(BaseModel):
 
     name: str = Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9._-]+$", examples=["gpu-box-2"])
     labels: dict[str, str] = Field(default_factory=dict, max_length=100, examples=[{"site": "a"}])
-    type: Literal["persistent", "ephemeral"] = "persistent"
+    type: Literal["persistent", "ephemeral"] = Field("persistent", validation_alias=AliasChoices("type", "worker_type"))
     queues: list[Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[!-9;-~]+$")]] = Field(
         default_factory=list, max_length=100, description="Plain Celery queues that it may serve beside demand queues"
     )

@@ -177,7 +177,7 @@ def test_a_driver_that_hangs_keeps_nobody() -> None:
     assert reader.read({"GPU-0": 0}, 0.01) is None
     assert reader.read({"GPU-0": 0}, 30) is None, "it is not asked again while it hangs"
     assert len(asked) == 1
-    stuck = reader._stuck
+    stuck = reader._driver._stuck
     goes_on.set()
     assert stuck is not None
     stuck.join(30)

@@ -205,7 +205,7 @@ def test_a_driver_that_hangs_gives_out_nothing_until_it_answers(
     driver.hangs.set()
     driver.hangs = None
     monkeypatch.setattr("gpuflow.worker.machine_gpus.DRIVER_WAIT_SECONDS", 30)
-    stuck = one._reader._stuck
+    stuck = one._reader._driver._stuck
     if stuck is not None:
         stuck.join(30)
     driver.now += FRESH_SECONDS
@@ -363,6 +363,30 @@ def test_with_a_simulated_driver_that_hangs(run_python: Any, simulated_nvml: Any
     env = {**one.env, "PYTHONPATH": str(Path(__file__).parents[3])}
     told = run_python(HANGS, env, str(tmp_path / "locks"), str(one.state))
     assert told.startswith("0 the NVIDIA driver does not answer")
+
+
+HANGS_FOR_EVER = """
+import sys
+from pathlib import Path
+from gpuflow.fleet import hardware
+from tests.fixtures.simulated_nvml import write_machine
+
+(gpu,) = hardware.probe().gpus
+write_machine(Path(sys.argv[1]), "T4", hang_ms=3_600_000)
+hardware._PROBE_SECONDS = hardware._LIVE_SECONDS = 0.01
+print(hardware.live([gpu.uuid]).failed[gpu.uuid], hardware.live([gpu.uuid]).loads)
+print(hardware.probe().nvml)
+"""
+
+
+def test_a_driver_that_hangs_holds_up_no_heartbeat_and_no_command(
+    run_python: Any, simulated_nvml: Any, tmp_path: Path
+) -> None:
+    one = simulated_nvml("T4")
+    env = {**one.env, "PYTHONPATH": str(Path(__file__).parents[3])}
+    live, probed, *_ = run_python(HANGS_FOR_EVER, env, str(one.state)).splitlines()
+    assert live == "the NVIDIA driver does not answer ()"
+    assert probed == "the NVIDIA driver does not answer: nothing came within 0.01 s"
 
 
 def test_with_the_simulated_driver(run_python: Any, simulated_nvml: Any, tmp_path: Path) -> None:
