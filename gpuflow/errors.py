@@ -6,6 +6,7 @@ An error names the thing, the cause and the mend in one line; `str(error)` is wh
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 
@@ -69,7 +70,7 @@ class ResultGone(GPUFlowError):
 
 
 class BrokerUnavailable(GPUFlowError):
-    """The broker cannot be reached; check REDIS_URL, or start one with `gpuflow up`."""
+    """The broker cannot be reached, or takes nothing for now."""
 
 
 class ArtifactError(GPUFlowError):
@@ -89,3 +90,11 @@ class NotAllowed(GPUFlowError):
     def __init__(self, message: str | None = None, setting: str = "") -> None:
         super().__init__(message)
         self.setting = setting
+
+
+def unreachable_text(cause: object) -> str:
+    """Return what is said of a broker that does not answer. The mend depends on whether REDIS_URL says where it is."""
+    mend = "check that its server runs, and that REDIS_URL is right"
+    if not os.environ.get("REDIS_URL"):
+        mend = "set REDIS_URL, or start one with `gpuflow up`"
+    return f"the broker cannot be reached ({cause}); {mend}"

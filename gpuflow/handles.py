@@ -19,7 +19,7 @@ from gpuflow.artifacts.task_policy import client_hosts
 from gpuflow.broker.answers import Meaning, meaning_of
 from gpuflow.celery_app import GPUFlow
 from gpuflow.celery_app import app as default_app
-from gpuflow.errors import BrokerUnavailable, TaskCancelled, TaskDead, TaskFailed
+from gpuflow.errors import BrokerUnavailable, TaskCancelled, TaskDead, TaskFailed, unreachable_text
 from gpuflow.ledger.eventlog import EventCursor, LoggedEvent
 from gpuflow.ledger.records import AttemptEntry, TaskRecord
 from gpuflow.ledger.states import TaskState
@@ -363,9 +363,7 @@ class reachable:  # noqa: N801  (reads as a statement: with reachable(): ...)
                 f"the broker denies this to the user of REDIS_URL ({error}); check its password and its rights"
             ) from error
         if meaning is Meaning.AGAIN:
-            raise BrokerUnavailable(
-                f"the broker cannot be reached ({error}); check REDIS_URL, or start one with `gpuflow up`"
-            ) from error
+            raise BrokerUnavailable(unreachable_text(error)) from error
 
 
 def raise_unless_succeeded(record: TaskRecord) -> None:

@@ -27,6 +27,7 @@ SYMPTOMS: Final = frozenset(
         "heartbeat_not_written",
         "housekeeping_not_done",
         "lease_to_be_settled",
+        "lock_of_beats_kept",
         "leases_not_renewed",
         "message_left_to_the_sweep",
         "queue_not_told",

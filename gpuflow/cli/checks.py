@@ -147,7 +147,7 @@ def server(url: str, settings: Settings) -> list[Check]:
         found.extend(_clocks(client))
         found.extend(fleet_checks(client, settings))
     except (redis.RedisError, OSError) as error:
-        mend = "check REDIS_URL, its password and the network, or start one with `gpuflow up`"
+        mend = "check REDIS_URL, its password and the network, and whether its server runs"
         return [Check(name="broker", status="fail", detail=f"{shown} cannot be used: {error}", mend=mend)]
     finally:
         client.close()
@@ -268,11 +268,18 @@ def gpus() -> list[Check]:
     if found.gpus:
         names = ", ".join(f"{gpu.name} ({gpu.total_mib} MiB)" for gpu in found.gpus)
         return [Check(name="gpus", status="ok", detail=f"driver {found.driver_version}: {names}"), *problems]
+    hidden = "CUDA_VISIBLE_DEVICES" in os.environ
+    why = found.nvml or ("CUDA_VISIBLE_DEVICES hides them" if hidden else "the driver shows none that works")
     if has_device():
         mend = "run `nvidia-smi`; in a container, start it with the NVIDIA container toolkit (--gpus all)"
-        detail = f"there is an NVIDIA device, but no GPU can be used: {found.nvml or 'all are hidden'}"
+        detail = f"there is an NVIDIA device, but no GPU can be used: {why}"
         return [Check(name="gpus", status="fail", detail=detail, mend=mend), *problems]
-    why = found.nvml or "CUDA_VISIBLE_DEVICES hides them"
+    if found.problems and not found.nvml and not hidden:
+        mend = "see `dmesg` and `nvidia-smi`; a GPU that fell off the bus comes back with a restart of the machine"
+        return [
+            Check(name="gpus", status="fail", detail="none of this machine's GPUs can be used", mend=mend),
+            *problems,
+        ]
     return [Check(name="gpus", status="ok", detail=f"none ({why}); tasks that need none run on the CPU"), *problems]
 
 

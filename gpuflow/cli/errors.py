@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import click
 
-from gpuflow.errors import GPUFlowError, InvalidSettings, InvalidTemplate, UnknownTask
+from gpuflow.errors import GPUFlowError, InvalidSettings, InvalidTemplate, UnknownTask, unreachable_text
 
 DONE: Final = 0
 FAILED: Final = 1
@@ -95,7 +95,7 @@ def foreign_text(error: Exception) -> str:
     origin = kind.__module__.split(".", 1)[0]
     if origin in ("redis", "kombu", "amqp"):
         if kind.__name__ in ("ConnectionError", "TimeoutError", "OperationalError", "BusyLoadingError"):
-            return f"the broker cannot be reached ({error}); check REDIS_URL, or start one with `gpuflow up`"
+            return unreachable_text(error)
         return f"the broker refused: {error}; `gpuflow doctor` checks it"
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""

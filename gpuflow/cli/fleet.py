@@ -232,15 +232,18 @@ def _set(worker_id: str, what: Order, reason: str) -> None:
 def drain_worker(worker_id: str, deadline: str | None, waiting: bool) -> None:
     """Let a worker finish what it runs, take nothing new, and stop.
 
-    With --deadline, what does not finish in time saves its state and goes back to the front of its queue.
+    With --deadline, what does not finish in time saves its state and goes back to the front of its queue. --wait ends
+    with exit code 1 when the worker goes away without a word, or is silent past the deadline.
     """
     from gpuflow.cli import output
     from gpuflow.cli.errors import bad_input
     from gpuflow.cli.session import connected
     from gpuflow.client import reachable
+    from gpuflow.errors import GPUFlowError
     from gpuflow.fleet.orders import OrderRefused
     from gpuflow.fleet.orders import drain_worker as order_drain
     from gpuflow.fleet.registry import Fleet
+    from gpuflow.fleet.standing import standings
     from gpuflow.spec.units import duration_seconds
 
     try:
@@ -255,11 +258,17 @@ def drain_worker(worker_id: str, deadline: str | None, waiting: bool) -> None:
             raise bad_input(str(error)) from None
         tasks = f"; it runs {len(ordered.tasks)}" if ordered.tasks else ""
         output.line(f"{worker_id} takes nothing new{tasks}")
+        until = None if seconds is None else time.monotonic() + seconds
         while waiting:
             worker = fleet.find(worker_id)
-            if worker is None or worker.is_gone:
+            if worker is None or worker.stopped:
                 output.line(f"{worker_id} has stopped")
                 return
+            if not worker.is_there and (worker.is_gone or (until is not None and time.monotonic() > until)):
+                raise GPUFlowError(
+                    f"{worker_id} {standings(worker)[0].text}, and has not said that it stops; look after its machine: "
+                    "what it ran is lost and begins elsewhere"
+                )
             time.sleep(0.5)
 
 

@@ -163,7 +163,7 @@ def _selected(app: GPUFlow, selection: Selection, limit: int, as_json: bool) -> 
                 ]
                 for task in tasks
             ],
-            empty="no such task",
+            empty="no task that all of these filters select",
         )
     if more:
         output.note(f"there are more than {limit}; --limit shows more of them")

@@ -66,11 +66,13 @@ class WorkerEntry:
     """One worker as others see it. Times are Unix seconds on the worker's clock.
 
     `interval_seconds` and `timeout_seconds` are those of its heartbeats, `seen_seconds` how long ago the last one was
-    by the server's clock; None: it is OFFLINE, or of a version that did not tell.
+    by the server's clock; None: it is OFFLINE, or of a version that did not tell. `stopped`: it has said itself that it
+    ends, so that nobody lost it.
     """
 
     id: str
     state: WorkerState
+    stopped: bool = False
     hostname: str = ""
     node: str = ""
     pid: int = 0
@@ -123,6 +125,7 @@ class WorkerEntry:
             "schema": str(self.schema),
             "id": self.id,
             "state": str(self.state),
+            "stopped": "1" if self.stopped else "0",
             "hostname": self.hostname,
             "node": self.node,
             "pid": str(self.pid),
@@ -159,6 +162,8 @@ class WorkerEntry:
         return cls(
             id=raw["id"],
             state=state,
+            # Of a version that did not say, it is believed that it has stopped.
+            stopped=raw["state"] == WorkerState.OFFLINE and raw.get("stopped", "1") == "1",
             hostname=raw.get("hostname", ""),
             node=raw.get("node", ""),
             pid=int(raw.get("pid", "0")),
@@ -257,7 +262,8 @@ class Fleet:
     def leave(self, worker_id: str) -> None:
         """Say that a worker has stopped."""
         pipe = self.client.pipeline()
-        pipe.hset(self.keys.worker(worker_id), mapping={"state": "OFFLINE", "heartbeat_at": str(time.time())})
+        ended = {"state": "OFFLINE", "stopped": "1", "heartbeat_at": str(time.time())}
+        pipe.hset(self.keys.worker(worker_id), mapping=ended)
         pipe.delete(self.keys.heartbeat(worker_id))
         pipe.execute()
 
@@ -275,7 +281,7 @@ class Fleet:
             if not alive and state not in (None, str(WorkerState.OFFLINE))
         ]
         for worker_id in silent:
-            self.client.hset(self.keys.worker(worker_id), "state", str(WorkerState.OFFLINE))
+            self.client.hset(self.keys.worker(worker_id), mapping={"state": "OFFLINE", "stopped": "0"})
         return silent
 
     def forget_gone(self, ephemeral_seconds: float, persistent_seconds: float) -> list[str]:

@@ -75,7 +75,8 @@ def standings(entry: WorkerEntry) -> tuple[Standing, ...]:
     written (`registry.UNREADABLE`).
     """
     if entry.state is WorkerState.OFFLINE:
-        return (Standing(kind="offline", text=f"has gone{_heard(entry)}"),)
+        went = "has stopped" if entry.stopped else "has gone"
+        return (Standing(kind="offline", text=f"{went}{_heard(entry)}"),)
     found: dict[Kind, str] = {}
     if entry.state is WorkerState.SILENT:
         found["silent"] = f"is silent{_heard(entry)}"

@@ -136,6 +136,7 @@ def view_of(entry: WorkerEntry, records: Mapping[str, TaskRecord], now: float) -
         enabled=entry.takes_work,
         disabled_by=entry.desired.text() if not entry.takes_work else "",
         idled=entry.desired.state is DesiredState.DISABLED and entry.desired.by == AUTOMATIC,
+        stopped=entry.stopped,
         silent_seconds=_silent_seconds(entry, now),
         families=_families(entry),
         executors=_texts(load.get("executors")),

@@ -128,7 +128,7 @@ def _kept_away(queue: str, task: TaskView, worker: WorkerView) -> tuple[Kind, st
     """Return what keeps a worker from the task whatever else it does."""
     if worker.state == "OFFLINE":
         heard = "" if worker.silent_seconds is None else f": it was last heard of {ago(worker.silent_seconds)} ago"
-        return "offline", f"is gone{heard}"
+        return "offline", f"{'has stopped' if worker.stopped else 'is gone'}{heard}"
     if worker.state == "SILENT":
         return "silent", f"is silent: it was last heard of {ago(worker.silent_seconds or 0)} ago"
     if worker.state == "DRAINING":

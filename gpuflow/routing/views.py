@@ -42,7 +42,7 @@ class Reservation:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerView:
-    """A worker. `state` is that of the registry.
+    """A worker. `state` is that of the registry; `stopped` says of one that has gone that it stopped by itself.
 
     `disabled_by` says who disabled it and why, where it is known; `idled` that the autoscaler did, which enables it
     again when there is work for it.
@@ -63,6 +63,7 @@ class WorkerView:
     enabled: bool = True
     disabled_by: str = ""
     idled: bool = False
+    stopped: bool = False
     silent_seconds: float | None = None
     families: tuple[str, ...] | None = None
     executors: tuple[str, ...] | None = None

@@ -47,7 +47,7 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         try:
             super().close()
         except (RedisError, OSError) as error:
-            log.warning("schedules_not_run", cause=str(error))
+            log.warning("lock_of_beats_kept", cause=str(error))
 
     def _has_lock(self) -> bool:
         """Say whether this is the beat that submits; take the lock if it is free (RedBeat: at its start alone)."""

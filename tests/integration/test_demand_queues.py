@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -195,10 +196,49 @@ def test_a_worker_that_is_ordered_to_drain_is_not_counted_on_before_it_has_heard
             box.workers[0].send(signal.SIGCONT)
 
 
-def command_text(fleet: TestFleet, *arguments: str) -> str:
+def test_who_waits_for_a_drained_worker_hears_that_it_went_without_a_word(gpus: TestFleet) -> None:
+    with Box(gpus, "gone", "1xA100-80GB") as box:
+        box.start("gone", HEARTBEAT_INTERVAL_SEC="0.5", HEARTBEAT_TIMEOUT_SEC="2")
+        box.held("A100:1")
+        with command_started(gpus, "workers", "drain", "gone", "--wait") as waiting:
+            assert waiting.stdout is not None and waiting.stderr is not None
+            assert waiting.stdout.readline() == "gone takes nothing new; it runs 1\n"
+            with frozen(box):
+                assert waiting.wait(timeout=patient(30)) == 1
+            assert "gone has gone: last heard of" in waiting.stderr.read()
+
+
+def test_who_waits_for_a_silent_worker_waits_until_its_deadline(gpus: TestFleet) -> None:
+    with Box(gpus, "silent", "1xA100-80GB") as box:
+        box.start("silent", HEARTBEAT_INTERVAL_SEC="0.5", HEARTBEAT_TIMEOUT_SEC="300")
+        with frozen(box), command_started(gpus, "workers", "drain", "silent", "--wait", "--deadline", "1s") as waiting:
+            assert waiting.stderr is not None
+            assert waiting.wait(timeout=patient(30)) == 1
+            assert "silent is silent: last heard of" in waiting.stderr.read()
+        assert box.workers[0].process.wait(timeout=patient(30)) == 0
+
+
+@contextlib.contextmanager
+def frozen(box: Box) -> Iterator[None]:
+    box.workers[0].send(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        box.workers[0].send(signal.SIGCONT)
+
+
+def command_started(fleet: TestFleet, *arguments: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "REDIS_URL": fleet.broker.url}
     argv = [sys.executable, "-c", "from gpuflow.cli import main; main()", *arguments]
-    return subprocess.run(argv, cwd=fleet.folder, env=environment, capture_output=True, text=True, check=True).stdout
+    pipe = subprocess.PIPE
+    return subprocess.Popen(argv, cwd=fleet.folder, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def command_text(fleet: TestFleet, *arguments: str) -> str:
+    with command_started(fleet, *arguments) as running:
+        told, error = running.communicate()
+    assert running.returncode == 0, error
+    return told
 
 
 def test_doctor_reports_workers_of_one_machine_with_different_lock_directories(gpus: TestFleet) -> None:

@@ -11,6 +11,7 @@ import pytest
 from click.testing import Result
 
 from gpuflow.cli import checks
+from gpuflow.fleet.hardware import Hardware
 from gpuflow.settings import Settings
 from tests.support.fake_engine import FakeEngine
 
@@ -58,7 +59,20 @@ def test_an_unreachable_broker_fails_and_hides_the_password() -> None:
     [check] = checks.broker(settings(REDIS_URL="redis://:hunter2@127.0.0.1:1/0"))
     assert check.status == "fail"
     assert "hunter2" not in check.detail + check.mend
-    assert "gpuflow up" in check.mend
+    assert "REDIS_URL" in check.mend
+
+
+def test_gpus_that_are_all_lost_are_not_called_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = Hardware(
+        gpus=(), cpu_count=2, memory_total_mib=1, memory_available_mib=1, hostname="box", problems=("GPU 0 is lost",)
+    )
+    monkeypatch.setattr("gpuflow.fleet.hardware.probe", lambda: lost)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    told, problem = checks.gpus()
+    assert (told.status, problem.detail) == ("fail", "GPU 0 is lost")
+    assert "hides" not in told.detail and "dmesg" in told.mend
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "CUDA_VISIBLE_DEVICES hides them" in checks.gpus()[0].detail
 
 
 def test_without_redis_url_the_embedded_server_is_named(tmp_path: Path) -> None:

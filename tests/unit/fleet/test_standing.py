@@ -41,6 +41,11 @@ CASES: list[tuple[WorkerEntry, str, str]] = [
         "offline",
         "has gone: last heard of 1 min ago",
     ),
+    (
+        replace(worker(WorkerState.OFFLINE), stopped=True, seen_seconds=None, heartbeat_at=1000.0, read_at=1075.0),
+        "offline",
+        "has stopped: last heard of 1 min ago",
+    ),
     (replace(worker(WorkerState.SILENT), seen_seconds=75.0), "silent", "is silent: last heard of 1 min ago"),
     (worker(WorkerState.DRAINING), "draining", "is draining"),
     (worker(desired=ordered(DesiredState.RETIRED)), "draining", "is draining (by hand: a new disk)"),

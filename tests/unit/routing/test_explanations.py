@@ -101,6 +101,13 @@ SITUATIONS = {
     "gone": lambda: told(
         "A100:1", view("box1", "a100-80", state="OFFLINE", silent_seconds=4000), view("old", "t4", state="OFFLINE")
     ),
+    "stopped": lambda: told("A100:1", view("box1", "a100-80", state="OFFLINE", stopped=True, silent_seconds=4000)),
+    "stopped-beside-a-busy-one": lambda: told(
+        "A100:1",
+        busy("box1", "a100-80"),
+        view("box2", "a100-80", state="OFFLINE", stopped=True),
+        view("box3", "a100-80", state="OFFLINE", silent_seconds=90),
+    ),
     "after-a-failure": lambda: told(
         "A100:1",
         view("box1", "a100-80"),
