@@ -53,6 +53,8 @@ from gpuflow.traces.recording import Submission, Traces, begin_traces
 #: An answer that has not come in so many seconds, or in a quarter of a lease, does not come: the line is dead.
 ANSWER_SECONDS: Final = 30.0
 LEAST_ANSWER_SECONDS: Final = 3.0
+#: Beat looks at the app's schedule this often at least.
+BEAT_SECONDS: Final = 30
 #: Modules whose Celery tasks every worker has.
 TASK_MODULES = (
     "tasks.echo",
@@ -384,6 +386,8 @@ class GPUFlow(Celery):  # type: ignore[misc]
             },
             "beat_scheduler": "gpuflow.schedules.celery_schedule:Scheduler",
             "redbeat_redis_url": url,
+            # Of a beat that was killed, the lock ends after five times this.
+            "beat_max_loop_interval": BEAT_SECONDS,
             "redbeat_key_prefix": f"{settings.key_prefix}redbeat:",
             "timezone": "UTC",
         }

@@ -3,16 +3,21 @@
 RedBeat keeps the periodic tasks in Redis, and beat signs what it submits. So where unsigned work is refused, beat
 submits what stands in the app's own `beat_schedule`, which is code, and nothing that somebody has written to Redis.
 
-RedBeat ends with the first error of the broker, at whatever step. This one waits: for the broker, and for the lock of
-beats, where another one has it.
+RedBeat ends with the first error of the broker, at whatever step. This one waits: for the broker, at its start too, and
+for the lock of beats, where another one has it.
 """
 
 from __future__ import annotations
 
 from typing import Any, Final
 
+from celery.signals import beat_init
 from redbeat import RedBeatScheduler  # type: ignore[import-untyped]
-from redbeat.schedulers import LUA_EXTEND_TO_SCRIPT, get_redis  # type: ignore[import-untyped]
+from redbeat.schedulers import (  # type: ignore[import-untyped]
+    LUA_EXTEND_TO_SCRIPT,
+    acquire_distributed_beat_lock,
+    get_redis,
+)
 from redis.exceptions import LockError, RedisError
 
 from gpuflow.logs import get_logger
@@ -23,17 +28,32 @@ log = get_logger("gpuflow.schedules")
 _AGAIN_SECONDS: Final = 5.0
 
 
+#: RedBeat takes the lock once, at its start, and waits there for it without looking at anything else.
+beat_init.disconnect(acquire_distributed_beat_lock)
+
+
 class Scheduler(RedBeatScheduler):  # type: ignore[misc]
     """RedBeat's scheduler, for an app of ours or any other."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._refused: set[str] = set()
+        self._is_set_up = False
         super().__init__(*args, **kwargs)
+
+    def setup_schedule(self) -> None:
+        """Write the entries of the configuration; a broker that does not answer is asked again at the next turn."""
+        try:
+            super().setup_schedule()
+            self._is_set_up = True
+        except (RedisError, OSError) as error:
+            log.warning("schedules_not_run", cause=str(error))
 
     def tick(self, *args: Any, **kwargs: Any) -> float:
         """Submit what is due, and return in how many seconds to look again."""
         try:
-            if not self.lock_key or self._has_lock():
+            if not self._is_set_up:
+                self.setup_schedule()
+            if self._is_set_up and (not self.lock_key or self._has_lock()):
                 return float(super().tick(*args, **kwargs))
         except LockError as error:
             log.warning("lock_of_beats_lost", cause=str(error))
@@ -50,7 +70,7 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
             log.warning("lock_of_beats_kept", cause=str(error))
 
     def _has_lock(self) -> bool:
-        """Say whether this is the beat that submits; take the lock if it is free (RedBeat: at its start alone)."""
+        """Say whether this is the beat that submits; take the lock if it is free."""
         if self.lock is None:
             client = get_redis(self.app)
             lock = client.lock(self.lock_key, timeout=self.lock_timeout, sleep=self.max_interval)

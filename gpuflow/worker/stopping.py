@@ -41,6 +41,8 @@ log = get_logger("gpuflow.stopping")
 
 #: Left between the end of the handing back and the deadline of a drain, in seconds.
 MARGIN_SECONDS: Final = 2.0
+#: What the third SIGQUIT leaves Celery to end by itself; then the system ends the process.
+LAST_SECONDS: Final = 3
 _LOOK_SECONDS: Final = 0.1
 
 
@@ -154,6 +156,9 @@ class Stopper(threading.Thread):
         _say("stopping what runs")
         self._wake.put(None)
         if self._quits > 2:
+            # Raised in the midst of a clean-up the exception may be lost, or wait for what never ends.
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(LAST_SECONDS)
             raise WorkerTerminate(EX_FAILURE)
 
 

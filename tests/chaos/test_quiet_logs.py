@@ -11,7 +11,7 @@ import pytest
 from gpuflow.client import submit
 from tests.chaos.conftest import LEASE_SECONDS
 from tests.support.fleet import TestFleet, WorkerProcess
-from tests.support.waiting import eventually, patient
+from tests.support.waiting import eventually
 
 #: The level of Celery's own default, at which gpuflow's own lines are written, too.
 OPTIONS = ("--max-jobs", "20", "-l", "WARNING")
@@ -25,16 +25,16 @@ def entries(worker: WorkerProcess) -> list[dict[str, object]]:
 def test_an_outage_is_said_once_with_its_cause_and_once_that_it_is_over(fleet: TestFleet, level: str) -> None:
     worker = fleet.start_worker("w1", *OPTIONS[:-1], level, env={"LOG_FORMAT": "json"})
     tasks = [submit(fleet.echo(sleep_seconds=600), app=fleet.app) for _ in range(20)]
-    eventually(lambda: {task.state for task in tasks} == {"RUNNING"}, within=patient(60))
+    eventually(lambda: {task.state for task in tasks} == {"RUNNING"}, within=60)
     before = len(entries(worker))
     started = {entry["task"] for entry in entries(worker) if entry.get("event") == "task_started"}
     assert started == {task.id for task in tasks}
 
     fleet.broker.kill()
-    eventually(lambda: any(entry.get("event") == "broker_lost" for entry in entries(worker)), within=patient(30))
+    eventually(lambda: any(entry.get("event") == "broker_lost" for entry in entries(worker)), within=30)
     fleet.broker.restart()
-    eventually(lambda: any(entry.get("event") == "broker_is_back" for entry in entries(worker)), within=patient(60))
-    eventually(lambda: fleet.app.control.ping(timeout=0.5), within=patient(60), what="the worker's consumer")
+    eventually(lambda: any(entry.get("event") == "broker_is_back" for entry in entries(worker)), within=60)
+    eventually(lambda: fleet.app.control.ping(timeout=0.5), within=60, what="the worker's consumer")
 
     said = entries(worker)[before:]
     first, *_, last = [entry for entry in said if str(entry.get("event")).startswith("broker_")]
@@ -49,15 +49,15 @@ def test_an_outage_beyond_the_leases_is_a_few_lines_too(fleet: TestFleet, level:
     lease = {"GPUFLOW_LEASE_SEC": str(LEASE_SECONDS)}
     worker = fleet.start_worker("w1", *OPTIONS[:-1], level, env={"LOG_FORMAT": "json", **lease})
     tasks = [submit(fleet.echo(sleep_seconds=600), app=fleet.app) for _ in range(20)]
-    eventually(lambda: {task.state for task in tasks} == {"RUNNING"}, within=patient(60))
+    eventually(lambda: {task.state for task in tasks} == {"RUNNING"}, within=60)
     before = len(entries(worker))
 
     fleet.broker.kill()
-    eventually(lambda: not worker.supervised(), within=patient(60), what="the end of what ran")
+    eventually(lambda: not worker.supervised(), within=60, what="the end of what ran")
     fleet.broker.restart()
-    eventually(lambda: any(entry.get("event") == "broker_is_back" for entry in entries(worker)), within=patient(60))
+    eventually(lambda: any(entry.get("event") == "broker_is_back" for entry in entries(worker)), within=60)
 
-    eventually(lambda: fleet.app.control.ping(timeout=0.5), within=patient(60), what="the worker's consumer")
+    eventually(lambda: fleet.app.control.ping(timeout=0.5), within=60, what="the worker's consumer")
 
     said = entries(worker)[before:]
     said = [one for one in said if one.get("event") != "task_started" and "received" not in str(one.get("message"))]
@@ -73,15 +73,15 @@ def test_a_broker_that_became_a_replica_is_said_once(fleet: TestFleet) -> None:
     with socket.socket() as nobody:  # a primary that does not answer
         nobody.bind(("127.0.0.1", 0))
         fleet.broker.client.execute_command("REPLICAOF", "127.0.0.1", nobody.getsockname()[1])
-        eventually(lambda: any(entry.get("event") == "broker_refuses" for entry in entries(worker)), within=patient(30))
+        eventually(lambda: any(entry.get("event") == "broker_refuses" for entry in entries(worker)), within=30)
         late = fleet.spawn_worker("late", env={"LOG_FORMAT": "json"})
-        eventually(lambda: any(entry.get("event") == "broker_refuses" for entry in entries(late)), within=patient(60))
+        eventually(lambda: any(entry.get("event") == "broker_refuses" for entry in entries(late)), within=60)
     fleet.broker.client.execute_command("REPLICAOF", "NO", "ONE")
     for one in (worker, late):
-        eventually(lambda one=one: "broker_is_back" in one.log(), within=patient(60), what=one.name)
+        eventually(lambda one=one: "broker_is_back" in one.log(), within=60, what=one.name)
     late.ready()
     task = submit(fleet.echo(output=1), app=fleet.app)
-    eventually(lambda: task.state == "SUCCEEDED", within=patient(30))
+    eventually(lambda: task.state == "SUCCEEDED", within=30)
 
     said = entries(worker)[before:]
     (refused,) = [entry for entry in said if entry.get("event") == "broker_refuses"]
@@ -102,6 +102,6 @@ def test_who_was_lost_and_which_tasks_came_back_is_in_the_log_of_another(fleet: 
     lost.send(signal.SIGKILL)
 
     told = f"event=worker_lost worker=lost queued_again=['{task.id}']"
-    eventually(lambda: told in other.log(), within=patient(30), what="the lost worker's name")
-    eventually(lambda: f"event=task_started task={task.id} attempt=2 worker=other" in other.log(), within=patient(30))
+    eventually(lambda: told in other.log(), within=30, what="the lost worker's name")
+    eventually(lambda: f"event=task_started task={task.id} attempt=2 worker=other" in other.log(), within=30)
     assert "event=ready worker=other" in other.log()

@@ -18,7 +18,7 @@ from gpuflow.worker import spawner as spawners
 from gpuflow.worker.child import Child, ChildEnd
 from gpuflow.worker.confinement import UNCONFINED, Confinement
 from tests.gate import leftovers
-from tests.support.waiting import eventually, patient
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="children are forked on Linux alone")
 
@@ -188,7 +188,7 @@ def test_what_runs_a_thread_in_each_interpreter_runs_it_in_each_child(
 def test_a_shim_shows_nothing_of_its_child(start: Callable[..., Started], tmp_path: Path) -> None:
     started = start({"taskType": "echo", "echo": {"until_exists": str(tmp_path / "never")}})
     shim = psutil.Process(started.child.shim_pid)
-    (child,) = eventually(shim.children, within=patient(10), what="the child")
+    (child,) = eventually(shim.children, within=10, what="the child")
     eventually(lambda: child.cmdline() == list(PROGRAM), what="its command line")
 
     assert child.environ()["A_SECRET"] == "hunter2"

@@ -311,7 +311,7 @@ def test_two_beats_submit_once_and_the_one_that_is_left_goes_on(fleet: TestFleet
 def quick_beat(fleet: TestFleet) -> Iterator[Beat]:
     """Yield a beat that asks the broker each second."""
     made = Beat(fleet, "quick", "--max-interval", "1")
-    eventually(lambda: "Acquired lock" in made.log(), within=patient(30), what="the lock of beats")
+    eventually(lambda: "lock_of_beats_taken" in made.log(), within=30, what="the lock of beats")
     yield made
     made.close()
 
@@ -343,26 +343,38 @@ def test_a_beat_outlives_what_its_broker_does(fleet: TestFleet, quick_beat: Beat
 
     begin()
     said = {"away": "broker_lost", "full": "broker_refuses", "replica": "broker_refuses", "password": "broker_denies"}
-    eventually(lambda: said[fault] in quick_beat.log()[len(before) :], within=patient(40), what="its line")
+    eventually(lambda: said[fault] in quick_beat.log()[len(before) :], within=40, what="its line")
     end()
 
     held = f"{fleet.app.keys.prefix}redbeat::lock"
     fleet.broker.client.delete(held)  # it has to be asked for again
-    eventually(lambda: fleet.broker.client.exists(held), within=patient(40), what="the lock of beats")
+    eventually(lambda: fleet.broker.client.exists(held), within=40, what="the lock of beats")
     assert quick_beat.process.poll() is None, quick_beat.log()[-3000:]
     assert len(quick_beat.log()[len(before) :].splitlines()) < 20, quick_beat.log()[-5000:]
+
+
+def test_a_beat_that_starts_without_its_broker_waits_for_it(fleet: TestFleet) -> None:
+    fleet.broker.kill()
+    beat = Beat(fleet, "early", "--max-interval", "1")
+    try:
+        eventually(lambda: "broker_lost" in beat.log(), within=40, what="its line")
+        fleet.broker.restart()
+        eventually(lambda: "lock_of_beats_taken" in beat.log(), within=40, what="the lock of beats")
+        assert beat.process.poll() is None and "Traceback" not in beat.log()
+    finally:
+        beat.close()
 
 
 def test_a_beat_without_the_lock_waits_for_it_whatever_its_broker_does(fleet: TestFleet, quick_beat: Beat) -> None:
     second = Beat(fleet, "second", "--max-interval", "1")
     try:
-        eventually(lambda: "Starting" in second.log(), within=patient(30), what="the second beat")
+        eventually(lambda: "Starting" in second.log(), within=30, what="the second beat")
         fleet.broker.kill()
-        eventually(lambda: "broker_lost" in second.log(), within=patient(40), what="its line")
+        eventually(lambda: "broker_lost" in second.log(), within=40, what="its line")
         fleet.broker.restart()
         os.kill(quick_beat.process.pid, signal.SIGKILL)
         fleet.broker.client.delete(f"{fleet.app.keys.prefix}redbeat::lock")
-        eventually(lambda: "lock_of_beats_taken" in second.log(), within=patient(40), what="the lock of beats")
+        eventually(lambda: "lock_of_beats_taken" in second.log(), within=40, what="the lock of beats")
         assert second.process.poll() is None
     finally:
         second.close()

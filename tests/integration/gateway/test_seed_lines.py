@@ -97,7 +97,7 @@ def test_a_worker_from_its_token_to_its_end(gateway: Gateway, fleet: TestFleet) 
 
     started = fleet.start_worker("gpu-worker-1")
     assert sent(gateway, DRAIN, worker).status_code == 200
-    eventually(lambda: started.process.poll() is not None, within=patient(30), what="the end of the drained worker")
+    eventually(lambda: started.process.poll() is not None, within=30, what="the end of the drained worker")
     assert sent(gateway, DELETE, worker).status_code == 204
     assert sent(gateway, LIST).json()["workers"] == []
 
