@@ -33,7 +33,12 @@ TOX_RESULTS: Final = FOLDER / "tox"
 #: Environments that are tested one after the other, and those that are tested beside them.
 Group: TypeAlias = tuple[list[str], list[str]]
 #: In this order. What is beside others waits most of its time, and is printed when all of its group has ended.
-GROUPS: Final[tuple[Group, ...]] = ((["lint", "wheel", "tests"], []), (["ml"], []), (["vllm"], ["browser", "tls"]))
+GROUPS: Final[tuple[Group, ...]] = (
+    (["lint"], []),
+    (["wheel", "tests"], []),
+    (["ml"], []),
+    (["vllm"], ["browser", "tls"]),
+)
 
 
 def main(names: list[str]) -> int:

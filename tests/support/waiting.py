@@ -14,6 +14,9 @@ T = TypeVar("T")
 
 #: Every limit of a wait is multiplied by this: a wait that ends well costs nothing, a busy machine needs longer.
 PATIENCE: Final = float(os.environ.get("TEST_PATIENCE", "1"))
+#: Between two looks at a condition: what comes soon is seen soon, and looking for long costs little.
+FIRST_PAUSE_SECONDS: Final = 0.02
+LONGEST_PAUSE_SECONDS: Final = 0.1
 #: What a condition may raise while that which it asks about comes up or goes away.
 PASSING: Final = (OSError, psutil.Error, RedisError)
 
@@ -40,6 +43,7 @@ def eventually(condition: Callable[[], T], *, within: float = 30.0, what: str = 
     """
     limit = patient(within)
     deadline = time.monotonic() + limit
+    pause = FIRST_PAUSE_SECONDS
     while True:
         cause = None
         try:
@@ -51,4 +55,5 @@ def eventually(condition: Callable[[], T], *, within: float = 30.0, what: str = 
         if time.monotonic() > deadline:
             message = f"{what or 'the condition'} did not come true within {limit:g} s; last: {value!r}"
             raise AssertionError(message) from cause
-        time.sleep(0.02)
+        time.sleep(pause)
+        pause = min(1.2 * pause, LONGEST_PAUSE_SECONDS)
