@@ -37,6 +37,7 @@ def queues(everyone: bool, merged: bool, as_json: bool) -> None:
     with connected() as app, reachable():
         rows = [] if merged else queue_rows(app.redis, app.keys, app.settings.task_topic)
         counts = app.merger.store.counts()
+        later: Any = app.redis.zcard(app.keys.delayed)
         now = server_time(app)
     if as_json:
         output.emit_json(counts if merged else rows)
@@ -52,6 +53,11 @@ def queues(everyone: bool, merged: bool, as_json: bool) -> None:
     )
     if len(rows) > len(shown):
         output.note(f"{len(rows) - len(shown)} more are empty; --all lists them")
+    if later:
+        output.note(
+            f"{later} more {'waits for its' if later == 1 else 'wait for their'} time: the next attempt, an ETA, or a worker of a newer version; "
+            "`gpuflow explain ID` says which"
+        )
     if counts:
         output.line(merge_line(counts))
 

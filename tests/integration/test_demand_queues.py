@@ -218,6 +218,15 @@ def test_who_waits_for_a_silent_worker_waits_until_its_deadline(gpus: TestFleet)
         assert box.workers[0].process.wait(timeout=patient(30)) == 0
 
 
+def test_what_waits_for_its_time_is_counted_though_it_is_in_no_queue_yet(gpus: TestFleet) -> None:
+    gpus.broker.client.delete(gpus.app.keys.delayed, gpus.app.keys.parked)
+    gpus.app.send_task("plain_tasks.add", args=(1, 2), queue="later", countdown=600)
+    with command_started(gpus, "queues") as running:
+        _, told = running.communicate()
+    gpus.broker.client.delete(gpus.app.keys.delayed, gpus.app.keys.parked)
+    assert "1 more waits for its time: the next attempt, an ETA, or a worker of a newer version" in told
+
+
 @contextlib.contextmanager
 def frozen(box: Box) -> Iterator[None]:
     box.workers[0].send(signal.SIGSTOP)
