@@ -54,9 +54,9 @@ def queues(everyone: bool, merged: bool, as_json: bool) -> None:
     if len(rows) > len(shown):
         output.note(f"{len(rows) - len(shown)} more are empty; --all lists them")
     if later:
+        waiting = "1 more waits for its" if later == 1 else f"{later} more wait for their"
         output.note(
-            f"{later} more {'waits for its' if later == 1 else 'wait for their'} time: the next attempt, an ETA, or a worker of a newer version; "
-            "`gpuflow explain ID` says which"
+            f"{waiting} time: the next attempt, an ETA, or a worker of a newer version; `gpuflow explain ID` says which"
         )
     if counts:
         output.line(merge_line(counts))
