@@ -12,7 +12,6 @@ import os
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, Final
 
 from gpuflow.errors import GPUFlowError
@@ -36,8 +35,6 @@ __all__ = [
 #: Means "read CUDA_VISIBLE_DEVICES of this process"; None means "no restriction".
 FROM_ENVIRONMENT: Final = "\0environment"
 
-#: The first NVIDIA device, as the kernel makes it.
-_DEVICE: Final = Path("/dev/nvidia0")
 #: A driver that has not answered in this time hangs; the first program after a boot makes it wake each GPU.
 _PROBE_SECONDS: Final = 45.0
 #: A heartbeat waits this long for the load of the GPUs.
@@ -67,8 +64,10 @@ class Hardware:
 
     @property
     def driver_problem(self) -> str:
-        """Why the NVIDIA devices of this machine cannot be used; "": one can, or there is none."""
-        return self.nvml or "" if not self.gpus and has_device() else ""
+        """Why the NVIDIA devices of this machine cannot be used; "": one can, there is none, or none is to be used."""
+        if self.gpus or not self.nvml or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+            return ""
+        return self.nvml if has_device() else ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -76,8 +75,8 @@ class Hardware:
 
 
 def has_device() -> bool:
-    """Whether the kernel has an NVIDIA device, whatever the driver's library says."""
-    return _DEVICE.exists()
+    """Whether this machine has an NVIDIA device, whatever the driver and its library say."""
+    return hardware_host.has_nvidia_device()
 
 
 def probe(visible: str | None = FROM_ENVIRONMENT, only: str | None = None) -> Hardware:

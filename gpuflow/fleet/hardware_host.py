@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -16,6 +16,9 @@ from typing import Final
 import psutil
 
 _MIB: Final = 1024 * 1024
+#: Of the PCI bus: NVIDIA, and display controllers (of a computing card too).
+_NVIDIA: Final = "0x10de"
+_DISPLAY: Final = "0x03"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,27 @@ def _cpu_quotas(root: Path) -> Iterator[float]:
         quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
         if quota and period and quota > 0:
             yield quota / period
+
+
+def has_nvidia_device(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the NVIDIA driver shows a device or, where no driver is loaded, the PCI bus does.
+
+    A container sees the bus of its machine whether it may use the GPUs or not, so there the bus says nothing.
+    """
+    if (root / "dev/nvidia0").exists():
+        return True
+    if _is_container(root, environment):
+        return False
+    for device in root.glob("sys/bus/pci/devices/*"):
+        if _text(device / "vendor").strip() == _NVIDIA and _text(device / "class").startswith(_DISPLAY):
+            return True
+    return False
+
+
+def _is_container(root: Path, environment: Mapping[str, str]) -> bool:
+    """Whether this is a container: of Docker, Podman, Kubernetes, or one whose manager says so (systemd.exec(5))."""
+    marks = (root / ".dockerenv", root / "run/.containerenv")
+    return any(map(Path.exists, marks)) or bool({"container", "KUBERNETES_SERVICE_HOST"} & environment.keys())
 
 
 def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:

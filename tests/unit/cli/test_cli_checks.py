@@ -75,6 +75,20 @@ def test_gpus_that_are_all_lost_are_not_called_hidden(monkeypatch: pytest.Monkey
     assert "CUDA_VISIBLE_DEVICES hides them" in checks.gpus()[0].detail
 
 
+def test_a_device_that_nobody_wants_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Hardware(
+        gpus=(), cpu_count=2, memory_total_mib=1, memory_available_mib=1, hostname="box", nvml="no NVIDIA driver"
+    )
+    monkeypatch.setattr("gpuflow.fleet.hardware.probe", lambda: machine)
+    monkeypatch.setattr("gpuflow.fleet.hardware_host.has_nvidia_device", lambda: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert [check.status for check in checks.gpus()] == ["fail"]
+    assert machine.driver_problem == "no NVIDIA driver"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert [check.status for check in checks.gpus()] == ["ok"]
+    assert machine.driver_problem == ""
+
+
 def test_without_redis_url_the_embedded_server_is_named(tmp_path: Path) -> None:
     [check] = checks.broker(settings(GPUFLOW_STATE_DIR=str(tmp_path)))
     assert check.status == "ok"

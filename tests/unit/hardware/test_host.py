@@ -98,3 +98,34 @@ def test_no_limit_in_version_1(tree):
         }
     )
     assert facts(host) == (8, 65536, 60000)
+
+
+GPU = {"vendor": "0x10de\n", "class": "0x030200\n"}
+
+
+@pytest.mark.parametrize(
+    ("device", "files", "environment", "found"),
+    [
+        ({}, ["dev/nvidia0"], {"container": "podman"}, True),
+        (GPU, [], {}, True),
+        ({**GPU, "class": "0x030000\n"}, [], {}, True),
+        ({**GPU, "class": "0x040300\n"}, [], {}, False),  # its sound
+        ({**GPU, "vendor": "0x1002\n"}, [], {}, False),
+        ({"vendor": "0x10de\n"}, [], {}, False),
+        (GPU, [".dockerenv"], {}, False),
+        (GPU, ["run/.containerenv"], {}, False),
+        (GPU, [], {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, False),
+        ({}, [], {}, False),
+    ],
+)
+def test_a_device_without_a_driver_is_found_on_the_bus_but_not_from_a_container(
+    tmp_path, device, files, environment, found
+):
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    for name, text in device.items():
+        (tmp_path / "sys/bus/pci/devices/0000:01:00.0" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "sys/bus/pci/devices/0000:01:00.0" / name).write_text(text)
+
+    assert hardware_host.has_nvidia_device(tmp_path, environment) is found
