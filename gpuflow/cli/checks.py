@@ -272,8 +272,8 @@ def gpus() -> list[Check]:
     why = found.nvml or ("CUDA_VISIBLE_DEVICES hides them" if hidden else "the driver shows none that works")
     if has_device() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
         mend = (
-            "run `nvidia-smi`, and `modprobe nvidia` where no driver is loaded; in a container, start it with the NVIDIA "
-            "container toolkit (--gpus all); or set CUDA_VISIBLE_DEVICES= where none is to be used"
+            "run `nvidia-smi`, and `modprobe nvidia` where no driver is loaded; in a container, start it with the "
+            "NVIDIA container toolkit (--gpus all); or set CUDA_VISIBLE_DEVICES= where none is to be used"
         )
         detail = f"there is an NVIDIA device, but no GPU can be used: {why}"
         return [Check(name="gpus", status="fail", detail=detail, mend=mend), *problems]

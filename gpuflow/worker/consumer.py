@@ -7,7 +7,8 @@ one that takes it. Here its task fails, and `gpuflow dead messages` shows it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 from celery.exceptions import WorkerShutdown
@@ -48,8 +49,13 @@ class Consumer(CeleryConsumer):  # type: ignore[misc]
         runtime = current()
         runtime.connecting = runtime.leases.loop_connects = True
         try:
-            self._await_login()
-            return super().ensure_connected(conn)
+            while True:
+                self._await_login()
+                try:
+                    with _told_of_refusals(conn):
+                        return super().ensure_connected(conn)
+                except _LoginRefused:  # it took it a moment ago, or was away
+                    self.app.redis.connection_pool.disconnect(inuse_connections=False)
         finally:
             runtime.leases.tick()
             runtime.connecting = runtime.leases.loop_connects = False
@@ -134,6 +140,30 @@ class Consumer(CeleryConsumer):  # type: ignore[misc]
     def on_unknown_message(self, body: Any, message: Any) -> None:
         """Put a message aside that names no task."""
         _set_aside(message, ValueError("it names no task"))
+
+
+class _LoginRefused(Exception):
+    """The broker is there, and refuses the login."""
+
+
+@contextmanager
+def _told_of_refusals(conn: Any) -> Iterator[None]:
+    """Let a connection that is tried again and again raise _LoginRefused, instead of trying for ever (kombu's way)."""
+    ensure = conn.ensure_connection
+
+    def ensure_connection(errback: Callable[[BaseException, float], Any], *args: Any, **kwargs: Any) -> Any:
+        def told(error: BaseException, interval: float) -> Any:
+            if isinstance(error, AuthenticationError):
+                raise _LoginRefused from error
+            return errback(error, interval)
+
+        return ensure(told, *args, **kwargs)
+
+    conn.ensure_connection = ensure_connection
+    try:
+        yield
+    finally:
+        del conn.ensure_connection
 
 
 def _set_aside(message: Any, error: BaseException) -> None:

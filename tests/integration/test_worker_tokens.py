@@ -175,3 +175,15 @@ def test_a_rotated_worker_is_cut_at_once_and_its_task_has_one_result(shared: Tes
     said = [line for line in worker.log().splitlines() if "token_refused" in line]
     assert len(said) == 1, said
     assert rotated.token.text not in worker.log() and login.token.text not in worker.log()
+
+
+def test_a_worker_whose_login_is_gone_when_its_broker_comes_back_ends(shared: TestFleet) -> None:
+    """The last one of this file: the server comes back without any user of this fleet."""
+    login = tokens_of(shared).create("forgotten", labels={})
+    worker = start(shared, login, env={"GPUFLOW_LEASE_SEC": "4"})
+    shared.broker.kill()
+    eventually(lambda: "broker_lost" in worker.log(), what="the worker's line")
+    shared.broker.restart()
+
+    assert worker.process.wait(timeout=patient(60)) == 2
+    assert worker.log().count("token_refused") == 1
