@@ -386,6 +386,7 @@ class GPUFlow(Celery):  # type: ignore[misc]
             },
             "beat_scheduler": "gpuflow.schedules.celery_schedule:Scheduler",
             "redbeat_redis_url": url,
+            "redbeat_redis_options": {"socket_timeout": ANSWER_SECONDS, "socket_connect_timeout": ANSWER_SECONDS},
             # Of a beat that was killed, the lock ends after five times this.
             "beat_max_loop_interval": BEAT_SECONDS,
             "redbeat_key_prefix": f"{settings.key_prefix}redbeat:",

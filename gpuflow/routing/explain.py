@@ -119,13 +119,13 @@ def explain(requirement: Requirement, task: TaskView, queue: QueueView, workers:
     """Explain where a task stands.
 
     Workers that are gone are told only where they could have run it; those that have stopped by themselves, which
-    nobody misses, only where no other could.
+    nobody misses, only where no other will.
     """
     judged = [judge(requirement, queue.name, task, worker) for worker in workers]
     gone = {worker.id for worker in workers if worker.state == "OFFLINE"}
     stopped = {worker.id for worker in workers if worker.stopped}
     told = [one for one in judged if one.fits or one.worker not in gone]
-    if any(one.fits and one.worker not in stopped for one in told):
+    if any(one.kind in PASSING and one.worker not in stopped for one in told):
         told = [one for one in told if one.worker not in stopped]
     told.sort(key=lambda one: (*one.order, one.worker))
     outcome, verdict = _verdict(requirement, task, queue, told)

@@ -58,8 +58,10 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         except LockError as error:
             log.warning("lock_of_beats_lost", cause=str(error))
             self.lock = None
+            self._is_set_up = False  # the server may have lost its memory, and the entries with it
         except (RedisError, OSError) as error:
             log.warning("schedules_not_run", cause=str(error))
+            self._is_set_up = False
         return min(_AGAIN_SECONDS, float(self.max_interval))
 
     def close(self) -> None:
@@ -81,7 +83,12 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
         return self.lock is not None
 
     def apply_async(self, entry: Any, *args: Any, **kwargs: Any) -> Any:
-        """Submit what an entry says; None for one that is not that of the configuration, where it has to be."""
+        """Submit what an entry says; None for one that is not that of the configuration, where it has to be.
+
+        Raises LockError when another beat submits meanwhile.
+        """
+        if self.lock_key and self.lock is not None:
+            self.lock.extend(int(self.lock_timeout))  # a beat that stood still for long is told here that it lost it
         signer = getattr(self.app, "signer", None)
         if signer is None or not signer.requires or self._is_configured(entry):
             return super().apply_async(entry, *args, **kwargs)

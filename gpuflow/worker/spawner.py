@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -65,16 +66,24 @@ class Spawner:
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        #: Who waits for its lock is not to find out, too, that it does not answer.
+        self.is_given_up = False
 
     def spawn(self, message: Mapping[str, Any], descriptors: Sequence[int]) -> int:
         """Have a shim forked for a message (`shim`), and return its process id. Raises OSError."""
         text = json.dumps({**message, "preloaded": bool(self._module)}).encode()
         with self._lock:
+            if self.is_given_up:
+                raise OSError("it is given up")
             try:
                 return self._ask(text, descriptors)
             except OSError:
-                self._close()
+                self._close(kill=True)  # one that hangs would keep the descriptors it was sent
+            try:
                 return self._ask(text, descriptors)
+            except OSError:
+                self._close(kill=True)
+                raise
 
     def _ask(self, message: bytes, descriptors: Sequence[int]) -> int:
         if self._socket is None:
@@ -118,11 +127,13 @@ class Spawner:
         with self._lock:
             self._close()
 
-    def _close(self) -> None:
+    def _close(self, *, kill: bool = False) -> None:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
         if self._process is not None:
+            if kill:
+                self._process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=1)
             self._process = None
@@ -135,6 +146,7 @@ class Spawners:
         self._lock = threading.Lock()
         self._plain = Spawner([sys.executable, "-I", "-S"])
         self._preloaded: Spawner | None = None
+        self._of_installation: tuple[object, ...] = ()
         self._cannot_preload = sys.platform != "linux"
 
     def spawn(
@@ -159,6 +171,7 @@ class Spawners:
             try:
                 return preloaded.spawn(message, descriptors)
             except OSError as error:
+                preloaded.is_given_up = True
                 self._cannot_preload = True  # as long as this worker lives: it fails for the next child, too
                 log.warning("preload_failed", cause=str(error))
         return self._plain.spawn(message, descriptors)
@@ -179,15 +192,45 @@ class Spawners:
     ) -> Spawner | None:
         """Return the one whose process can become this program; None where a new interpreter would be another.
 
-        A child of another user has to be a new program: what this one has in its memory is not for that user.
+        A child of another user has to be a new program: what this one has in its memory is not for that user. Where
+        another version was installed meanwhile, another process is started: a child is of one version, as ever.
         """
         if self._cannot_preload or tuple(argv) != _PROGRAM or confined.get("user") is not None:
             return None
         at_start = {name: value for name, value in environment.items() if _AT_START.match(name)}
         with self._lock:
+            installed = _installed()
+            if self._preloaded is not None and installed != self._of_installation:
+                log.info("preloaded_anew", why="the installation of gpuflow has changed")
+                self._preloaded.close()
+                self._preloaded = None
             if self._preloaded is None:
+                self._of_installation = installed
                 self._preloaded = Spawner(_PROGRAM[:2], module=_MODULE, environment=at_start)
             return self._preloaded if self._preloaded.environment == at_start else None
+
+
+@cache
+def packages() -> tuple[Path, ...]:
+    """Return the folders of the packages that each child imports."""
+    found = (find_spec(name) for name in ("gpuflow", _MODULE))
+    return tuple(Path(one.origin).parent for one in found if one is not None and one.origin)
+
+
+def _installed() -> tuple[object, ...]:
+    """Return what is another after a package was installed beside ours, or in its place (pip makes a folder anew).
+
+    The time of a package's own folder does not count: the first child writes compiled modules there.
+    """
+    marks: list[object] = []
+    for package in packages():
+        try:
+            own, around = package.stat(), package.parent.stat()
+        except OSError:
+            marks.append(None)
+        else:
+            marks.append((own.st_dev, own.st_ino, around.st_dev, around.st_ino, around.st_mtime_ns))
+    return tuple(marks)
 
 
 @cache

@@ -16,6 +16,7 @@ there, and wait for ever for a lock that the interrupted step holds.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import queue
 import signal
@@ -41,7 +42,7 @@ log = get_logger("gpuflow.stopping")
 
 #: Left between the end of the handing back and the deadline of a drain, in seconds.
 MARGIN_SECONDS: Final = 2.0
-#: What the third SIGQUIT leaves Celery to end by itself; then the system ends the process.
+#: What the third SIGQUIT leaves Celery to end by itself; then the process ends, and says where it stood.
 LAST_SECONDS: Final = 3
 _LOOK_SECONDS: Final = 0.1
 
@@ -153,12 +154,11 @@ class Stopper(threading.Thread):
 
     def _on_quit(self, number: int, frame: FrameType | None) -> None:
         self._quits += 1
+        if self._quits == 3:  # raised in the midst of a clean-up the exception may be lost, or wait for what never ends
+            faulthandler.dump_traceback_later(LAST_SECONDS, exit=True, file=sys.__stderr__ or 2)
         _say("stopping what runs")
         self._wake.put(None)
         if self._quits > 2:
-            # Raised in the midst of a clean-up the exception may be lost, or wait for what never ends.
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(LAST_SECONDS)
             raise WorkerTerminate(EX_FAILURE)
 
 
@@ -186,4 +186,5 @@ def _wake_consumer() -> None:
 
 
 def _say(text: str) -> None:
-    os.write(sys.__stdout__.fileno() if sys.__stdout__ else 1, f"worker: {text}\n".encode())
+    with contextlib.suppress(OSError):  # who reads it may have gone
+        os.write(sys.__stdout__.fileno() if sys.__stdout__ else 1, f"worker: {text}\n".encode())

@@ -158,6 +158,44 @@ def test_the_death_of_who_forks_ends_no_child_and_the_next_one_starts(
     assert both.preloaded_pid not in (None, forks.pid)
 
 
+def test_another_installation_is_imported_anew(
+    start: Callable[..., Started], both: spawners.Spawners, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "site" / "gpuflow"
+    package.mkdir(parents=True)
+    monkeypatch.setattr(spawners, "packages", lambda: (package,))
+    pids = []
+    for _ in range(2):
+        assert reported(start)["preloaded"]
+        pids.append(both.preloaded_pid)
+    (package.parent / "gpuflow-9.dist-info").mkdir()
+    assert reported(start)["preloaded"]
+    assert pids[0] == pids[1] != both.preloaded_pid
+
+
+def test_one_that_hangs_is_killed_and_done_without(
+    start: Callable[..., Started], both: spawners.Spawners, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hangs = tmp_path / "site"
+    hangs.mkdir()
+    pids = hangs / "pids"
+    (hangs / "sitecustomize.py").write_text(
+        "import os, sys, time\n"
+        "if 'shim.py' in ' '.join(sys.orig_argv):\n"
+        f"    open({str(pids)!r}, 'a').write(f'{{os.getpid()}}\\n')\n"
+        "    time.sleep(3600)\n"
+    )
+    monkeypatch.setattr(spawners, "_ANSWER_SECONDS", 0.5)
+    path = os.pathsep.join([str(hangs), os.environ.get("PYTHONPATH", "")])
+
+    started = start({"taskType": "echo", "echo": {"output": 1}}, PYTHONPATH=path)
+
+    assert started.value()["output"] == 1 and started.child.wait().exit_code == 0
+    assert len(pids.read_text().split()) == 2
+    eventually(lambda: not any(psutil.pid_exists(int(pid)) for pid in pids.read_text().split()), what="its end")
+    assert not reported(start)["preloaded"]
+
+
 def test_a_process_that_cannot_import_the_program_is_done_without(
     start: Callable[..., Started], tmp_path: Path
 ) -> None:

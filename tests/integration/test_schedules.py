@@ -247,12 +247,12 @@ def gpuflow(fleet: TestFleet, *arguments: str, code: int = 0) -> str:
 
 
 class Beat:
-    def __init__(self, fleet: TestFleet, name: str, *options: str) -> None:
+    def __init__(self, fleet: TestFleet, name: str, *options: str, app: str = "gpuflow") -> None:
         self.log_path = fleet.folder / f"{name}.log"
         keep_log(self)
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "celery", "-A", "gpuflow", "beat", "-l", "INFO", *options],
+                [sys.executable, "-m", "celery", "-A", app, "beat", "-l", "INFO", *options],
                 env=_environment(fleet),
                 cwd=fleet.folder,
                 stdout=log,
@@ -351,6 +351,24 @@ def test_a_beat_outlives_what_its_broker_does(fleet: TestFleet, quick_beat: Beat
     eventually(lambda: fleet.broker.client.exists(held), within=40, what="the lock of beats")
     assert quick_beat.process.poll() is None, quick_beat.log()[-3000:]
     assert len(quick_beat.log()[len(before) :].splitlines()) < 20, quick_beat.log()[-5000:]
+
+
+def test_a_beat_writes_its_schedule_again_to_a_server_that_has_lost_its_memory(
+    fleet: TestFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (fleet.folder / "periodic.py").write_text(
+        "from gpuflow.celery_app import app\n"
+        "app.conf.beat_schedule = {'hourly': {'task': 'gpuflow.maintenance.reconcile', 'schedule': 3600.0}}\n"
+    )
+    beat = Beat(fleet, "periodic", "--max-interval", "1", app="periodic")
+    held, entry = (f"{fleet.app.keys.prefix}redbeat:{name}" for name in (":lock", "hourly"))
+    client = fleet.broker.client
+    try:
+        eventually(lambda: client.exists(held) and client.exists(entry), within=40, what="the lock and the entry")
+        client.flushall()
+        eventually(lambda: client.exists(held) and client.exists(entry), within=40, what="both again")
+    finally:
+        beat.close()
 
 
 def test_a_beat_that_starts_without_its_broker_waits_for_it(fleet: TestFleet) -> None:

@@ -356,10 +356,12 @@ def test_where_owners_are_kept_apart_a_model_is_served_for_one(
     worker = fleet.start_worker("w1", env=env)
     loaded = {"source": source_of("/models/one"), "vllm": {"trust_remote_code": True}}
     serving.serve(model(model=loaded))
-    (replica,) = serving.records()
-    eventually(lambda: fleet.state(replica.id) == "FAILED")
-    serving.replicas.reconcile()
-    assert "serve it for one: gpuflow serve MODEL --owner OWNER" in serving.status().failure.error
+
+    def failed() -> str:
+        serving.replicas.reconcile()
+        return serving.status().failure.error
+
+    assert "serve it for one: gpuflow serve MODEL --owner OWNER" in eventually(failed, what="the end of its replica")
     serving.stop()
 
     hers = model(model=loaded, owner="ana")

@@ -341,6 +341,10 @@ def test_a_changed_pipeline_publishes_no_further_stage(
     assert (str(ended.state), (ended.error or {})["type"]) == ("FAILED", "SignatureRefused")
     assert "two" not in ended.stages
     assert not proof.exists()
+    (first,) = ended.stage("one").tasks
+    eventually(
+        lambda: fleet.app.ledger.get(first).state.final, what="the end of its task, which reads a file of this test"
+    )
 
 
 def test_a_forged_pipeline_and_one_that_has_ended_begin_nothing(
