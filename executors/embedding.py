@@ -26,14 +26,14 @@ class Embedding(Executor):
 
         from executors.sessions.adapter_switch import AdapterSwitch
         from executors.sessions.adapters import adapters_of
-        from executors.sessions.lines import Opening
+        from executors.sessions.lines import Open
         from executors.sessions.unused import unused
         from executors.vectors.embedder import Embedder
         from executors.vectors.results import item_of, vectors_result
 
         for message in unused(request.spec, engine="transformers", task_type="embedding"):
             emitter.emit("log", message=message)
-        opening = Opening(
+        opening = Open(
             spec=request.spec,
             engine="transformers",
             task_type="embedding",

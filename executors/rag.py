@@ -229,14 +229,14 @@ def _load_embedder(name: str, request: Request, emitter: Emitter, *, normalize: 
     from executors.modeling.libraries import prepare_libraries
 
     prepare_libraries()
-    from executors.sessions.lines import Opening
+    from executors.sessions.lines import Open
     from executors.sessions.transformers_loading import named_source
     from executors.vectors.embedder import Embedder
 
     section = dict(request.spec.get("embedding") or {})
     if normalize is not None:
         section["normalize"] = normalize
-    opening = Opening(
+    opening = Open(
         spec={"model": {"source": named_source(name)}, "embedding": section},
         engine="transformers",
         task_type="embedding",

@@ -62,7 +62,7 @@ TASK_MODULES = (
     "tasks.training",
     "tasks.command",
     "tasks.container",
-    "tasks.executor",
+    "tasks.user_executor",
     "tasks.pipelines",
     "tasks.maintenance",
 )

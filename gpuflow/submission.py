@@ -24,7 +24,7 @@ from gpuflow.routing.affinity import hints
 from gpuflow.routing.families import task_of
 from gpuflow.routing.fit import match
 from gpuflow.routing.offers import REPLICA_OF
-from gpuflow.routing.queues import queue_name
+from gpuflow.routing.queue_names import queue_name
 from gpuflow.routing.requirement import Requirement
 from gpuflow.routing.resources import requirement_from_resources
 from gpuflow.traces.context import TRACEPARENT

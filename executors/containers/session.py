@@ -34,7 +34,7 @@ from executors.failures import classify
 from executors.programs.heard import Heard, check, own_error
 from executors.programs.running import Ran, Reader, stop
 from executors.sessions.engine import Engine, EngineDied, Loaded
-from executors.sessions.lines import Opening
+from executors.sessions.lines import Open
 from gpuflow.protocol import Emitter, Event, Request, parse_line
 from gpuflow.spec.patterns import metric_pattern
 
@@ -98,7 +98,7 @@ class ContainerEngine(Engine):
 
     # -- the engine of a session ------------------------------------------------------------------------------------
 
-    def load(self, opening: Opening, emitter: Emitter) -> Loaded:
+    def load(self, opening: Open, emitter: Emitter) -> Loaded:
         """Start the container of the opening, and wait until it is ready. Raises ExecutorError."""
         request = Request(
             task_id="session",

@@ -15,7 +15,7 @@ from executors.merging import MergedChild, Result
 from executors.sessions.children import answer_children
 from executors.sessions.engine import Engine, make_engine
 from executors.sessions.leaving import end_descendants
-from executors.sessions.lines import FAMILIES, Opening
+from executors.sessions.lines import FAMILIES, Open
 from executors.sessions.unused import unused, with_warnings
 from gpuflow.protocol import Emitter, Request
 
@@ -45,9 +45,9 @@ class Alone(Executor):
         self,
         request: Request,
         emitter: Emitter,
-        answer: Callable[[Engine, Opening], Coroutine[Any, Any, Result]],
+        answer: Callable[[Engine, Open], Coroutine[Any, Any, Result]],
     ) -> Result:
-        opening = Opening(
+        opening = Open(
             spec=request.spec,
             engine="vllm",
             task_type=request.task_type,
@@ -61,7 +61,7 @@ class Alone(Executor):
 
 
 @contextmanager
-def _loaded(opening: Opening, emitter: Emitter) -> Iterator[Engine]:
+def _loaded(opening: Open, emitter: Emitter) -> Iterator[Engine]:
     """Load an engine in this thread, which is the one that a cancel ends; nothing of it is left after the block."""
     engine = make_engine(opening)
     try:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from executors.base import ExecutorError
-from executors.sessions.lines import Opening
+from executors.sessions.lines import Open
 from gpuflow.protocol import Emitter, Request
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ class Engine(ABC):
     name: str
 
     @abstractmethod
-    def load(self, opening: Opening, emitter: Emitter) -> Loaded:
+    def load(self, opening: Open, emitter: Emitter) -> Loaded:
         """Load the model of the opening, telling of it. Raises ExecutorError, or anything else, for a failure."""
 
     @abstractmethod
@@ -68,7 +68,7 @@ class Engine(ABC):
         """Free what the engine holds. The process ends after it, and kills what is left."""
 
 
-def make_engine(opening: Opening) -> Engine:
+def make_engine(opening: Open) -> Engine:
     """Return the engine that the opening asks for, not loaded yet."""
     if opening.engine == "vllm":
         from executors.sessions.vllm_engine import VllmEngine

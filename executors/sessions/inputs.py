@@ -7,11 +7,11 @@ from typing import Any
 
 from executors.base import MERGED
 from executors.data.sources import read_entries
-from executors.sessions.lines import Opening
+from executors.sessions.lines import Open
 from gpuflow.protocol import Emitter, Request
 
 
-def check_input(request: Request, opening: Opening, emitter: Emitter) -> None:
+def check_input(request: Request, opening: Open, emitter: Emitter) -> None:
     """Raise ExecutorError: BadInput for data, or sampling, that no model could answer.
 
     The engine reads it once more when it is there. The children of a merged request are left to it, and what is in the

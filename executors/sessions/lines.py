@@ -35,7 +35,7 @@ class BadLine(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Opening:
+class Open:
     """What to load: a canonical spec with its model, the engine, and the GPUs (UUIDs) that the process sees.
 
     `spec.adapted` says that requests will bring adapters. `share_mib` is how much of each GPU it may use; None: all.
@@ -77,7 +77,7 @@ class Close:
     """Take no more requests, and end when the open ones have ended."""
 
 
-Operation = Opening | Run | Abort | Ping | Close
+Operation = Open | Run | Abort | Ping | Close
 
 
 def read_operation(line: bytes) -> Operation:
@@ -114,7 +114,7 @@ def _show(line: bytes) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."
 
 
-def _opening(raw: Mapping[str, Any]) -> Opening:
+def _opening(raw: Mapping[str, Any]) -> Open:
     spec = raw.get("spec")
     if not isinstance(spec, dict):
         raise BadLine("op open needs spec, an object")
@@ -133,7 +133,7 @@ def _opening(raw: Mapping[str, Any]) -> Opening:
     share = raw.get("share_mib")
     if share is not None and (not isinstance(share, int) or isinstance(share, bool) or share < 1):
         raise BadLine(f"op open has share_mib {share!r}; it must be a number of MiB, or null")
-    return Opening(
+    return Open(
         spec=spec,
         engine=engine,
         task_type=family,

@@ -17,12 +17,12 @@ from executors import limits
 from executors.base import MERGED, ExecutorError, bad_input
 from executors.cache import Holds, hold_inputs
 from executors.modeling.location import adapter_folder
-from executors.sessions.lines import Opening
+from executors.sessions.lines import Open
 from gpuflow.protocol import Request
 from gpuflow.spec.references import UnresolvedReference, resolve_env
 
 
-def opened(opening: Opening) -> Opening:
+def opened(opening: Open) -> Open:
     """Return the opening with its references to the environment resolved, and hold what it names of the cache.
 
     Variables of its `env` that have references are set in this process, as in the child of a task; the others are set
@@ -45,7 +45,7 @@ def opened(opening: Opening) -> Opening:
     return replace(opening, spec=spec)
 
 
-def read_request(raw: Mapping[str, Any], opening: Opening, holds: Holds) -> Request:
+def read_request(raw: Mapping[str, Any], opening: Open, holds: Holds) -> Request:
     """Return the request, its references to the environment resolved, its folder made, its cached inputs in `holds`.
 
     Raises ExecutorError: BadRequest for what is no request or not for this session (retryable where another session
@@ -92,7 +92,7 @@ def _resolved(spec: Mapping[str, Any], env: Mapping[str, Any], environ: MutableM
     return found
 
 
-def check_model(request: Request, opening: Opening) -> None:
+def check_model(request: Request, opening: Open) -> None:
     """Raise BadRequest if the request is for other weights than the session has loaded; no model means that one.
 
     A session that has loaded the weights of a checkpoint serves requests that begin from it, and no others.

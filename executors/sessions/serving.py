@@ -25,7 +25,7 @@ from executors.sessions.children import answer_children
 from executors.sessions.engine import Engine, EngineDied, Loaded, make_engine
 from executors.sessions.inputs import check_input
 from executors.sessions.leaving import leave
-from executors.sessions.lines import Abort, BadLine, Close, Opening, Operation, Ping, Run, read_operation
+from executors.sessions.lines import Abort, BadLine, Close, Open, Operation, Ping, Run, read_operation
 from executors.sessions.memory import grown_bytes, used_bytes
 from executors.sessions.requests import opened, read_request
 from executors.sessions.unused import unused, with_warnings
@@ -50,11 +50,11 @@ Finish = tuple[Literal["completed", "failed", "cancelled"], dict[str, Any] | Non
 def main() -> NoReturn:
     """Serve one session to its end."""
     emitter = SessionEmitter.claim_stdout()
-    asyncio.run(Session(emitter).serve())
+    asyncio.run(SessionServer(emitter).serve())
     leave(FAILED)  # not reached: `serve` leaves
 
 
-class Session:
+class SessionServer:
     """One engine and the requests that are open on it. All of it runs in one event loop."""
 
     def __init__(self, emitter: SessionEmitter) -> None:
@@ -72,8 +72,8 @@ class Session:
         loop.set_default_executor(ThreadPoolExecutor(_THREADS, thread_name_prefix="gpuflow-session"))
         self._end: asyncio.Future[int] = loop.create_future()
         self._ready: asyncio.Future[Loaded] = loop.create_future()
-        self._told: asyncio.Future[Opening] = loop.create_future()
-        self._opening: asyncio.Future[Opening] = loop.create_future()
+        self._told: asyncio.Future[Open] = loop.create_future()
+        self._opening: asyncio.Future[Open] = loop.create_future()
         self._install_signals()
         self._signalled = False
         self._emitter.gone = lambda: loop.call_soon_threadsafe(self._stop, STOPPED)
@@ -103,7 +103,7 @@ class Session:
             if isinstance(line, BadLine):
                 raise line
             operation = read_operation(line)
-            if isinstance(operation, Opening) == self._told.done():
+            if isinstance(operation, Open) == self._told.done():
                 raise BadLine("the session is open already" if self._told.done() else "the first line must be open")
         except BadLine as error:
             self._refuse(error)
@@ -122,7 +122,7 @@ class Session:
 
     def _do(self, operation: Operation) -> None:
         match operation:
-            case Opening():
+            case Open():
                 self._told.set_result(operation)
             case Run():
                 self._run(operation)
@@ -223,7 +223,7 @@ class Session:
                 return
             await asyncio.sleep(_CHECK_SECONDS)
 
-    def _load(self, opening: Opening) -> Loaded:
+    def _load(self, opening: Open) -> Loaded:
         self._engine = make_engine(opening)
         return self._engine.load(opening, self._emitter)
 

@@ -25,7 +25,7 @@ from executors.sessions.adapter_switch import AdapterSwitch, key_of
 from executors.sessions.adapters import adapters_of
 from executors.sessions.batching import Unit
 from executors.sessions.engine import Loaded
-from executors.sessions.lines import Opening
+from executors.sessions.lines import Open
 from executors.sessions.transformers_engine import Call
 from gpuflow.protocol import Emitter, Request
 
@@ -44,7 +44,7 @@ class _Asked:
 class Answers:
     """A language model that answers prompts."""
 
-    def load(self, opening: Opening, emitter: Emitter) -> Loaded:
+    def load(self, opening: Open, emitter: Emitter) -> Loaded:
         """Load model and tokenizer; adapters come with the requests."""
         from executors.sessions.transformers_loading import load_base
 

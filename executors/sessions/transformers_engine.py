@@ -19,7 +19,7 @@ from executors.generation.memory import free_unused
 from executors.sessions.adapters import Adapter
 from executors.sessions.batching import BatchQueue, Unit
 from executors.sessions.engine import Engine, EngineDied, Loaded
-from executors.sessions.lines import Opening
+from executors.sessions.lines import Open
 from gpuflow.protocol import Emitter, Request
 
 
@@ -66,7 +66,7 @@ class Call:
 class Work(Protocol):
     """What the batches of a session are: how a request is read, and how units of one key are done."""
 
-    def load(self, opening: Opening, emitter: Emitter) -> Loaded:
+    def load(self, opening: Open, emitter: Emitter) -> Loaded:
         """Load the model."""
 
     def read(self, request: Request, emitter: Emitter, done: asyncio.Future[list[dict[str, Any]]]) -> Call:
@@ -90,7 +90,7 @@ class TransformersEngine(Engine):
         self._dead: EngineDied | None = None
         self._batch: Sequence[Unit[Call]] = ()
 
-    def load(self, opening: Opening, emitter: Emitter) -> Loaded:
+    def load(self, opening: Open, emitter: Emitter) -> Loaded:
         """Load the model and start the thread that uses it."""
         loaded = self._work.load(opening, emitter)
         threading.Thread(target=self._run_batches, name="gpuflow-batches", daemon=True).start()

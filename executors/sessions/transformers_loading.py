@@ -6,12 +6,12 @@ from typing import Any
 
 from executors.modeling.libraries import prepare_libraries
 from executors.modeling.location import Location
-from executors.sessions.lines import Opening
+from executors.sessions.lines import Open
 from gpuflow.importing import loading
 from gpuflow.protocol import Emitter, Request
 
 
-def locate_base(opening: Opening, emitter: Emitter) -> Location:
+def locate_base(opening: Open, emitter: Emitter) -> Location:
     """Return where the model of a session is, prepared if need be. Raises ExecutorError."""
     from executors.modeling.loading import locate
 
@@ -38,7 +38,7 @@ def named_source(name: str) -> dict[str, Any]:
 
 
 def load_base(
-    opening: Opening, emitter: Emitter, *, padding_side: str, headless: bool = False
+    opening: Open, emitter: Emitter, *, padding_side: str, headless: bool = False
 ) -> tuple[Location, Any, Any, str | None]:
     """Return location, model (`headless`: without its output layer), tokenizer and resolved revision."""
     prepare_libraries()

@@ -14,7 +14,7 @@ from executors.sessions.adapter_switch import AdapterSwitch, key_of
 from executors.sessions.adapters import adapters_of
 from executors.sessions.batching import Unit
 from executors.sessions.engine import Loaded
-from executors.sessions.lines import Opening
+from executors.sessions.lines import Open
 from executors.sessions.transformers_engine import Call
 from executors.vectors.encoder import Encoder, tokenized
 from executors.vectors.pooling import read_pooling
@@ -37,7 +37,7 @@ class _Asked:
 class Vectors:
     """A model that embeds texts."""
 
-    def load(self, opening: Opening, emitter: Emitter) -> Loaded:
+    def load(self, opening: Open, emitter: Emitter) -> Loaded:
         """Load model, tokenizer and how its vectors are pooled; adapters come with the requests."""
         from executors.sessions.transformers_loading import load_base
 

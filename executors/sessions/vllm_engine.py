@@ -19,7 +19,7 @@ from executors.modeling.location import Location
 from executors.sessions.adapters import Adapter, adapters_of, rank
 from executors.sessions.core_log import not_started, overheard
 from executors.sessions.engine import Engine, EngineDied, Loaded
-from executors.sessions.lines import Opening
+from executors.sessions.lines import Open
 from executors.sessions.memory import total_mib
 from executors.sessions.sides import Sides
 from executors.sessions.transformers_loading import locate_base, revision_of
@@ -45,7 +45,7 @@ class VllmEngine(Engine):
         self._naming = threading.Lock()
         self._sides: Sides | None = None
 
-    def load(self, opening: Opening, emitter: Emitter) -> Loaded:
+    def load(self, opening: Open, emitter: Emitter) -> Loaded:
         """Start vLLM's engine with the model of the opening."""
         prepare_libraries()
         # Threads run already: a forked engine core could inherit a lock that nobody releases.
@@ -82,7 +82,7 @@ class VllmEngine(Engine):
             max_requests=self._max_requests,
         )
 
-    def _arguments(self, opening: Opening, location: Location, known: Mapping[str, Any]) -> dict[str, Any]:
+    def _arguments(self, opening: Open, location: Location, known: Mapping[str, Any]) -> dict[str, Any]:
         from executors.modeling.precision import inference_options
 
         arguments = engine_arguments((opening.spec.get("model") or {}).get("vllm"), opening.gpus, known)
@@ -111,14 +111,14 @@ class VllmEngine(Engine):
         }
         return {**own, **self._of_task(opening, location), **arguments}
 
-    def _of_task(self, opening: Opening, location: Location) -> dict[str, Any]:
+    def _of_task(self, opening: Open, location: Location) -> dict[str, Any]:
         if opening.task_type != "embedding":
             return {}
         from executors.sessions.vllm_vectors import pooling_arguments
 
         return pooling_arguments(location)
 
-    def _make_work(self, opening: Opening, location: Location) -> Any:
+    def _make_work(self, opening: Open, location: Location) -> Any:
         if opening.task_type == "embedding":
             from executors.sessions.vllm_vectors import Vectors
 
@@ -201,7 +201,7 @@ class VllmEngine(Engine):
         return LoRARequest(lora_name=adapter.digest, lora_int_id=number, lora_path=str(adapter.path))
 
 
-def _total_mib(opening: Opening) -> int | None:
+def _total_mib(opening: Open) -> int | None:
     """The memory of each GPU of the opening, in MiB; asked for only where a share of it is all that may be used."""
     if opening.share_mib is None or not opening.gpus:
         return None

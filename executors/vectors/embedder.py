@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from executors.generation.answers import default_rows
-from executors.sessions.lines import Opening
+from executors.sessions.lines import Open
 from executors.sessions.transformers_loading import load_base
 from executors.vectors.encoder import Encoder, tokenized
 from executors.vectors.pooling import read_pooling
@@ -36,7 +36,7 @@ class Embedder:
         self.batch_size = int(section.get("batch_size") or default_rows())
 
     @classmethod
-    def load(cls, opening: Opening, emitter: Emitter) -> Embedder:
+    def load(cls, opening: Open, emitter: Emitter) -> Embedder:
         """Load the model of an opening, without its output layer. Raises ExecutorError."""
         location, model, tokenizer, _ = load_base(opening, emitter, padding_side="right", headless=True)
         encoder = Encoder(model, tokenizer, read_pooling(location))

@@ -1,7 +1,7 @@
 """kombu's Redis transport with leases: one Lua step to publish, one to pop, one to settle.
 
 Used by every connection of the gpuflow app (see `broker.connection`); no other Celery app of the process is touched.
-It knows messages and queues. What may be popped now is the gate's decision (`broker.leases.Gate`).
+It knows messages and queues. What may be popped now is the gate's decision (`broker.gate`; here `worker.admission`).
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from gpuflow.environments import snapshot
 from gpuflow.protocol import Request, is_user_type
 from gpuflow.settings import Settings
+from gpuflow.worker.child_python import python_of
 from gpuflow.worker.standalone import environment_for
-from gpuflow.worker.starting import start_of
 from gpuflow.worker.user_environments import environments_of
 
 
@@ -25,5 +25,5 @@ def child_start(request: Request, settings: Settings) -> ChildStart:
     own = (request.task_type,) if is_user_type(request.task_type) and not request.spec.get("environment") else ()
     named = environments_of(settings, own).get(request.task_type)
     stands = snapshot(settings, gpus=bool(request.gpus))
-    start = start_of({"taskType": request.task_type, **request.spec}, stands, named=named)
-    return ChildStart(argv=start.argv, environment=start.variables(environment_for(request, settings)))
+    python = python_of({"taskType": request.task_type, **request.spec}, stands, named=named)
+    return ChildStart(argv=python.argv, environment=python.variables(environment_for(request, settings)))

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from gpuflow.errors import GPUFlowError
 from gpuflow.routing.capability import CAPABILITY_SCHEMA, Capability
 from gpuflow.routing.fit import match
+from gpuflow.routing.queue_names import family_matches
 from gpuflow.routing.queue_parsing import requirement_of
-from gpuflow.routing.queues import family_matches
 from gpuflow.routing.requirement import Requirement
 
 if TYPE_CHECKING:

@@ -43,7 +43,7 @@ from gpuflow.ledger.states import TaskState
 from gpuflow.routing.capability import CAPABILITY_SCHEMA, Capability
 from gpuflow.routing.offers import Offers
 from gpuflow.routing.placement import FreeGpus, GpuGrant, HostUsage
-from gpuflow.routing.queues import is_demand_queue
+from gpuflow.routing.queue_names import is_demand_queue
 from gpuflow.routing.requirement import Requirement
 from gpuflow.routing.views import Reservation, RunningTask, WorkerView
 

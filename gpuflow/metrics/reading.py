@@ -18,7 +18,7 @@ from gpuflow.fleet.serving import serving_classes
 from gpuflow.fleet.standing import takes_new
 from gpuflow.ledger.ledger import Ledger
 from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUES
-from gpuflow.routing.queues import is_demand_queue
+from gpuflow.routing.queue_names import is_demand_queue
 from gpuflow.serving.replicas import ServedStatus, statuses
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from gpuflow.errors import GPUFlowError, InvalidTemplate
-from gpuflow.routing.names import normalise_name
+from gpuflow.routing.gpu_names import normalise_name
 from gpuflow.routing.requirement import Requirement, is_gpu_name
 from gpuflow.routing.units import MemoryRange, gpu_memory_range
 

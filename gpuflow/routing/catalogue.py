@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gpuflow.errors import GPUFlowError
-from gpuflow.routing.names import normalise_name, words_of
+from gpuflow.routing.gpu_names import normalise_name, words_of
 from gpuflow.routing.units import gpu_memory_gb
 from gpuflow.spec.presets import configs_root
 

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Final
 
 from gpuflow.routing.capability import GpuCapability
-from gpuflow.routing.names import name_matches
+from gpuflow.routing.gpu_names import name_matches
 from gpuflow.routing.reasons import Reason, gap, reason
 from gpuflow.routing.requirement import Requirement, compute_version
 from gpuflow.routing.units import show_gb

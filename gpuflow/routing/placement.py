@@ -1,6 +1,6 @@
 """Whether a worker can start a task now, and what it waits for if not. Pure.
 
-Both sides ask the same question here: the worker before each pop (`worker.rooms`), of what it holds, and `explain`
+Both sides ask the same question here: the worker before each pop (`worker.placements`), of what it holds, and `explain`
 (`routing.situation`), of what the worker reported with its last heartbeat.
 """
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 from urllib.parse import unquote
 
 from gpuflow.errors import GPUFlowError
-from gpuflow.routing.queues import MAX_NAME_LENGTH, queue_name
+from gpuflow.routing.queue_names import MAX_NAME_LENGTH, queue_name
 from gpuflow.routing.requirement import Requirement, is_gpu_name
 
 _GLOBS: Final = str.maketrans({"+": "*", "~": "?"})

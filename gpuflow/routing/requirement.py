@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Final, Self
 
 from gpuflow.errors import GPUFlowError
-from gpuflow.routing.names import normalise_name
+from gpuflow.routing.gpu_names import normalise_name
 
 #: Newest schema number of `to_dict()`; readers accept this one and those before.
 REQUIREMENT_SCHEMA: Final = 2
@@ -24,7 +24,7 @@ _SINCE_2: Final = ("disk_gib", "compute_capability_min", "gpu_share", "gpu_share
 #: No machine has more GPUs; a larger count is a card's number without its letters ("4090" for "RTX4090").
 MAX_GPU_COUNT: Final = 1024
 
-#: Words that a queue name uses for itself (see `gpuflow.routing.queues`), so no GPU may be called so.
+#: Words that a queue name uses for itself (see `gpuflow.routing.queue_names`), so no GPU may be called so.
 _RESERVED_NAMES: Final = re.compile(
     r"x\d+(?:to\d+)?|(?:max|ram|disk|shared)\d+[gm]|share\d+m?|cc\d+|cpu|gpu|h[0-9a-f]{16}"
 )
@@ -137,7 +137,7 @@ class Requirement:
 
     def queue_name(self) -> str:
         """Return the name of the queue that carries this requirement, such as gpu-a100-80g-x4."""
-        from gpuflow.routing.queues import queue_name
+        from gpuflow.routing.queue_names import queue_name
 
         return queue_name(self)
 

@@ -25,7 +25,7 @@ def session_name(spec: Mapping[str, Any], asks: Sequence[str] = ()) -> str:
 
     `asks` are the queues of what it asks for: a session has the GPUs that one of them names.
     Only whether there are adapters counts: which ones is each request's own. `checkpoint.load` may name whole weights,
-    so it counts as it is. Secrets count by their names here, by their values where the session is (`Sessions.open`).
+    so it counts as it is. Secrets count by their names here, by their values where the session is (`Sessions.ask`).
     """
     task_type, model = str(spec.get("taskType")), spec.get("model")
     if task_type == "container":

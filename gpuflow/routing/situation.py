@@ -23,7 +23,7 @@ from gpuflow.routing.offers import (
     without_replica,
 )
 from gpuflow.routing.placement import FreeGpus, HostUsage, ReservedBefore, Wait, place
-from gpuflow.routing.queues import family_matches
+from gpuflow.routing.queue_names import family_matches
 from gpuflow.routing.reasons import Reason
 from gpuflow.routing.requirement import Requirement
 from gpuflow.routing.units import show_gb

@@ -9,7 +9,7 @@ from typing import Final
 
 from gpuflow.routing.capability import Capability
 from gpuflow.routing.fit import match
-from gpuflow.routing.queues import family_matches
+from gpuflow.routing.queue_names import family_matches
 from gpuflow.routing.requirement import Requirement
 from gpuflow.scaling.model import Demand, Family, WorkerFacts
 

@@ -17,8 +17,8 @@ from gpuflow.fleet.registry import Fleet, WorkerEntry
 from gpuflow.fleet.worker_views import capability_of
 from gpuflow.routing.capability import Capability
 from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUES
+from gpuflow.routing.queue_names import is_demand_queue
 from gpuflow.routing.queue_parsing import requirement_of
-from gpuflow.routing.queues import is_demand_queue
 from gpuflow.routing.requirement import Requirement
 from gpuflow.scaling.model import Demand, MachineFacts, Snapshot, WorkerFacts
 from gpuflow.scaling.store import Machine, ScalingStore

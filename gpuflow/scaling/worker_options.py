@@ -13,7 +13,7 @@ import click
 from celery.bin.worker import worker as celery_worker
 
 from gpuflow.celery_app import worker_options
-from gpuflow.routing.queues import is_demand_queue
+from gpuflow.routing.queue_names import is_demand_queue
 
 #: Options of which nobody could say what a family would then serve, or that are given already; and what to do instead.
 _REFUSED: Final = {

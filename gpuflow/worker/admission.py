@@ -19,17 +19,17 @@ from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUES
 from gpuflow.routing.fit import match, shared_mib
 from gpuflow.routing.offers import WARM_TASK_TYPES, is_replica, task_type_of
 from gpuflow.routing.placement import HostUsage, Placement
-from gpuflow.routing.queues import is_demand_queue
+from gpuflow.routing.queue_names import is_demand_queue
 from gpuflow.routing.requirement import Requirement
 from gpuflow.worker.books import Books
 from gpuflow.worker.demands import Demands
 from gpuflow.worker.machine_gpus import MachineGpus
 from gpuflow.worker.offering import Offering
+from gpuflow.worker.placements import Placements
 from gpuflow.worker.recent_models import RecentModels
 from gpuflow.worker.reserving import Reserving
-from gpuflow.worker.rooms import Rooms
 from gpuflow.worker.sessions.neighbours import Neighbours
-from gpuflow.worker.sessions.pool import Sessions
+from gpuflow.worker.sessions.table import Sessions
 from gpuflow.worker.slots import Allocation, Limits, SlotClass
 
 #: So many demand queues are named in one pop at most.
@@ -65,7 +65,7 @@ class Admission:
         self._neighbours = neighbours
         self._books = Books(limits=limits, sessions=sessions)
         self._held = self._books.held
-        self._rooms = Rooms(demands, gpus, reserving, self._books)
+        self._placements = Placements(demands, gpus, reserving, self._books)
         self._chosen: Hold | None = None
         self._warm_only: set[str] = set()
         self._machine = gpus.group()
@@ -121,7 +121,7 @@ class Admission:
         """Return the demand queues of `ready`, without the barren ones, whose next message could start now."""
         served = self._served(ready, barren)
         with self._lock:
-            return [queue for queue, _ in self._rooms_of(served)]
+            return [queue for queue, _ in self._startable(served)]
 
     def choose(self, ready: Sequence[str], barren: Collection[str] = (), full: Collection[str] = ()) -> list[Choice]:
         """Take the GPUs for the first queue that fits; return it, and others that what is held now would serve.
@@ -135,19 +135,21 @@ class Admission:
         waiting: list[tuple[str, Placement]] = []
         first: tuple[Requirement, tuple[str, ...]] | None = None
         with self._lock:
-            for queue, placement in self._rooms_of(served):
+            for queue, placement in self._startable(served):
                 waiting.append((queue, placement))
-                first = first or self._hold_for(self._rooms.asked(queue), placement)
+                first = first or self._hold_for(self._placements.asked(queue), placement)
                 if first is None:
                     continue
-                chosen += [self._choice(name, its) for name, its in waiting if self._rooms.serves(name, its, *first)]
+                chosen += [
+                    self._choice(name, its) for name, its in waiting if self._placements.serves(name, its, *first)
+                ]
                 waiting.clear()
                 if len(chosen) >= MOST_CHOSEN and (first[1] or not self.capability.gpus):
                     break
             chosen = chosen[:MOST_CHOSEN]
             passed = {*full, *(choice.queue for choice in chosen)}
             rest = [queue for queue in served if queue not in passed]
-            warm = self._rooms.warm(rest, most=MOST_CHOSEN - len(chosen), beyond=self._neighbours is not None)
+            warm = self._placements.warm(rest, most=MOST_CHOSEN - len(chosen), beyond=self._neighbours is not None)
             self._warm_only = {choice.queue for choice in warm}
             return chosen + warm
 
@@ -165,7 +167,7 @@ class Admission:
     def make_room(self, asked: Requirement, why: str) -> bool:
         """Close sessions that idle until this would fit; say whether it will."""
         with self._lock:
-            return self._rooms.make(asked, why)
+            return self._placements.evict_for(asked, why)
 
     def _hold_for(self, asked: Requirement, placement: Placement) -> tuple[Requirement, tuple[str, ...]] | None:
         """Take the GPUs for a task; return its ask with them, None when they cannot be had."""
@@ -378,11 +380,11 @@ class Admission:
         self.reserving.look(ready)
         return self.demands.served(name for name in ready if name not in barren)
 
-    def _rooms_of(self, served: Mapping[str, Requirement]) -> Iterator[tuple[str, Placement]]:
-        return self._rooms.of(served) if self._takes_jobs() else iter(())
+    def _startable(self, served: Mapping[str, Requirement]) -> Iterator[tuple[str, Placement]]:
+        return self._placements.startable(served) if self._takes_jobs() else iter(())
 
     def _choice(self, queue: str, placement: Placement) -> Choice:
-        with_gpus = self._rooms.asked(queue).gpu_count > 0
+        with_gpus = self._placements.asked(queue).gpu_count > 0
         seconds = placement.max_runtime_seconds
         return Choice(queue=queue, most_seconds=ANY_TIME if seconds is None else seconds, with_gpus=with_gpus)
 

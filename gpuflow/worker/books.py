@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from gpuflow.routing.placement import HostUsage
 from gpuflow.routing.requirement import Requirement
-from gpuflow.worker.sessions.pool import Sessions
+from gpuflow.worker.sessions.table import Sessions
 from gpuflow.worker.sessions.warm import Warm
 from gpuflow.worker.slots import CONTROL_SLOTS, NOTICE_SLOTS, Allocation, Limits, SlotClass
 

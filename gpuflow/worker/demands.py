@@ -26,8 +26,8 @@ from gpuflow.errors import GPUFlowError
 from gpuflow.logs import get_logger
 from gpuflow.routing.capability import Capability
 from gpuflow.routing.fit import match
+from gpuflow.routing.queue_names import family_matches, is_demand_queue
 from gpuflow.routing.queue_parsing import requirement_of
-from gpuflow.routing.queues import family_matches, is_demand_queue
 from gpuflow.routing.requirement import REQUIREMENT_SCHEMA, Requirement
 
 log = get_logger("gpuflow.demands")

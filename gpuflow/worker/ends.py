@@ -10,7 +10,7 @@ from gpuflow.artifacts.destination import FetchFailed, UploadFailed
 from gpuflow.errors import TaskCancelled, TaskDead, TaskFailed
 from gpuflow.ledger.states import TaskState
 from gpuflow.secrets import known
-from gpuflow.worker.starting import EnvironmentNotReady
+from gpuflow.worker.child_python import EnvironmentNotReady
 
 #: How a supervised task ends when it does not succeed; Celery logs these in one line, without a traceback.
 ENDS: Final = (TaskFailed, TaskCancelled)

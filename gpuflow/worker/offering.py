@@ -15,8 +15,8 @@ from gpuflow.logs import get_logger
 from gpuflow.policy.code import allowed_kinds
 from gpuflow.routing.offers import WARM_ENGINES, WARM_TASK_TYPES, Offers, parts_of, with_code, with_replicas
 from gpuflow.settings import Settings
+from gpuflow.worker.child_python import ChildPython, python_of
 from gpuflow.worker.secret_sources import offered_secrets
-from gpuflow.worker.starting import Start, start_of
 
 log = get_logger("gpuflow.worker")
 
@@ -73,11 +73,11 @@ class Offering:
         if changed:
             log.info("offers_changed", names=sorted(self.plain.names | self.with_gpus.names))
 
-    def start_of(self, spec: Mapping[str, Any], *, gpus: bool) -> Start:
+    def python_of(self, spec: Mapping[str, Any], *, gpus: bool) -> ChildPython:
         """Return how a task's child is started. Raises EnvironmentNotReady."""
         with self._lock:
             stands = self._stands[gpus and self._kinds[-1]]
-        return start_of(spec, stands, named=self._task_types.get(str(spec["taskType"])))
+        return python_of(spec, stands, named=self._task_types.get(str(spec["taskType"])))
 
     def keeps_warm(self, asked: str, *, gpus: bool) -> bool:
         """Whether what runs here for such an ask (`routing.offers`) can be kept warm."""
@@ -91,10 +91,10 @@ class Offering:
         choice = choose(stands.states, task_type, engine=engine, environment=wanted)
         return isinstance(choice, Choice) and (choice.engine in WARM_ENGINES or task_type in WARM_TASK_TYPES)
 
-    def let_down(self, start: Start, problem: str) -> None:
+    def let_down(self, python: ChildPython, problem: str) -> None:
         """Note that a built environment could not even begin a child: it is offered no more until a check mends it."""
-        log.warning("environment_broken", environment=start.use.name, python=str(start.use.python), problem=problem)
-        note_problem(self._settings, start.use, problem)
+        log.warning("environment_broken", environment=python.use.name, python=str(python.use.python), problem=problem)
+        note_problem(self._settings, python.use, problem)
         self.look()
 
     def to_dict(self) -> dict[str, Any]:

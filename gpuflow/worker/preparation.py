@@ -31,6 +31,7 @@ from gpuflow.policy.child import child_policy
 from gpuflow.protocol import Request
 from gpuflow.secrets import Redactor
 from gpuflow.settings import Settings
+from gpuflow.worker.child_python import ChildPython
 from gpuflow.worker.child_user import child_user, files_as
 from gpuflow.worker.containers.local import local_container
 from gpuflow.worker.environment import child_environment, given_variables, python_path
@@ -39,7 +40,6 @@ from gpuflow.worker.policy import Policy, policy_of
 from gpuflow.worker.reader import ChildReader
 from gpuflow.worker.results import ResultsFolder, attempt_and_step
 from gpuflow.worker.secret_sources import redactor_of, reference_values, secrets_of
-from gpuflow.worker.starting import Start
 
 log = get_logger("gpuflow.preparation")
 
@@ -71,7 +71,7 @@ def _none(_: Sequence[str]) -> Iterable[str]:
 def prepare(
     spec: Mapping[str, Any],
     *,
-    start: Start,
+    python: ChildPython,
     task_id: str,
     attempt: int,
     gpus: Sequence[str],
@@ -98,7 +98,7 @@ def prepare(
     with limited_to(access):
         return _prepared(
             spec,
-            start=start,
+            python=python,
             task_id=task_id,
             attempt=attempt,
             gpus=gpus,
@@ -117,7 +117,7 @@ def prepare(
 def _prepared(
     spec: Mapping[str, Any],
     *,
-    start: Start,
+    python: ChildPython,
     task_id: str,
     attempt: int,
     gpus: Sequence[str],
@@ -189,7 +189,7 @@ def _prepared(
             cpus=cpus,
         ),
     )
-    environment = start.variables(environment)
+    environment = python.variables(environment)
     return Prepared(
         request=request,
         environment=environment,

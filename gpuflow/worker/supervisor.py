@@ -36,17 +36,17 @@ from gpuflow.routing.offers import REPLICA_OF
 from gpuflow.spec.units import duration_seconds
 from gpuflow.worker.attempt import ASK_SECONDS, Attempt, Outcome, handed_back
 from gpuflow.worker.checkpoint_uploads import CheckpointUploads, begin_uploads, forget_checkpoints, goes_on
+from gpuflow.worker.child_python import ChildPython, EnvironmentNotReady
 from gpuflow.worker.child_user import files_as, owner_of
 from gpuflow.worker.confinement import explained
 from gpuflow.worker.ends import cause_of, exception_of
 from gpuflow.worker.handed_back import HandedBack
 from gpuflow.worker.judging import stopped
 from gpuflow.worker.preparation import Prepared, prepare
-from gpuflow.worker.preparing import Preparing, Stopped
+from gpuflow.worker.preparation_thread import Preparing, Stopped
 from gpuflow.worker.results import ResultsFolder
 from gpuflow.worker.runtime import Runtime, current
 from gpuflow.worker.secret_sources import scrubbed
-from gpuflow.worker.starting import EnvironmentNotReady, Start
 from gpuflow.worker.steps import until_answered
 from gpuflow.worker.task_limits import LimitPlan, Runner
 from gpuflow.worker.usage_meter import UsageMeter, meter_of
@@ -227,7 +227,7 @@ class Delivery:
             runtime.policy.ask(self.spec)
             hold = hold_of(runtime, self.tag, allocation)
             self.meter = meter_of(runtime.admission, self.tag, hold, allocation)
-            start = runtime.offering.start_of(self.spec, gpus=bool(hold.uuids))
+            python = runtime.offering.python_of(self.spec, gpus=bool(hold.uuids))
             asked = allocation.requirement if allocation is not None else None
             runtime.begin(self.id, preparing)
             if not leases.start(self.tag, lambda: preparing.stop("lost")):
@@ -235,7 +235,7 @@ class Delivery:
             prepared = preparing.run(
                 lambda: prepare(
                     self.spec,
-                    start=start,
+                    python=python,
                     task_id=self.id,
                     attempt=number,
                     gpus=hold.uuids,
@@ -253,7 +253,7 @@ class Delivery:
             self._trace_run(holder, prepared, runner)
             self.limits = runtime.limits.plan(asked, runner, limits_by_engine(prepared))
             begin = begin_of(
-                runtime, self.tag, allocation, start, prepared, plan=self.limits, owner=self._owner, alone=self.alone
+                runtime, self.tag, allocation, python, prepared, plan=self.limits, owner=self._owner, alone=self.alone
             )
         except HandedBack as error:
             return self._not_begun(handed_back(error))
@@ -302,7 +302,7 @@ class Delivery:
                 self.uploads.finish(upload=outcome is not None and goes_on(outcome))
             runtime.end(self.id)
         with self._rights(number):
-            return scrubbed(self._by_engine(outcome, start), prepared.output_dir, prepared.redactor)
+            return scrubbed(self._by_engine(outcome, python), prepared.output_dir, prepared.redactor)
 
     def _usage(self) -> Usage | None:
         """Return what the attempt has used until this was asked first; None: it had no place yet."""
@@ -362,7 +362,7 @@ class Delivery:
         self.runtime.end(self.id)
         return outcome
 
-    def _by_engine(self, outcome: Outcome, start: Start) -> Outcome:
+    def _by_engine(self, outcome: Outcome, python: ChildPython) -> Outcome:
         """Name engine and limits in the result, and the environment in the error of a child that it did not even begin.
 
         Where a limit of this worker may be the cause, the error names its setting.
@@ -372,15 +372,15 @@ class Delivery:
             held = self.limits.address_space_mib(settings.child_max_memory)
             outcome = replace(outcome, error=explained(outcome.error, settings, outcome.log_tail, held_to_mib=held))
         if outcome.completed:
-            result = named_by_engine(outcome.result, start.engine, merged=MERGED in self.spec)
+            result = named_by_engine(outcome.result, python.engine, merged=MERGED in self.spec)
             return replace(outcome, result=result if self.is_run else {**result, **self.limits.report()})
-        if outcome.began or outcome.stop is not None or not start.use.variant:
+        if outcome.began or outcome.stop is not None or not python.use.variant:
             return outcome
         broken = EnvironmentNotReady(
-            f"the child could not begin in environment {start.use.name}: {(outcome.error or {}).get('message')}; "
-            f"run `gpuflow env check {start.use.name}` on worker {self.runtime.worker_id}"
+            f"the child could not begin in environment {python.use.name}: {(outcome.error or {}).get('message')}; "
+            f"run `gpuflow env check {python.use.name}` on worker {self.runtime.worker_id}"
         )
-        self.runtime.offering.let_down(start, "a child could not begin in it")
+        self.runtime.offering.let_down(python, "a child could not begin in it")
         return replace(outcome, error=cause_of(broken))
 
     def _wake(self) -> None:

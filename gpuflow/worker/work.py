@@ -12,6 +12,7 @@ from gpuflow.errors import NotAllowed
 from gpuflow.fleet.gpu_locks import Hold
 from gpuflow.routing.offers import REPLICA_OF, WARM_ENGINES, WARM_TASK_TYPES
 from gpuflow.worker.child import Child, Work
+from gpuflow.worker.child_python import ChildPython
 from gpuflow.worker.child_user import hand_over
 from gpuflow.worker.confinement import Confinement, of_attempt
 from gpuflow.worker.containers.local import removal_of
@@ -21,7 +22,6 @@ from gpuflow.worker.preparation import Prepared
 from gpuflow.worker.runtime import Runtime
 from gpuflow.worker.sessions.opening import opening_of, serves_one_owner
 from gpuflow.worker.slots import Allocation
-from gpuflow.worker.starting import Start
 from gpuflow.worker.task_limits import LimitPlan, Runner
 
 _NONE = Hold(())
@@ -41,7 +41,7 @@ def begin_of(
     runtime: Runtime,
     tag: str,
     allocation: Allocation | None,
-    start: Start,
+    python: ChildPython,
     prepared: Prepared,
     *,
     owner: Callable[[], str],
@@ -57,8 +57,8 @@ def begin_of(
     if sessions is None or allocation is None or not allocation.session:
         if prepared.request.spec.get(REPLICA_OF):
             raise HandedBack("this worker keeps no model of its kind loaded any more")
-        return lambda: _own_child(allocation, start, prepared, plan or LimitPlan())
-    if start.engine not in WARM_ENGINES and prepared.request.task_type not in WARM_TASK_TYPES:
+        return lambda: _own_child(allocation, python, prepared, plan or LimitPlan())
+    if python.engine not in WARM_ENGINES and prepared.request.task_type not in WARM_TASK_TYPES:
         raise HandedBack("its environment has changed since it was taken")
     bound = owner() if serves_one_owner(prepared.settings, prepared.request.spec) else None
     if bound == NO_OWNER and prepared.request.spec.get(REPLICA_OF):
@@ -67,7 +67,7 @@ def begin_of(
             "(GPUFLOW_ISOLATE, or code that the model brings); serve it for one: gpuflow serve MODEL --owner OWNER",
             setting="GPUFLOW_ISOLATE",
         )
-    opening = opening_of(start, prepared, owner=bound, worker_id=runtime.worker_id)
+    opening = opening_of(python, prepared, owner=bound, worker_id=runtime.worker_id)
 
     def ask() -> Work:
         if opening.confinement.user is not None:  # the folders of a session of containers stay the worker's
@@ -95,13 +95,13 @@ def limits_by_engine(prepared: Prepared) -> dict[str, float]:
     return {name: amount for name, amount in held.items() if amount is not None}
 
 
-def _own_child(allocation: Allocation | None, start: Start, prepared: Prepared, plan: LimitPlan) -> Child:
+def _own_child(allocation: Allocation | None, python: ChildPython, prepared: Prepared, plan: LimitPlan) -> Child:
     request = prepared.request
-    confinement = of_attempt(prepared.settings, request, prepared.environment, start.use.python)
+    confinement = of_attempt(prepared.settings, request, prepared.environment, python.use.python)
     plan.begin(f"{request.task_id}.{request.attempt}")
     confinement = replace(confinement, limits=_lowest(confinement.limits, plan.resource_limits), group=plan.group)
     try:
-        return _begun(allocation, start, prepared, confinement)
+        return _begun(allocation, python, prepared, confinement)
     except BaseException:
         if plan.group is not None:
             plan.group.close()
@@ -112,13 +112,13 @@ def _lowest(limits: Mapping[str, int], others: Mapping[str, int]) -> dict[str, i
     return {name: min(each[name] for each in (limits, others) if name in each) for name in {**limits, **others}}
 
 
-def _begun(allocation: Allocation | None, start: Start, prepared: Prepared, confinement: Confinement) -> Child:
+def _begun(allocation: Allocation | None, python: ChildPython, prepared: Prepared, confinement: Confinement) -> Child:
     hold = allocation.hold if allocation is not None else None
     if confinement.user is not None:
         hand_over(prepared.settings, prepared.output_dir)
     with own_sockets(prepared.environment, removal_of(prepared.request), confinement) as started:
         return Child(
-            start.argv,
+            python.argv,
             request=prepared.request.to_json(),
             environment=started.environment,
             cwd=prepared.output_dir,

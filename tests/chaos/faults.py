@@ -133,7 +133,7 @@ def _install() -> None:
     from gpuflow.broker.leases import LeaseTable
     from gpuflow.ledger.backend import LedgerBackend
     from gpuflow.ledger.ledger import Ledger
-    from gpuflow.routing.queues import is_demand_queue
+    from gpuflow.routing.queue_names import is_demand_queue
     from gpuflow.worker.child import Child
 
     scattered = int(os.environ.get("CHAOS_SCATTER", "0"))

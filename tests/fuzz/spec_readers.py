@@ -17,8 +17,8 @@ from gpuflow.gateway.problems import Problem
 from gpuflow.merge.keys import merge_key, plain_key
 from gpuflow.protocol import is_user_type, whole_text
 from gpuflow.routing.accelerators import parse_accelerators
+from gpuflow.routing.queue_names import queue_name
 from gpuflow.routing.queue_parsing import requirement_of
-from gpuflow.routing.queues import queue_name
 from gpuflow.routing.resources import requirement_from_resources
 from gpuflow.routing.session_names import session_name
 from gpuflow.settings import Settings

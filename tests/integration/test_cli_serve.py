@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from gpuflow.cli import cli
 from gpuflow.ledger.records import TaskRecord
-from gpuflow.routing.queues import queue_name
+from gpuflow.routing.queue_names import queue_name
 from gpuflow.routing.requirement import Requirement
 from gpuflow.routing.session_names import session_name
 from gpuflow.serving.models import ServedModel

@@ -16,7 +16,7 @@ from gpuflow.worker.admission import Admission
 from gpuflow.worker.demands import Demands
 from gpuflow.worker.machine_gpus import MachineGpus
 from gpuflow.worker.reserving import Reserving
-from gpuflow.worker.sessions.pool import Sessions
+from gpuflow.worker.sessions.table import Sessions
 from gpuflow.worker.slots import Limits
 
 KEYS = Keys()

@@ -14,11 +14,11 @@ from gpuflow.policy.code import kinds_of
 from gpuflow.protocol import Request
 from gpuflow.secrets import Redactor
 from gpuflow.settings import Settings
+from gpuflow.worker.child_python import ChildPython
 from gpuflow.worker.confinement import UNCONFINED, Confinement, of_session
 from gpuflow.worker.containers.local import removal_of
 from gpuflow.worker.preparation import Prepared
 from gpuflow.worker.sessions.view import View
-from gpuflow.worker.starting import Start
 
 #: Variables of one task, which a session does not have.
 _OF_TASK: Final = frozenset(
@@ -74,17 +74,17 @@ def serves_one_owner(settings: Settings, spec: Mapping[str, Any]) -> bool:
     return settings.isolate != "none" or bool(kinds_of(spec)) or in_container
 
 
-def opening_of(start: Start, prepared: Prepared, *, owner: str | None = None, worker_id: str = "") -> Opening:
+def opening_of(python: ChildPython, prepared: Prepared, *, owner: str | None = None, worker_id: str = "") -> Opening:
     """Return how the session of a task would be begun by it; `owner` is the only one whom it serves, None for all."""
     request, settings = prepared.request, prepared.settings
-    confined = partial(of_session, settings, request, prepared.environment, start.use.python)
+    confined = partial(of_session, settings, request, prepared.environment, python.use.python)
     sandboxed = settings.isolate == "bubblewrap" and request.task_type != "container"
     shared = {name: value for name, value in prepared.environment.items() if name not in _OF_TASK}
     gpus = ",".join(request.gpus)
     return Opening(
         title=_title(request),
-        argv=(*start.argv, "session"),
-        line=_line(start, request),
+        argv=(*python.argv, "session"),
+        line=_line(python, request),
         environment={**shared, "CUDA_VISIBLE_DEVICES": gpus, "GPU_DEVICE": gpus},
         redactor=prepared.redactor,
         variables=hashlib.sha256(
@@ -113,7 +113,7 @@ def _title(request: Request) -> str:
     return _UNSAFE.sub("-", str(name)).strip("-.")[-_TITLE_CHARACTERS:] or "model"
 
 
-def _line(start: Start, request: Request) -> str:
+def _line(python: ChildPython, request: Request) -> str:
     """Return the line that opens it. Adapters come with each request; here it is said whether there will be any."""
     spec: dict[str, Any] = {name: request.spec[name] for name in _LOADED if name in request.spec}
     if "container" in request.spec:
@@ -124,7 +124,7 @@ def _line(start: Start, request: Request) -> str:
     return json.dumps(
         {
             "op": "open",
-            "engine": start.engine or request.task_type,
+            "engine": python.engine or request.task_type,
             "spec": spec,
             "task_type": request.task_type,
             "gpus": list(request.gpus),

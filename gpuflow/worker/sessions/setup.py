@@ -10,7 +10,7 @@ from gpuflow.settings import Settings
 from gpuflow.worker.admission import Admission
 from gpuflow.worker.machine_gpus import MachineGpus
 from gpuflow.worker.sessions.neighbours import Neighbours
-from gpuflow.worker.sessions.pool import Sessions
+from gpuflow.worker.sessions.table import Sessions
 from gpuflow.worker.sessions.view import forget_views
 
 log = get_logger("gpuflow.sessions")

@@ -1,4 +1,4 @@
-"""One warm session of a worker with all that it holds. Changed by `sessions.pool` alone, under its lock."""
+"""One warm session of a worker with all that it holds. Changed by `sessions.table` alone, under its lock."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from executors.base import ExecutorError
 from executors.containers import session
 from executors.containers.session import ContainerEngine
 from executors.sessions.engine import EngineDied
-from executors.sessions.lines import Opening
+from executors.sessions.lines import Open
 from gpuflow.protocol import Emitter, Request
 from gpuflow.settings import Settings
 from gpuflow.worker.containers.local import local_container
@@ -58,7 +58,7 @@ class Machine:
         (self.folder / "program.py").write_text(BEGIN + program)
         process = {"process": {"folder": str(self.folder)}, "command": ["python", "program.py"]}
         (self.folder / "mine.yaml").write_text(json.dumps({"image": "a:1", "mode": "session", **process, **preset}))
-        self.engine.load(Opening(spec=self.spec(None), engine="container", task_type="container"), self.told)
+        self.engine.load(Open(spec=self.spec(None), engine="container", task_type="container"), self.told)
 
     def spec(self, request: Any) -> dict[str, Any]:
         settings = Settings(container_engine="none", container_presets=self.folder, state_dir=self.folder / "state")

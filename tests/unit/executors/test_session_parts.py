@@ -24,7 +24,7 @@ from executors.sessions.lines import (
     Abort,
     BadLine,
     Close,
-    Opening,
+    Open,
     Ping,
     Run,
     read_operation,
@@ -45,7 +45,7 @@ def test_every_operation_is_read() -> None:
     assert operation(op="abort", id="a") == Abort(id="a")
     assert operation(op="ping", n=7) == Ping(n=7)
     assert operation(op="close") == Close()
-    assert operation(op="open", engine="vllm", spec={"taskType": "embedding"}, gpus=["GPU-1"], share_mib=9) == Opening(
+    assert operation(op="open", engine="vllm", spec={"taskType": "embedding"}, gpus=["GPU-1"], share_mib=9) == Open(
         spec={"taskType": "embedding"}, engine="vllm", task_type="embedding", gpus=("GPU-1",), share_mib=9
     )
 

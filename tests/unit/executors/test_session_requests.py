@@ -12,11 +12,11 @@ import pytest
 from executors.base import ExecutorError
 from executors.cache import Holds
 from executors.cache import unused as unused_entry
-from executors.sessions.lines import Opening
+from executors.sessions.lines import Open
 from executors.sessions.requests import opened, read_request
 from executors.sessions.unused import unused
 
-OPENING = Opening(spec={"model": {"source": {"identifier": "org/model", "revision": None}}}, engine="vllm")
+OPENING = Open(spec={"model": {"source": {"identifier": "org/model", "revision": None}}}, engine="vllm")
 
 
 def request_of(folder: Path, **fields: Any) -> dict[str, Any]:

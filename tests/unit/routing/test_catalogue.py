@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from gpuflow.routing.catalogue import identify
-from gpuflow.routing.names import name_matches, normalise_name
+from gpuflow.routing.gpu_names import name_matches, normalise_name
 from gpuflow.spec.presets import configs_root
 
 

@@ -5,8 +5,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from strategies_of_routing import requirements
 
+from gpuflow.routing.queue_names import MAX_NAME_LENGTH, queue_name
 from gpuflow.routing.queue_parsing import requirement_of
-from gpuflow.routing.queues import MAX_NAME_LENGTH, queue_name
 from gpuflow.routing.requirement import Requirement
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from gpuflow.errors import InvalidTemplate
-from gpuflow.routing.queues import queue_name
+from gpuflow.routing.queue_names import queue_name
 from gpuflow.routing.requirement import Requirement
 from gpuflow.routing.resources import requirement_from_resources
 

@@ -11,7 +11,7 @@ from strategies_of_routing import requirements
 
 from gpuflow.errors import InvalidTemplate
 from gpuflow.routing.describe import describe
-from gpuflow.routing.queues import queue_name
+from gpuflow.routing.queue_names import queue_name
 from gpuflow.routing.requirement import Requirement
 from gpuflow.routing.resources import format_resources, requirement_from_resources
 

@@ -9,10 +9,10 @@ from unittest.mock import Mock
 import pytest
 
 from gpuflow.worker import work
+from gpuflow.worker.child_python import ChildPython
 from gpuflow.worker.child_user import ChildUser
 from gpuflow.worker.confinement import Confinement
 from gpuflow.worker.slots import Allocation
-from gpuflow.worker.starting import Start
 
 USER = ChildUser(name="tasks", uid=4242, gid=4242, groups=(4242,), home="/home/tasks")
 
@@ -29,7 +29,7 @@ def test_the_folder_goes_to_the_user_of_the_session(
     prepared.request.spec = {}
     allocation = Allocation(queue="cpu", slot=Mock(), session="a session")
 
-    work.begin_of(runtime, "tag", allocation, Start(use=Mock(), engine="vllm"), prepared, owner=Mock())()
+    work.begin_of(runtime, "tag", allocation, ChildPython(use=Mock(), engine="vllm"), prepared, owner=Mock())()
 
     assert runtime.admission.sessions.ask.called
     assert given.call_count == calls

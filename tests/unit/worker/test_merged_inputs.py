@@ -12,9 +12,9 @@ from executors.merging import MergedChild, children_of
 from gpuflow.artifacts.archive import pack
 from gpuflow.environments import snapshot
 from gpuflow.settings import Settings
+from gpuflow.worker.child_python import python_of
 from gpuflow.worker.preparation import Prepared, prepare
 from gpuflow.worker.results import ResultsFolder
-from gpuflow.worker.starting import start_of
 
 Run = Callable[..., Prepared]
 
@@ -42,7 +42,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
         spec = {"taskType": "echo", **common, "merge_children": list(children)}
         return prepare(
             spec,
-            start=start_of(spec, snapshot(settings, gpus=False)),
+            python=python_of(spec, snapshot(settings, gpus=False)),
             task_id="task",
             attempt=1,
             gpus=(),

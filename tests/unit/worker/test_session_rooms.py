@@ -12,7 +12,7 @@ from gpuflow.protocol import Request
 from gpuflow.routing.capability import Capability, GpuCapability
 from gpuflow.routing.requirement import Requirement
 from gpuflow.worker.admission import Admission
-from gpuflow.worker.sessions.pool import Sessions
+from gpuflow.worker.sessions.table import Sessions
 from gpuflow.worker.sessions.warm import Warm
 from tests.support.demands import TOTAL_MIB, Client, machine, worker
 from tests.support.engines import scripted

@@ -16,12 +16,12 @@ from gpuflow.cluster.commands import process_environment
 from gpuflow.environments import snapshot
 from gpuflow.errors import NotAllowed
 from gpuflow.settings import Settings
+from gpuflow.worker.child_python import python_of
 from gpuflow.worker.ends import cause_of
 from gpuflow.worker.merged_inputs import RefusedVariable
 from gpuflow.worker.policy import as_operator, policy_of
 from gpuflow.worker.preparation import Prepared, prepare
 from gpuflow.worker.results import ResultsFolder
-from gpuflow.worker.starting import start_of
 
 COMMAND = {"taskType": "command", "command": {"command": "true"}}
 
@@ -39,7 +39,7 @@ def run(tmp_path: Path) -> Callable[..., Prepared]:
         settings = load(tmp_path, **env)
         return prepare(
             spec,
-            start=start_of({"taskType": "echo"}, snapshot(settings, gpus=False)),
+            python=python_of({"taskType": "echo"}, snapshot(settings, gpus=False)),
             task_id="task",
             attempt=next(attempts),
             gpus=(),

@@ -19,8 +19,8 @@ from gpuflow.worker.reserving import Reserving
 from gpuflow.worker.sessions.warm import Warm
 
 
-class Rooms:
-    """The rooms of one worker."""
+class Placements:
+    """What could start on one worker, and what would have to be evicted for it."""
 
     def __init__(self, demands: Demands, gpus: MachineGpus, reserving: Reserving, books: Books) -> None:
         self._demands = demands
@@ -37,7 +37,7 @@ class Rooms:
         """Return what a queue asks for."""
         return self._demands.requirement(queue) or Requirement()
 
-    def of(self, served: Mapping[str, Requirement]) -> Iterator[tuple[str, Placement]]:
+    def startable(self, served: Mapping[str, Requirement]) -> Iterator[tuple[str, Placement]]:
         """Yield the queues whose next message could start now, each with what it may use."""
         if not served:
             return
@@ -78,7 +78,7 @@ class Rooms:
         placed = place(asked, self.capability, self._books.usage(sessions), free, reserved)
         return isinstance(placed, Placement) and placed.max_runtime_seconds is None
 
-    def make(self, asked: Requirement, why: str) -> bool:
+    def evict_for(self, asked: Requirement, why: str) -> bool:
         """Close sessions that idle, those that were used longest ago, until a task would fit; say whether it will.
 
         None is closed that does not help, and none beyond what those that are already going give back.

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from strategies_of_routing import requirements
 
-from gpuflow.routing.queues import MAX_NAME_LENGTH, family_matches, is_demand_queue, queue_name
+from gpuflow.routing.queue_names import MAX_NAME_LENGTH, family_matches, is_demand_queue, queue_name
 from gpuflow.routing.requirement import Requirement
 
 

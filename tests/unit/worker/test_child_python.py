@@ -12,9 +12,9 @@ import yaml
 from gpuflow.environments import Place, load
 from gpuflow.environments.places import Marker, interpreter
 from gpuflow.settings import Settings
+from gpuflow.worker.child_python import EnvironmentNotReady
 from gpuflow.worker.ends import cause_of
 from gpuflow.worker.offering import Offering
-from gpuflow.worker.starting import EnvironmentNotReady
 
 NAMED = {"inference": None, "echo": None, "acme.here": None, "acme.aside": "aside"}
 
@@ -54,27 +54,27 @@ def ask(task_type: str = "inference", **fields: str) -> dict[str, str]:
 def test_a_built_one_is_chosen_and_its_child_knows(settings: Settings) -> None:
     python = build(settings, "vllm")
 
-    start = Offering(settings, NAMED, gpus=False).start_of(ask(), gpus=False)
+    chosen = Offering(settings, NAMED, gpus=False).python_of(ask(), gpus=False)
 
-    assert (start.argv, start.engine) == ((str(python), "-P", "-m", "executors"), "vllm")
-    given = start.variables({"VLLM_CPU_KVCACHE_SPACE": "8", "PYTHONPATH": "/here"})
+    assert (chosen.argv, chosen.engine) == ((str(python), "-P", "-m", "executors"), "vllm")
+    given = chosen.variables({"VLLM_CPU_KVCACHE_SPACE": "8", "PYTHONPATH": "/here"})
     assert given["GPUFLOW_ENVIRONMENT"] == given["GPUFLOW_ENGINE"] == "vllm"
     assert (given["VLLM_CPU_KVCACHE_SPACE"], given["VLLM_NO_USAGE_STATS"]) == ("8", "1")  # the task's own goes before
     assert (Path(given["PYTHONPATH"]) / "executors").is_dir()
 
 
 def test_what_was_installed_beside_gpuflow_starts_as_ever(settings: Settings) -> None:
-    start = Offering(settings, NAMED, gpus=False).start_of(ask("echo"), gpus=False)
+    chosen = Offering(settings, NAMED, gpus=False).python_of(ask("echo"), gpus=False)
 
-    assert start.argv == (sys.executable, "-P", "-m", "executors")
-    assert start.variables({"PYTHONPATH": "/here"}) == {"PYTHONPATH": "/here", "GPUFLOW_ENVIRONMENT": "default"}
+    assert chosen.argv == (sys.executable, "-P", "-m", "executors")
+    assert chosen.variables({"PYTHONPATH": "/here"}) == {"PYTHONPATH": "/here", "GPUFLOW_ENVIRONMENT": "default"}
 
 
 def test_an_engine_that_is_named_has_no_stand_in(settings: Settings) -> None:
     offering = Offering(settings, NAMED, gpus=False)
 
     with pytest.raises(EnvironmentNotReady) as raised:
-        offering.start_of(ask(engine="vllm"), gpus=False)
+        offering.python_of(ask(engine="vllm"), gpus=False)
 
     assert str(raised.value) == (
         "inference by engine vllm cannot run on this worker: environment vllm (cpu) is not built; "
@@ -93,12 +93,12 @@ def test_environments_that_come_and_go_are_noticed(settings: Settings) -> None:
     offering.look()
 
     assert {"inference:vllm", "acme.aside"} <= offering.plain.names
-    assert offering.start_of(ask("acme.aside"), gpus=False).use.python == python
+    assert offering.python_of(ask("acme.aside"), gpus=False).use.python == python
 
     python.unlink()
 
     with pytest.raises(EnvironmentNotReady, match=r"of environment aside has gone; run `gpuflow env create aside"):
-        offering.start_of(ask("acme.aside"), gpus=False)
+        offering.python_of(ask("acme.aside"), gpus=False)
     offering.look()
     assert "acme.aside" not in offering.plain.names
     assert "cannot be used: its Python" in offering.plain.lacking["acme.aside"].why
@@ -108,9 +108,9 @@ def test_one_that_let_a_child_down_is_not_offered_until_a_check_passes(settings:
     build(settings, "vllm")
     offering = Offering(settings, NAMED, gpus=False)
 
-    offering.let_down(offering.start_of(ask(), gpus=False), "a child could not begin in it")
+    offering.let_down(offering.python_of(ask(), gpus=False), "a child could not begin in it")
 
-    assert offering.start_of(ask(), gpus=False).engine == "transformers"
+    assert offering.python_of(ask(), gpus=False).engine == "transformers"
     lack = offering.plain.lacking["inference:vllm"]
     assert lack.why == "environment vllm (cpu) cannot be used: a child could not begin in it"
     assert lack.mend == "`gpuflow env create vllm --variant cpu --force`"
@@ -120,8 +120,8 @@ def test_gpus_choose_the_variant(settings: Settings) -> None:
     build(settings, "vllm")
     offering = Offering(settings, NAMED, gpus=True)
 
-    assert offering.start_of(ask(), gpus=False).engine == "vllm"
-    assert offering.start_of(ask(), gpus=True).engine == "transformers"
+    assert offering.python_of(ask(), gpus=False).engine == "vllm"
+    assert offering.python_of(ask(), gpus=True).engine == "transformers"
     assert not offering.same
     assert "inference:vllm" in offering.plain.names - offering.with_gpus.names
     assert offering.with_gpus.lacking["inference:vllm"].mend == "`gpuflow env create vllm --variant cuda`"

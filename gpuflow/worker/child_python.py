@@ -19,7 +19,7 @@ class EnvironmentNotReady(GPUFlowError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class ChildPython:
     """How a child is started. `engine` is "" for a task type that has no choice of engines."""
 
     use: Ready
@@ -40,7 +40,7 @@ class Start:
         return {**self.use.variables, **given, **ours}
 
 
-def start_of(spec: Mapping[str, Any], stands: Snapshot, *, named: str | None = None) -> Start:
+def python_of(spec: Mapping[str, Any], stands: Snapshot, *, named: str | None = None) -> ChildPython:
     """Return how the child of a canonical spec is started; `named` is the environment that a user's executor names.
 
     Raises EnvironmentNotReady with the command that mends it.
@@ -57,4 +57,4 @@ def start_of(spec: Mapping[str, Any], stands: Snapshot, *, named: str | None = N
             f"{what} cannot start: {use.python} of environment {use.name} has gone; "
             f"run `gpuflow env create {use.name} --force` on this machine"
         )
-    return Start(use=use, engine=answer.engine)
+    return ChildPython(use=use, engine=answer.engine)

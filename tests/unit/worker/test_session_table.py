@@ -20,9 +20,9 @@ from gpuflow.worker.sessions import keeper
 from gpuflow.worker.sessions.keeper import Keeper
 from gpuflow.worker.sessions.logs import KEPT, new_log
 from gpuflow.worker.sessions.opening import Opening
-from gpuflow.worker.sessions.pool import Sessions
 from gpuflow.worker.sessions.request import SessionRequest
 from gpuflow.worker.sessions.session import Told
+from gpuflow.worker.sessions.table import Sessions
 from gpuflow.worker.sessions.warm import LOADING_PLACES, Warm
 from tests.support.engines import scripted
 from tests.support.waiting import eventually
