@@ -128,7 +128,7 @@ def _seen_at(load: Mapping[str, Any]) -> float:
 def view_of(entry: WorkerEntry, records: Mapping[str, TaskRecord], now: float) -> WorkerView:
     """Return the view of one worker."""
     load, capability = entry.load, capability_of(entry)
-    free = _free_gpus(load, capability)
+    unheld, free = _free_gpus(load, capability)
     return WorkerView(
         id=entry.id,
         capability=capability,
@@ -155,6 +155,8 @@ def view_of(entry: WorkerEntry, records: Mapping[str, TaskRecord], now: float) -
         foreign_mib=_amounts(load.get("foreignMib")),
         room_mib=None if load.get("roomMib") is None else dict(free.room_mib),
         usage=_usage(load),
+        idle_gpus=free.whole - unheld.whole,
+        idle_mib={uuid: mib - unheld.room_mib.get(uuid, 0) for uuid, mib in free.room_mib.items()},
     )
 
 
@@ -180,8 +182,8 @@ def _families(entry: WorkerEntry) -> tuple[str, ...] | None:
     return tuple(name for name in entry.queues if is_demand_queue(name))
 
 
-def _free_gpus(load: Mapping[str, Any], capability: Capability) -> FreeGpus:
-    """Return the GPUs that a task could have: those that nobody holds, and those of models that only idle there."""
+def _free_gpus(load: Mapping[str, Any], capability: Capability) -> tuple[FreeGpus, FreeGpus]:
+    """Return the GPUs that nobody holds, and with them those of models that only idle: what a task could have."""
     free = FreeGpus(
         whole=frozenset(_texts(load.get("freeGpus")) or ()),
         room_mib=_amounts(load.get("roomMib")),
@@ -189,7 +191,7 @@ def _free_gpus(load: Mapping[str, Any], capability: Capability) -> FreeGpus:
     )
     sessions = [one for found in load.get("sessions") or () if (one := _mapping(found)).get("idle")]
     grants = [GpuGrant(gpus=_texts(one.get("gpus")) or (), share_mib=one.get("shareMib")) for one in sessions]
-    return free.plus(grants, capability)
+    return free, free.plus(grants, capability)
 
 
 def _usage(load: Mapping[str, Any]) -> HostUsage | None:

@@ -22,7 +22,7 @@ from gpuflow.routing.offers import (
     without_code,
     without_replica,
 )
-from gpuflow.routing.placement import FreeGpus, HostUsage, ReservedBefore, Wait, place
+from gpuflow.routing.placement import FreeGpus, HostUsage, Placement, ReservedBefore, Wait, place
 from gpuflow.routing.queue_names import family_matches
 from gpuflow.routing.reasons import Reason
 from gpuflow.routing.requirement import Requirement
@@ -199,7 +199,18 @@ def _wait(ask: Requirement, queue: str, task: TaskView, worker: WorkerView) -> W
     if ask.shares and worker.room_mib is None:
         free = replace(free, room_mib={gpu.uuid: gpu.total_mib for gpu in worker.capability.gpus})
     reserved = _reserved_before(queue, task, worker)
-    placed = place(ask, worker.capability, worker.usage or HostUsage(), free, reserved)
+    usage = worker.usage or HostUsage()
+    placed = place(ask, worker.capability, usage, free, reserved)
+    if isinstance(placed, Placement) and placed.max_runtime_seconds is not None:
+        # It may use what is reserved for a while: what is free, that is; no model is evicted for that.
+        unheld = replace(
+            free,
+            whole=free.whole - worker.idle_gpus,
+            room_mib={uuid: mib - worker.idle_mib.get(uuid, 0) for uuid, mib in free.room_mib.items()},
+        )
+        placed = place(ask, worker.capability, usage, unheld, reserved)
+        if isinstance(placed, Wait):
+            return Wait(blocked_by="reservation")
     if isinstance(placed, Wait):
         return placed
     most = placed.max_runtime_seconds

@@ -54,7 +54,9 @@ class WorkerView:
     gpuflow hold, by the UUID of each GPU that is held back for it, `room_mib` what is left of each GPU for tasks
     that share it, `limits` what holds tasks to the memory and CPUs that they ask for, and what is in the way of more,
     `record_schema` the newest records that it reads (None: not told), `kept` the sessions that replicas of served
-    models keep loaded, with whether they have GPUs, `usage` what is in use of its host (None: not told).
+    models keep loaded, with whether they have GPUs, `usage` what is in use of its host (None: not told), `idle_gpus`
+    those of `free_gpus` that models hold which idle, and `idle_mib` how much of `room_mib` is theirs: these are evicted
+    first.
     """
 
     id: str
@@ -82,6 +84,8 @@ class WorkerView:
     record_schema: int | None = None
     kept: Mapping[str, bool] = field(default_factory=dict)
     usage: HostUsage | None = None
+    idle_gpus: frozenset[str] = frozenset()
+    idle_mib: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

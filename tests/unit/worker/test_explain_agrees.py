@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any, cast
 
-from hypothesis import event, given, settings
+from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
 from gpuflow.broker.gate import ANY_TIME
@@ -50,6 +50,19 @@ ASKS = (
     Requirement(),
 )
 BIG = Requirement(gpu_count=2, cpu=4.0)
+#: What idles is evicted for no task that may use what is reserved only for a while.
+EVICTED_FOR_A_WHILE = {
+    "kinds": [("a100",)],
+    "foreign_mib": [0],
+    "limits": {"max_jobs": None, "cpu_jobs": 1, "threads": 64},
+    "held": [],
+    "loaded": [(ASKS[0], True)],
+    "plain": 0,
+    "reserved": (1, 30.0),
+    "behind": True,
+    "limit": 10.0,
+    "asked": ASKS[0],
+}
 
 
 class SessionOfTests:
@@ -91,6 +104,7 @@ def situations(draw: st.DrawFn) -> dict[str, Any]:
 
 @settings(max_examples=1000, deadline=None)
 @given(situations())
+@example(EVICTED_FOR_A_WHILE)
 def test_explain_says_what_the_worker_would_do(found: Mapping[str, Any]) -> None:
     with TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
         box = Box(Path(folder), found)
