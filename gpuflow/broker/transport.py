@@ -382,7 +382,12 @@ class Channel(stock.Channel):  # type: ignore[misc]
 
     def _read_popped(self, reply: Any) -> bool:
         gate, look = self.leases.gate, self._look
-        key, raw, names, cold, tag, returned, lost = reply
+        key, raw, names, cold, tag, returned, lost, (count, where, why) = reply
+        if count:
+            queue = queue_of(bytes_to_str(where)[len(self.global_keyprefix) :])
+            log.error(
+                "messages_put_aside", count=count, queue=queue, why=bytes_to_str(why), see="gpuflow dead messages"
+            )
         for done, lease in look.done.items():
             self.leases.acknowledged(done, lease, was_lost=done.encode() in lost)
         look.page = [bytes_to_str(name) for name in names]

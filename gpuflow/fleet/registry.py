@@ -270,19 +270,8 @@ class Fleet:
     def note_silent(self) -> list[str]:
         """Write OFFLINE into the entries of workers whose heartbeat has expired; return their ids."""
         ids = self.ids()
-        pipe = self.client.pipeline(transaction=False)
-        for worker_id in ids:
-            pipe.hget(self.keys.worker(worker_id), "state")
-            pipe.exists(self.keys.heartbeat(worker_id))
-        answers = pipe.execute()
-        silent = [
-            worker_id
-            for worker_id, state, alive in zip(ids, answers[::2], answers[1::2], strict=True)
-            if not alive and state not in (None, str(WorkerState.OFFLINE))
-        ]
-        for worker_id in silent:
-            self.client.hset(self.keys.worker(worker_id), mapping={"state": "OFFLINE", "stopped": "0"})
-        return silent
+        keys = [key for worker_id in ids for key in (self.keys.worker(worker_id), self.keys.heartbeat(worker_id))]
+        return [ids[int(place)] for place in load_script("gpuflow.fleet", "silent")(self.client, keys, [])]
 
     def forget_gone(self, ephemeral_seconds: float, persistent_seconds: float) -> list[str]:
         """Delete the entries of workers that have been OFFLINE for so long; return their ids."""

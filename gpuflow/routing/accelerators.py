@@ -29,6 +29,8 @@ _COUNT: Final = re.compile(r"([0-9]{1,9})(?:\.\.([0-9]{1,9}))?")
 _SHARE: Final = re.compile(r"0?\.[0-9]{1,6}")
 _NAME: Final = re.compile(r"[A-Za-z*?][A-Za-z0-9*?|_. -]*")
 _WORD: Final = re.compile(r"[^\s_-]+")
+#: The most names that one spec may give, and the most alternatives of one template: each is compared with each.
+MOST_ALTERNATIVES: Final = 64
 _VENDORS: Final = frozenset({"nvidia", "tesla"})
 #: How a model is built in: part of the names that nvidia-smi prints, not of what people ask for.
 _FORM: Final = re.compile(r"pcie|sxm\d?|hbm\d?e?", re.IGNORECASE)
@@ -53,12 +55,19 @@ def parse_accelerators(value: object) -> tuple[Requirement, ...]:
     specs = [spec for item in given for spec in _specs(item)]
     if not specs:
         raise InvalidTemplate("accelerators is an empty list; leave it out, or name a GPU such as A100:1")
+    refuse_many(len(specs), "accelerators")
     parsed = [_parse(spec) for spec in specs]
     for number, requirement in enumerate(parsed):
         if requirement in parsed[:number]:
             first = specs[parsed.index(requirement)]
             raise InvalidTemplate(f"accelerators: {specs[number]!r} repeats {first!r}; keep one")
     return tuple(parsed)
+
+
+def refuse_many(names: int, field: str) -> None:
+    """Raise InvalidTemplate where a field names more GPUs than there are kinds."""
+    if names > MOST_ALTERNATIVES:
+        raise InvalidTemplate(f"{field} names {names} GPUs; name at most {MOST_ALTERNATIVES}, or use a glob such as A*")
 
 
 def format_accelerators(requirement: Requirement) -> str:
@@ -139,7 +148,9 @@ def _names(spec: str, token: _Token) -> tuple[str, ...]:
     """Return the normalised names of a name token; none when one of them means any GPU."""
     names = []
     column = token.column
-    for part in token.text.split("|"):
+    parts = token.text.split("|")
+    refuse_many(len(parts), "an alternative of accelerators")
+    for part in parts:
         name = normalise_name(part)
         if not part.strip() or (name and not is_gpu_name(name)):
             what = repr(part.strip()) if part.strip() else "an empty name"

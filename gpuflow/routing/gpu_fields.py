@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from gpuflow.errors import GPUFlowError, InvalidTemplate
-from gpuflow.routing.accelerators import count_range, parse_accelerators
+from gpuflow.routing.accelerators import count_range, parse_accelerators, refuse_many
 from gpuflow.routing.requirement import Requirement
 from gpuflow.routing.units import MemoryRange, gpu_memory_range
 
@@ -124,6 +124,7 @@ def _count(value: object) -> tuple[int, int | None]:
 def _names(kinds: object) -> tuple[tuple[str, ...], float | None]:
     """Return the names of `type`, and the memory that stands in them."""
     types = list(kinds) if isinstance(kinds, list | tuple) else [kinds] if kinds else []
+    refuse_many(len(types), f"{_WHERE}.type")
     asks = [parse_accelerators(_typed(kind))[0] for kind in types]
     found = {ask.vram_gb_min for ask in asks}
     plain = all(ask.gpu_count == 1 and not ask.gpu_count_max and not ask.shares for ask in asks)

@@ -82,13 +82,17 @@ class Scheduler(RedBeatScheduler):  # type: ignore[misc]
                 log.info("lock_of_beats_taken")
         return self.lock is not None
 
-    def apply_async(self, entry: Any, *args: Any, **kwargs: Any) -> Any:
-        """Submit what an entry says; None for one that is not that of the configuration, where it has to be.
+    def maybe_due(self, entry: Any, **kwargs: Any) -> Any:
+        """Submit an entry if it is due, and return in how many seconds it is.
 
-        Raises LockError when another beat submits meanwhile.
+        Raises LockError when another beat submits meanwhile: one that stood still between two entries is told here.
         """
-        if self.lock_key and self.lock is not None:
-            self.lock.extend(int(self.lock_timeout))  # a beat that stood still for long is told here that it lost it
+        if self.lock is not None and entry.is_due()[0]:
+            self.lock.extend(int(self.lock_timeout))
+        return super().maybe_due(entry, **kwargs)
+
+    def apply_async(self, entry: Any, *args: Any, **kwargs: Any) -> Any:
+        """Submit what an entry says; None for one that is not that of the configuration, where it has to be."""
         signer = getattr(self.app, "signer", None)
         if signer is None or not signer.requires or self._is_configured(entry):
             return super().apply_async(entry, *args, **kwargs)

@@ -256,6 +256,9 @@ class Settings(BaseModel):
     child_max_file_bytes: Annotated[ByteSize, Field(gt=0)] | None = _setting(
         "GPUFLOW_CHILD_MAX_FILE_BYTES", None, "a size such as 100GiB, or bytes"
     )
+    child_max_log_bytes: Annotated[ByteSize, Field(ge=65_536)] = _setting(
+        "GPUFLOW_CHILD_MAX_LOG_BYTES", "1GiB", "a size such as 1GiB, or bytes, from 64KiB up"
+    )
     child_max_memory: Annotated[ByteSize, Field(gt=0)] | None = _setting(
         "GPUFLOW_CHILD_MAX_MEMORY", None, "a size such as 64GiB, or bytes"
     )

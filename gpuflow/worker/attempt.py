@@ -22,11 +22,11 @@ from gpuflow.logs import get_logger
 from gpuflow.protocol import Event, Request, parse_line
 from gpuflow.secrets import Redactor, known
 from gpuflow.worker.child import ChildEnd, Work
+from gpuflow.worker.child_log import ChildLog
 from gpuflow.worker.event_budget import MAX_ARTIFACTS, MAX_PROGRESS_BYTES, EventBudget
 from gpuflow.worker.given_result import GivenResult, ResultLost, shown_piece
 from gpuflow.worker.handed_back import HandedBack
 from gpuflow.worker.judging import StopReason, cannot_start, failed, stopped, succeeded
-from gpuflow.worker.log_file import LogFile
 
 log = get_logger("gpuflow.attempt")
 
@@ -87,6 +87,7 @@ class Attempt:
         *,
         begin: Callable[[], Work],
         log_path: Path,
+        log_max_bytes: int,
         grace_seconds: float,
         notice_seconds: float,
         deadline_seconds: float | None = None,
@@ -100,6 +101,7 @@ class Attempt:
         self.holder = holder
         self._begin = begin
         self._log_path = log_path
+        self._log_max_bytes = log_max_bytes
         self._grace_seconds = grace_seconds
         self._notice_seconds = notice_seconds
         self._deadline_seconds = deadline_seconds
@@ -180,13 +182,13 @@ class Attempt:
         if self._stop is not None:
             return Outcome(completed=False, error=stopped(self._stop, 0, self._deadline_seconds), stop=self._stop)
         try:
-            with self._log_path.open("ab", buffering=0) as log_file:
+            with ChildLog(self._log_path, self._log_max_bytes) as child_log:
                 child = self._begin()
                 with self._lock:
                     self._child = child
                     if self._stop is not None:
                         child.kill()
-                self._follow(child, LogFile(log_file), started)
+                self._follow(child, child_log, started)
         except BaseException as error:
             if self._child is not None:
                 self._child.kill()
@@ -207,12 +209,12 @@ class Attempt:
             )
         return self._judge(end, time.monotonic() - started)
 
-    def _follow(self, child: Work, log_file: LogFile, started: float) -> None:
+    def _follow(self, child: Work, child_log: ChildLog, started: float) -> None:
         flushed = asked = time.monotonic()
         for kind, line in child.read(FLUSH_SECONDS):
             if kind == "log":
                 hidden = self.redactor.line(line)
-                log_file.write(hidden + b"\n")
+                child_log.write(hidden + b"\n")
                 text = hidden.decode("utf-8", "replace")
                 self._log_tail = f"{self._log_tail}{text}\n"[-LOG_TAIL:]
                 self._note(Event(name="log", data={"message": text, "stream": "stderr"}))

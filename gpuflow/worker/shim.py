@@ -9,7 +9,8 @@ new interpreter twenty. No other process of its user may read its memory or trac
 `shim.py SOCKET_FD MODULE` imports what `python -m MODULE` would, without its main program, and then does the same. The
 child of a `preloaded` message is that program, in the process that its shim has forked: nothing is executed, nothing
 imported again. It differs from a new interpreter in what that reads before its first line: variables of the environment
-(`worker.spawner` compares them), the seed of its hashes and where its memory lies, which all such children share.
+(`worker.spawner` compares them), the seed of its hashes and where its memory lies, which all such children share. Where
+an installation sets variables in each interpreter (`sitecustomize`, .pth), nothing is preloaded.
 
 `confined` says what the child may not (`worker.confinement`): `limits`, its resource limits by name; `user`, `[uid,
 gid, groups]` as whom it runs; `group`, the folder of the control group that it joins; `sandboxed`, that argv begins
@@ -49,6 +50,8 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _PR_SET_CHILD_SUBREAPER = 36
+#: What the interpreter itself sets at its start, where the locale is C (PEP 538).
+_SET_BY_PYTHON = "LC_CTYPE"
 #: Looked up once: each shim and each child calls it.
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -137,8 +140,11 @@ def become(argv: list[str], environment: dict[str, str]) -> None:
     """Make this process what `argv` would be before it runs its module: to itself, and to who looks at it."""
     sys.argv[1:] = []
     sys.orig_argv[:] = argv
+    coerced = os.environ.get(_SET_BY_PYTHON)
     os.environ.clear()
     os.environ.update(environment)
+    if coerced is not None:
+        os.environ[_SET_BY_PYTHON] = coerced
     time.tzset()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
@@ -156,6 +162,18 @@ def show(title: str, environment: dict[str, str]) -> None:
     ctypes.memmove(arguments, text.ljust(end - arguments - 1, b"\0") + b" ", end - arguments)
     text = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())[: last - variables]
     ctypes.memmove(variables, text.ljust(last - variables, b"\0"), last - variables)
+
+
+def set_at_start() -> list[str]:
+    """Return the names of the variables that this interpreter has now and was not started with, or with other values.
+
+    Asked before the process may not be looked at any more: /proc/self is then root's.
+    """
+    with open("/proc/self/environ", "rb") as stream:
+        given = dict(word.partition(b"=")[::2] for word in stream.read().split(b"\0") if word)
+    now = dict(os.environb)
+    changed = {name for name in now.keys() | given.keys() if now.get(name) != given.get(name)}
+    return sorted(name for name in map(os.fsdecode, changed) if name != _SET_BY_PYTHON)
 
 
 def load(module: str) -> None:
@@ -360,6 +378,8 @@ def main(socket_fd: int, module: str) -> bool:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    if module and (names := set_at_start()):
+        sys.exit(f"{module} cannot be preloaded: each interpreter of this installation sets {', '.join(names)}")
     _prctl(_PR_SET_DUMPABLE, 0)
     if module:
         load(module)

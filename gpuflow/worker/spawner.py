@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -28,6 +29,9 @@ log = get_logger("gpuflow.spawner")
 _SHIM: Final = str(Path(__file__).with_name("shim.py"))
 #: The forking process answers within this time, or it is taken for dead.
 _ANSWER_SECONDS: Final = 20.0
+#: One that failed is tried again after so long, in seconds, and twice as long after each further failure, to an hour.
+_AGAIN_SECONDS: Final = 60.0
+_LONGEST_SECONDS: Final = 3600.0
 #: What a preloaded child runs, and how a new interpreter would run it.
 _MODULE: Final = "executors"
 _PROGRAM: Final = (sys.executable, "-P", "-m", _MODULE)
@@ -147,7 +151,8 @@ class Spawners:
         self._plain = Spawner([sys.executable, "-I", "-S"])
         self._preloaded: Spawner | None = None
         self._of_installation: tuple[object, ...] = ()
-        self._cannot_preload = sys.platform != "linux"
+        self._failures = 0
+        self._again_at = 0.0 if sys.platform == "linux" else float("inf")  # monotonic seconds
 
     def spawn(
         self,
@@ -169,11 +174,13 @@ class Spawners:
         preloaded = self._preloaded_for(argv, environment, confined or {})
         if preloaded is not None:
             try:
-                return preloaded.spawn(message, descriptors)
+                shim = preloaded.spawn(message, descriptors)
             except OSError as error:
                 preloaded.is_given_up = True
-                self._cannot_preload = True  # as long as this worker lives: it fails for the next child, too
-                log.warning("preload_failed", cause=str(error))
+                self._give_up(preloaded, str(error))
+            else:
+                self._failures = 0
+                return shim
         return self._plain.spawn(message, descriptors)
 
     @property
@@ -187,6 +194,17 @@ class Spawners:
             if one is not None:
                 one.close()
 
+    def _give_up(self, preloaded: Spawner, cause: str) -> None:
+        """Do without preloaded children for a while: what failed may pass (no memory, too many processes), or not."""
+        with self._lock:
+            if self._preloaded is not preloaded:
+                return
+            self._preloaded = None
+            seconds = min(_AGAIN_SECONDS * 2 ** min(self._failures, 10), _LONGEST_SECONDS)
+            self._failures += 1
+            self._again_at = time.monotonic() + seconds
+        log.warning("preload_failed", cause=cause, again_seconds=round(seconds))
+
     def _preloaded_for(
         self, argv: Sequence[str], environment: Mapping[str, str], confined: Mapping[str, Any]
     ) -> Spawner | None:
@@ -195,7 +213,7 @@ class Spawners:
         A child of another user has to be a new program: what this one has in its memory is not for that user. Where
         another version was installed meanwhile, another process is started: a child is of one version, as ever.
         """
-        if self._cannot_preload or tuple(argv) != _PROGRAM or confined.get("user") is not None:
+        if time.monotonic() < self._again_at or tuple(argv) != _PROGRAM or confined.get("user") is not None:
             return None
         at_start = {name: value for name, value in environment.items() if _AT_START.match(name)}
         with self._lock:

@@ -272,6 +272,7 @@ class Delivery:
             holder,
             begin=begin,
             log_path=self.folder.log_path(number),
+            log_max_bytes=settings.child_max_log_bytes,
             grace_seconds=settings.grace_seconds,
             notice_seconds=settings.notice_seconds,
             deadline_seconds=limit,

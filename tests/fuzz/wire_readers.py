@@ -135,6 +135,7 @@ class ChildLines(Reader):
             None,  # type: ignore[arg-type]
             begin=lambda: child,
             log_path=self.folder / "log",
+            log_max_bytes=1 << 20,
             grace_seconds=1,
             notice_seconds=1,
             redactor=Redactor(["hunter2-secret"]),

@@ -15,8 +15,8 @@ import pytest
 from gpuflow.client import Task, submit, submit_pipeline
 from gpuflow.errors import TaskFailed
 from gpuflow.spec.presets import load_preset
-from tests.hostile.workers.test_confined_tasks import need_bubblewrap
 from tests.support.boxes import Box
+from tests.support.bubblewrap import need_bubblewrap
 from tests.support.fake_engine import FakeContainer, FakeEngine, FakeImage
 from tests.support.fleet import ROOT, TestFleet, WorkerProcess
 from tests.support.waiting import eventually, patient, promised

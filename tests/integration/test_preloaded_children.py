@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -186,6 +187,7 @@ def test_one_that_hangs_is_killed_and_done_without(
         "    time.sleep(3600)\n"
     )
     monkeypatch.setattr(spawners, "_ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(spawners, "_AGAIN_SECONDS", 3600.0)
     path = os.pathsep.join([str(hangs), os.environ.get("PYTHONPATH", "")])
 
     started = start({"taskType": "echo", "echo": {"output": 1}}, PYTHONPATH=path)
@@ -221,6 +223,48 @@ def test_what_runs_a_thread_in_each_interpreter_runs_it_in_each_child(
     report = reported(start, PYTHONPATH=path)
 
     assert not report["preloaded"] and "of all" in report["alike"]["threads"]
+
+
+def test_what_failed_once_is_tried_again_later(
+    start: Callable[..., Started], both: spawners.Spawners, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, "too many processes")
+
+    monkeypatch.setattr(spawners, "_AGAIN_SECONDS", 0.1)
+    with monkeypatch.context() as patched:
+        patched.setattr(spawners.Spawner, "_ask", fails)
+        with pytest.raises(OSError, match="too many processes"):
+            start({"taskType": "echo", "echo": {}})
+    assert both.preloaded_pid is None
+
+    assert eventually(lambda: reported(start)["preloaded"], what="a preloaded child")
+
+
+def test_variables_that_an_installation_sets_in_each_interpreter_are_in_each_child(
+    start: Callable[..., Started], tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\nos.environ['OF_THE_SITE'] = os.environ.get('A_SECRET', '')\n"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+
+    report = reported(start, PYTHONPATH=path)
+
+    assert not report["preloaded"] and report["alike"]["environment"]["OF_THE_SITE"] == "hunter2"
+
+
+def test_without_a_locale_both_have_what_the_interpreter_sets(
+    start: Callable[..., Started], both: spawners.Spawners, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables.pop("LANG", None)
+
+    preloaded = reported(start)
+    monkeypatch.setattr(both, "_preloaded_for", lambda *_: None)
+    fresh_one = reported(start)
+
+    assert preloaded["preloaded"] and preloaded["alike"] == fresh_one["alike"]
+    assert preloaded["alike"]["environment"]["LC_CTYPE"] == "C.UTF-8"
 
 
 def test_a_shim_shows_nothing_of_its_child(start: Callable[..., Started], tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 from gpuflow.celery_app import GPUFlow
 from gpuflow.client import submit, submit_pipeline
 from gpuflow.errors import BrokerUnavailable, TaskDead
+from gpuflow.fleet.registry import Fleet, WorkerEntry, WorkerState
 from gpuflow.settings import Settings
 from gpuflow.upkeep.duties import Duties
 from gpuflow.upkeep.reconciler import Reconciler
@@ -149,6 +150,44 @@ def test_a_url_is_told_of_a_dead_task_also_when_it_answers_late(fleet: TestFleet
     assert (call["id"], call["state"], call["token"]) == (dead.id, "DEAD", "s3")
     assert receiver.refused == 1
     assert [call["id"] for call in receiver.calls] == [dead.id]
+
+
+class OneThatStops:
+    """A client of the broker; when an answer about `worker` was read, that has stopped by itself."""
+
+    def __init__(self, fleet: TestFleet, worker: str) -> None:
+        self.client, self.app, self.worker = fleet.broker.client, fleet.app, worker
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.client, name)
+
+    def pipeline(self, **options: Any) -> Any:
+        pipe = self.client.pipeline(**options)
+        execute = pipe.execute
+
+        def then_stop() -> Any:
+            answers = execute()
+            Fleet(self.client, self.app.keys).leave(self.worker)
+            return answers
+
+        pipe.execute = then_stop
+        return pipe
+
+
+def test_a_worker_that_stops_in_that_moment_is_not_called_lost(fleet: TestFleet) -> None:
+    entries = Fleet(fleet.broker.client, fleet.app.keys)
+    for name in ("gone", "stopped", "there"):
+        entries.announce(WorkerEntry(id=name, state=WorkerState.IDLE, timeout_seconds=60.0))
+    fleet.broker.client.delete(fleet.app.keys.heartbeat("gone"), fleet.app.keys.heartbeat("stopped"))
+    entries.leave("stopped")
+
+    assert entries.note_silent() == ["gone"]
+
+    fleet.broker.client.hset(fleet.app.keys.worker("gone"), "state", "IDLE")
+    Fleet(OneThatStops(fleet, "gone"), fleet.app.keys).note_silent()
+    entries.leave("gone")
+    stopped = {entry.id: entry.stopped for entry in entries.workers()}
+    assert stopped == {"gone": True, "stopped": True, "there": False}
 
 
 def test_the_reconciler_mends_what_is_lost(fleet: TestFleet) -> None:

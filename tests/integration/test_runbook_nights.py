@@ -282,6 +282,7 @@ def test_16_18_and_19_the_dead_a_pipeline_and_what_nobody_reads(shell: Shell, tm
 
     shell.fleet.broker.client.lpush("tasks", "garbage")
     shell.says(19)
+    eventually(lambda: "messages_put_aside" in "".join(one.log() for one in shell.fleet.workers), what="its line")
     assert "1 forgotten" in typed_line(shell, "gpuflow dead messages --purge")
     assert "no such messages" in shell.typed(19, lines=(0,))
 

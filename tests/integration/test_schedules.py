@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import pytest
@@ -21,6 +21,7 @@ from gpuflow.cli.schedules import rows_of
 from gpuflow.client import get
 from gpuflow.errors import ArtifactError, GPUFlowError, InvalidTemplate
 from gpuflow.schedules import duty
+from gpuflow.schedules.celery_schedule import Scheduler
 from gpuflow.schedules.duty import LONGEST_DELAY_SECONDS, POLL_SECONDS, Schedules
 from gpuflow.schedules.store import LastRun, Schedule, ScheduleStore
 from gpuflow.spec import parse
@@ -369,6 +370,36 @@ def test_a_beat_writes_its_schedule_again_to_a_server_that_has_lost_its_memory(
         eventually(lambda: client.exists(held) and client.exists(entry), within=40, what="both again")
     finally:
         beat.close()
+
+
+class TellsAnother(Scheduler):
+    """A beat that stands still after its first task for so long that another has the lock then."""
+
+    submitted: ClassVar[list[str]] = []
+
+    def apply_async(self, entry: Any, *args: Any, **kwargs: Any) -> Any:
+        super().apply_async(entry, *args, **kwargs)
+        self.submitted.append(entry.name)
+        self.lock.redis.set(self.lock_key, "another beat", px=60_000)
+
+
+def test_a_beat_that_lost_the_lock_between_two_tasks_submits_no_more(
+    fleet: TestFleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    often = {"task": "gpuflow.maintenance.reconcile", "schedule": 0.1}
+    monkeypatch.setitem(fleet.app.conf, "beat_schedule", {"one": often, "two": often})
+    monkeypatch.setattr(TellsAnother, "submitted", [])
+    beat = TellsAnother(fleet.app, max_interval=1)
+    eventually(lambda: all(entry.is_due()[0] for entry in beat.schedule.values()), what="two entries that are due")
+
+    for _ in range(3):
+        beat.tick()
+
+    assert len(beat.submitted) == 1
+    assert "Traceback" not in caplog.text
+    fleet.broker.client.delete(beat.lock_key)
+    beat.tick()
+    assert len(beat.submitted) == 2
 
 
 def test_a_beat_that_starts_without_its_broker_waits_for_it(fleet: TestFleet) -> None:

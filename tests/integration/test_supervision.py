@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 from gpuflow.client import Task, submit
 from gpuflow.errors import InvalidTemplate, TaskCancelled, TaskFailed
-from tests.support.fleet import TestFleet, gone, running
+from tests.support.bubblewrap import need_bubblewrap
+from tests.support.fleet import TestFleet, WorkerProcess, gone, running
 from tests.support.waiting import eventually, patient
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -259,15 +262,30 @@ def test_a_cold_stop_gives_a_plain_task_back(fleet: TestFleet, tmp_path: Path, t
     eventually(lambda: f"wait_for[{sent.id}] succeeded" in other.log(), what="the other worker's turn")
 
 
-def test_a_third_sigquit_ends_a_worker_whose_plain_task_ends_by_nothing(fleet: TestFleet) -> None:
-    worker = fleet.start_worker("w1", "--include", "plain_tasks")
+#: As a container runs a worker: signals that nothing handles do not end process 1.
+AS_PROCESS_1 = ("bwrap", "--die-with-parent", "--dev-bind", "/", "/", "--unshare-pid", "--as-pid-1", "--proc", "/proc")
+
+
+@pytest.mark.parametrize("launcher", [(), AS_PROCESS_1], ids=["process", "process_1"])
+def test_a_third_sigquit_ends_a_worker_whose_plain_task_ends_by_nothing(
+    fleet: TestFleet, launcher: Sequence[str]
+) -> None:
+    if launcher:
+        need_bubblewrap()
+    worker = WorkerProcess(
+        fleet.settings.redis_url or "", fleet.folder, "w1", "--include", "plain_tasks", launcher=launcher
+    )
+    fleet.workers.append(worker)
+    worker.ready()
+    started = psutil.Process(worker.process.pid)
+    process = started.children()[0] if launcher else started
     sent = fleet.app.send_task("plain_tasks.block")
     eventually(lambda: f"block[{sent.id}] received" in worker.log(), what="the task")
     eventually(lambda: fleet.broker.client.hlen(fleet.app.keys.unacked) == 1, what="its lease")
 
     for number in (1, 2, 3):
         assert worker.process.poll() is None, f"it ended before signal {number}"
-        worker.send(signal.SIGQUIT)
+        process.send_signal(signal.SIGQUIT)
         eventually(lambda n=number: worker.log().count("worker: stopping") == n, what=f"signal {number}")
 
     assert worker.process.wait(timeout=patient(20)) != 0

@@ -108,7 +108,9 @@ def worker(
     clock = iter(range(10**9))
     gpus = MachineGpus(capability.gpus, folder, clock=lambda: next(clock), reader=UsageReader(query))
     log_dir = folder.parent / f"logs-{name}"
-    sessions = Sessions(idle_seconds=3600, log_dir=log_dir, release=gpus.release, on_change=lambda: None)
+    sessions = Sessions(
+        idle_seconds=3600, log_dir=log_dir, log_max_bytes=1 << 20, release=gpus.release, on_change=lambda: None
+    )
     return Admission(
         Demands(client, KEYS, capability),  # type: ignore[arg-type]
         Limits(**{"cpu_jobs": 4, **limits}),

@@ -24,9 +24,9 @@
 -- ARGV[4..] of each delivery to acknowledge: tag, last return, id of its signature ('' for none) and for how many seconds
 -- that is valid yet (settle.lua)
 --
--- Returns {list, message, names, cold, tag, returned, lost}, `cold` being the queues that have a message for this worker
+-- Returns {list, message, names, cold, tag, returned, lost, aside}, `cold` being the queues that have a message for this worker
 -- but for their warm_only, `returned` when the message last went back undone, '0' for never, `lost` the tags whose leases
--- were LOST before they were acknowledged. With '' for the first two when nothing was taken: then the doorbell is
+-- were LOST before they were acknowledged, `aside` what was put aside: {how many, the last one's list, why}. With '' for the first two when nothing was taken: then the doorbell is
 -- registered in the same step, so that no publish is missed, and another waiter is woken for the queue of pass_on.
 -- Nothing is taken while the fleet gathers after a new server run (arrive.lua).
 -- A message that is not JSON with a delivery tag is put aside, and one whose tag is that of a leased message: a copy, by
@@ -173,6 +173,7 @@ local function best_from(first)
   if best then return best.list, best.raw end
 end
 
+local aside = {0, '', ''}
 local function take()
   if look.queues == 0 or not any_waits(8, #KEYS) then return end
   for first = 8, #KEYS, look.queues do
@@ -187,7 +188,9 @@ local function take()
         redis.call('HSET', KEYS[3], tag, ARGV[1] .. '\n' .. list)
         return list, raw, tag
       end
-      set_aside(ready, list, raw, taken and 'a message with its delivery tag is at work' or NO_TAG)
+      local why = taken and 'a message with its delivery tag is at work' or NO_TAG
+      set_aside(ready, list, raw, why)
+      aside = {aside[1] + 1, list, why}
       list, raw = best_from(first)
     end
   end
@@ -218,4 +221,5 @@ end
 local names = look.page > 0 and redis.call('ZRANGE', ready, 0, look.page - 1) or {}
 local queues = {}
 for queue in pairs(cold) do queues[#queues + 1] = queue end
-return {list or '', raw or '', names, queues, tag or '', tag and redis.call('ZSCORE', KEYS[5], tag) or '0', lost}
+return {list or '', raw or '', names, queues, tag or '', tag and redis.call('ZSCORE', KEYS[5], tag) or '0', lost,
+  aside}

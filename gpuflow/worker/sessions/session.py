@@ -20,8 +20,8 @@ from gpuflow.logs import get_logger
 from gpuflow.protocol import REPLICA_UNIT, Request
 from gpuflow.secrets import Redactor, known
 from gpuflow.worker.child import Child
+from gpuflow.worker.child_log import ChildLog
 from gpuflow.worker.judging import ending
-from gpuflow.worker.log_file import LogFile
 from gpuflow.worker.sessions.request import SessionRequest
 
 log = get_logger("gpuflow.sessions")
@@ -81,7 +81,15 @@ class Session:
     It lives from `begin` on.
     """
 
-    def __init__(self, child: Child, *, log_path: Path, redactor: Redactor, on_end: Callable[[Session], None]) -> None:
+    def __init__(
+        self,
+        child: Child,
+        *,
+        log_path: Path,
+        log_max_bytes: int,
+        redactor: Redactor,
+        on_end: Callable[[Session], None],
+    ) -> None:
         self.told = Told()
         self.state: State = "loading"
         self.used_at = time.monotonic()
@@ -89,6 +97,7 @@ class Session:
         self.ready_at = 0.0
         self._child = child
         self._log_path = log_path
+        self._log_max_bytes = log_max_bytes
         self._redactor = redactor
         self._on_end = on_end
         self._lock = threading.Lock()
@@ -225,8 +234,8 @@ class Session:
 
     def _read(self) -> None:
         try:
-            with self._log_path.open("ab", buffering=0) as file:
-                self._follow(LogFile(file))
+            with ChildLog(self._log_path, self._log_max_bytes) as child_log:
+                self._follow(child_log)
         except Exception as error:
             log.exception("session_given_up", model=self.told.model, cause=str(error))
             self.kill(f"it could not be followed: {error}")
@@ -251,14 +260,14 @@ class Session:
         log.info("session_ended", model=self.told.model, exit=end.exit_code, signal=end.signal, failed=len(left))
         self._on_end(self)
 
-    def _follow(self, log_file: LogFile) -> None:
+    def _follow(self, child_log: ChildLog) -> None:
         for kind, line in self._child.read(_READ_SECONDS):
             if kind == "tick":
                 continue
             self.heard_at = time.monotonic()
             if kind == "log":
                 text = known.text(self._redactor.line(line).decode("utf-8", "replace"))
-                log_file.write(text.encode(errors="replace") + b"\n")
+                child_log.write(text.encode(errors="replace") + b"\n")
                 if self.state == "loading":
                     self._to_all(line, kind)
             else:

@@ -32,6 +32,7 @@ def make_sessions(settings: Settings, table: LeaseTable, gpus: MachineGpus, work
     return Sessions(
         idle_seconds=settings.session_idle_seconds,
         log_dir=settings.state_dir / "sessions" / worker_id,
+        log_max_bytes=settings.child_max_log_bytes,
         release=gpus.release,
         on_change=look_again,
     )

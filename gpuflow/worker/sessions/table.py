@@ -39,11 +39,18 @@ class Sessions:
     """
 
     def __init__(
-        self, *, idle_seconds: float, log_dir: Path, release: Callable[[Hold], Any], on_change: Callable[[], None]
+        self,
+        *,
+        idle_seconds: float,
+        log_dir: Path,
+        log_max_bytes: int,
+        release: Callable[[Hold], Any],
+        on_change: Callable[[], None],
     ) -> None:
         self.evictions = 0
         self.loads = 0
         self._log_dir = log_dir
+        self._log_max_bytes = log_max_bytes
         self._release = release
         self._on_change = on_change
         self._lock = threading.RLock()
@@ -249,7 +256,13 @@ class Sessions:
             if view is not None:
                 view.remove()
             raise
-        session = Session(child, log_path=path, redactor=opening.redactor, on_end=self._ended)
+        session = Session(
+            child,
+            log_path=path,
+            log_max_bytes=self._log_max_bytes,
+            redactor=opening.redactor,
+            on_end=self._ended,
+        )
         with self._lock:
             self.loads += 1
             warm.session, warm.variables, warm.view = session, opening.variables, view

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -13,19 +12,13 @@ import pytest
 
 from gpuflow.client import submit
 from tests.hostile.workers.test_own_process import PROBE, command, start_worker
+from tests.support.bubblewrap import need_bubblewrap
 from tests.support.fleet import TestFleet, WorkerProcess
 from tests.support.users import User, launcher
 from tests.support.waiting import eventually, patient
 
 #: Uploads of checkpoints that the race is given.
 TRIES = 8
-
-
-def need_bubblewrap() -> None:
-    if shutil.which("bwrap") is None:
-        if os.environ.get("CI") == "true":
-            pytest.fail("CI installs bubblewrap (.ci/run)")
-        pytest.skip("bwrap is not installed")
 
 
 def ended(fleet: TestFleet, spec: dict[str, Any]) -> dict[str, Any]:

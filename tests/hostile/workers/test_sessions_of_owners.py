@@ -12,7 +12,7 @@ import pytest
 
 from gpuflow.client import Task, submit
 from gpuflow.worker.sessions.view import FOLDER
-from tests.hostile.workers.test_confined_tasks import need_bubblewrap
+from tests.support.bubblewrap import need_bubblewrap
 from tests.support.engines import SCRIPTED, build
 from tests.support.fleet import TestFleet, WorkerProcess
 from tests.support.users import User, launcher

@@ -126,6 +126,8 @@ def test_a_mapping_may_stand_in_a_list():
         (True, ["True"]),
         ([["A100"]], ["['A100']"]),
         ({"A100": None}, ["None"]),
+        ("|".join(f"A{number}" for number in range(65)), ["names 65 GPUs", "at most 64"]),
+        ([f"A{number}" for number in range(65)], ["accelerators names 65 GPUs", "at most 64"]),
     ],
 )
 def test_mistakes_point_at_the_token(text, fragments):

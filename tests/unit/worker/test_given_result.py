@@ -191,6 +191,7 @@ def attempt(folder: Path, work: Work) -> tuple[Outcome, Ledger]:
         Holder(attempt=1, token="x"),
         begin=lambda: work,
         log_path=folder / "executor.log",
+        log_max_bytes=1 << 20,
         grace_seconds=1,
         notice_seconds=1,
         redactor=Redactor(["swordfish"]),
