@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import pytest
+from redbeat.schedulers import get_redis  # type: ignore[import-untyped]
 
 from gpuflow.audit.reading import AuditLog, Filter
 from gpuflow.cli.schedules import rows_of
@@ -380,7 +381,7 @@ class TellsAnother(Scheduler):
     def apply_async(self, entry: Any, *args: Any, **kwargs: Any) -> Any:
         super().apply_async(entry, *args, **kwargs)
         self.submitted.append(entry.name)
-        self.lock.redis.set(self.lock_key, "another beat", px=60_000)
+        get_redis(self.app).set(self.lock_key, "another beat", px=60_000)
 
 
 def test_a_beat_that_lost_the_lock_between_two_tasks_submits_no_more(
