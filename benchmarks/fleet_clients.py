@@ -170,7 +170,7 @@ class SimulatedWorker:
     def _begin(self, message: Any) -> None:
         task, tag = message.headers["id"], message.delivery_tag
         self.taken.append((task, time.time()))
-        self.admission.claim(tag)
+        self.admission.keep(tag)
         verdict = self.app.ledger.start(
             task, worker=self.name, owner_token=self.table.owner, tag=tag, returned=self.table.returned(tag)
         )

@@ -56,16 +56,7 @@ LEAST_ANSWER_SECONDS: Final = 3.0
 #: Beat looks at the app's schedule this often at least.
 BEAT_SECONDS: Final = 30
 #: Modules whose Celery tasks every worker has.
-TASK_MODULES = (
-    "tasks.echo",
-    "tasks.inference",
-    "tasks.training",
-    "tasks.command",
-    "tasks.container",
-    "tasks.user_executor",
-    "tasks.pipelines",
-    "tasks.maintenance",
-)
+TASK_MODULES = ("tasks.supervised", "tasks.pipelines", "tasks.maintenance")
 
 
 class GPUFlow(Celery):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""The base class of every task of the gpuflow app, ours and a team's own."""
+"""The base classes of every task of the gpuflow app, ours and a team's own."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from celery.utils.imports import symbol_by_name
 from gpuflow.broker.calls import RECORDED_HEADER
 
 
-class GPUTask(Task):  # type: ignore[misc]
-    """A Celery task that may ask for hardware: `@app.task(resources="A100:1")`."""
+class RoutedTask(Task):  # type: ignore[misc]
+    """A Celery task that is routed by what it asks for, and run as it stands."""
 
     Request: ClassVar[str] = "gpuflow.worker.request:GPURequest"
     #: What the task asks for: a token such as `A100:1`, a list of alternatives, or the long form; None for nothing.
@@ -22,6 +22,10 @@ class GPUTask(Task):  # type: ignore[misc]
     merge: bool | Callable[..., str | None] | None = None
     #: For how many seconds a result answers further equal calls.
     merge_result_ttl: float = 0
+
+
+class GPUTask(RoutedTask):
+    """A Celery task that may ask for hardware: `@app.task(resources="A100:1")`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the task; one that was merged with equal calls by its record (`worker.merged_tasks`)."""

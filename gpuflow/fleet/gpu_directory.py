@@ -1,6 +1,6 @@
 """The lock directory of a machine: which one it is, and files in it that are locked and never lost to a race.
 
-Used by the GPU ledger (`fleet.gpu_locks`, `gpu_shares`, `gpu_reservation`) and by `gpuflow doctor`. It knows no GPU.
+Used by the GPU locks (`fleet.gpu_locks`, `gpu_shares`, `gpu_reservation`) and by `gpuflow doctor`. It knows no GPU.
 Workers of several users and containers share the directory: it has mode 1777, its files 0666, whatever the
 umask. A file appears under its name with its final mode (it is made under another name, then linked), so a process
 that is killed at any step leaves nothing that keeps others out. Linux and macOS only.

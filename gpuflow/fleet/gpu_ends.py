@@ -1,6 +1,6 @@
 """When the tasks that have whole GPUs of this machine end at the latest, as their workers have said.
 
-Used by the GPU ledger alone, which holds the mutex of the machine meanwhile. One file in the lock directory: it serves
+Used by the GPU locks alone, which holds the mutex of the machine meanwhile. One file in the lock directory: it serves
 to plan (`worker.reserving`), nothing is given out by it, so one that cannot be read counts for nothing.
 """
 

@@ -1,4 +1,4 @@
-"""The GPU ledger of a machine: who may use which GPU now, among all workers that share the lock directory.
+"""The GPU locks of a machine: who may use which GPU now, among all workers that share the lock directory.
 
 Used by the worker (`worker.machine_gpus`) and by `gpuflow doctor`. It knows locks; not what a task is, nor whether a
 GPU works. A GPU is held by an open file: by the worker that took it, and by the shim of the child that it was passed
@@ -91,8 +91,8 @@ class Occupancy:
     promised_mib: int = 0
 
 
-class GpuLedger:
-    """The ledger in one directory. Safe in threads. Every method raises GPUFlowError when the directory fails."""
+class GpuLocks:
+    """The locks in one directory. Safe in threads. Every method raises GPUFlowError when the directory fails."""
 
     def __init__(self, directory: Path | None = None, *, mutex_wait_seconds: float = MUTEX_WAIT_SECONDS) -> None:
         self.directory = LockDirectory(directory or default_directory())

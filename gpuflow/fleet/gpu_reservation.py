@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from gpuflow.errors import GPUFlowError
 from gpuflow.fleet.gpu_directory import LockDirectory
-from gpuflow.fleet.gpu_locks import GpuLedger
+from gpuflow.fleet.gpu_locks import GpuLocks
 
 #: Schema number of the file. Unknown fields are passed over: workers of two versions may share a machine.
 RESERVATION_SCHEMA: Final = 1
@@ -59,16 +59,16 @@ def boot_id() -> str:
 
 
 class Reservations:
-    """The one reservation of the machine of a ledger. Every method raises GPUFlowError when the directory fails."""
+    """The one reservation of a machine. Every method raises GPUFlowError when the lock directory fails."""
 
-    def __init__(self, ledger: GpuLedger) -> None:
-        self._ledger = ledger
+    def __init__(self, locks: GpuLocks) -> None:
+        self._locks = locks
 
     def current(self) -> Reservation | None:
         """Return the reservation that counts now."""
-        with self._ledger.locked() as directory:
+        with self._locks.locked() as directory:
             if directory is None:
-                raise _busy(self._ledger)
+                raise _busy(self._locks)
             return _read(directory)
 
     def reserve(
@@ -94,9 +94,9 @@ class Reservations:
             deadline=deadline,
             boot=boot_id(),
         )
-        with self._ledger.locked() as directory:
+        with self._locks.locked() as directory:
             if directory is None:
-                raise _busy(self._ledger)
+                raise _busy(self._locks)
             there = _read(directory)
             if there is not None and (there.task, there.worker) != (task, worker):
                 return there
@@ -105,9 +105,9 @@ class Reservations:
 
     def drop(self, task: str, worker: str) -> bool:
         """End the reservation of this task by this worker; say whether there was one."""
-        with self._ledger.locked() as directory:
+        with self._locks.locked() as directory:
             if directory is None:
-                raise _busy(self._ledger)
+                raise _busy(self._locks)
             there = _read(directory)
             if there is None or (there.task, there.worker) != (task, worker):
                 return False
@@ -115,9 +115,9 @@ class Reservations:
             return True
 
 
-def _busy(ledger: GpuLedger) -> GPUFlowError:
+def _busy(locks: GpuLocks) -> GPUFlowError:
     return GPUFlowError(
-        f"the mutex of the machine in {ledger.directory.path} could not be had in time: a worker of it hangs"
+        f"the mutex of the machine in {locks.directory.path} could not be had in time: a worker of it hangs"
     )
 
 

@@ -1,6 +1,6 @@
 """Shares of a GPU's memory: one locked file each, whose name says the GPU and the MiB that are promised.
 
-Used by the GPU ledger alone, which holds the mutex of the machine meanwhile. A share lives while somebody has its file
+Used by the GPU locks alone, which holds the mutex of the machine meanwhile. A share lives while somebody has its file
 locked; the file of a dead holder counts nothing and is removed.
 """
 

@@ -12,9 +12,9 @@ What a worker does not tell is None there. Read from the entry's `load`, beside 
 | `secrets` | list of text | names of the secrets that tasks may ask for there, never values; `policy.secrets` |
 | `freeGpus` | list of UUIDs | GPUs that no task of gpuflow holds, on the whole machine |
 | `gpusSeenAt` | number | when it saw so, on its machine's clock: the newest of a machine counts for all its workers |
-| `locks` | {machine, directory, path} | the GPU ledger: workers with the same one share GPUs |
+| `locks` | {machine, directory, path} | the GPU locks: workers with the same one share GPUs |
 | `sessions` | list of {model, engine, state, running, idle, gpus, shareMib} | its warm models; idle ones make room |
-| `usage` | {cpus, memory_mib, undeclared_jobs, undeclared_limit} | what is in use of its host, without idle models |
+| `usage` | `routing.placement.HostUsage` | what is in use of its host, and what idle models use |
 | `freeJobs` | number, or null | how many more tasks it could start; null: no limit |
 | `foreignMib` | UUID -> MiB | GPUs that are held back because of processes outside gpuflow, and what these use |
 | `roomMib` | UUID -> MiB | what is left of each GPU for tasks that share it |
@@ -199,7 +199,10 @@ def _usage(load: Mapping[str, Any]) -> HostUsage | None:
     if not isinstance(told, Mapping):
         return None  # an older worker
     usage = HostUsage.from_dict(told)
-    numbers = (usage.cpus, usage.memory_mib, usage.undeclared_jobs, usage.undeclared_limit or 0)
+    numbers = (
+        *(usage.cpus, usage.memory_mib, usage.idle_memory_mib),
+        *(usage.undeclared_jobs, usage.undeclared_limit or 0),
+    )
     if not all(isinstance(one, int | float) for one in numbers):
         raise TypeError("what is in use of a host is told in numbers")
     return usage

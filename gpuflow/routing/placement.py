@@ -25,13 +25,19 @@ class HostUsage:
 
     `cpus` are those that running jobs, and models that answer now, have declared; `memory_mib` is what running jobs and
     all loaded models have declared. `undeclared_jobs` counts jobs with neither declared CPUs nor GPUs, of which
-    `undeclared_limit` may run at once (None: no such limit).
+    `undeclared_limit` may run at once (None: no such limit). `idle_memory_mib` is what models have declared that idle
+    and would be evicted for a task that needs it: it is no part of `memory_mib`.
     """
 
     cpus: float = 0.0
     memory_mib: int = 0
     undeclared_jobs: int = 0
     undeclared_limit: int | None = None
+    idle_memory_mib: int = 0
+
+    def with_idle(self) -> Self:
+        """Return the usage where nothing that idles is evicted."""
+        return replace(self, memory_mib=self.memory_mib + self.idle_memory_mib, idle_memory_mib=0)
 
     def plus(self, asked: Requirement) -> Self:
         """Return the usage once another task runs too."""

@@ -208,7 +208,7 @@ def _wait(ask: Requirement, queue: str, task: TaskView, worker: WorkerView) -> W
             whole=free.whole - worker.idle_gpus,
             room_mib={uuid: mib - worker.idle_mib.get(uuid, 0) for uuid, mib in free.room_mib.items()},
         )
-        placed = place(ask, worker.capability, usage, unheld, reserved)
+        placed = place(ask, worker.capability, usage.with_idle(), unheld, reserved)
         if isinstance(placed, Wait):
             return Wait(blocked_by="reservation")
     if isinstance(placed, Wait):

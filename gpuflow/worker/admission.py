@@ -1,7 +1,7 @@
 """What this worker may take now: slots, CPUs, memory and GPUs. Decided at the pop, held by delivery tag, given back.
 
 The transport asks `open_queues` and `choose` right before each pop; what was chosen is held until the pop has
-answered. The supervisor `claim`s what its message holds, and calls `child_gone` and `release` when nothing of the child
+answered. The supervisor `keep`s what its message holds, and calls `child_gone` and `release` when nothing of the child
 is left. GPUs are taken from the machine (`MachineGpus`), which binds all workers on it, before the message is: so a
 worker never holds a message that cannot start.
 """
@@ -232,7 +232,7 @@ class Admission:
         return self._offering is None or self._offering.keeps_warm(asked, gpus=gpus)
 
     def settled(self, tag: str) -> bool:
-        """Give back what `tag` holds, or leave that to the supervisor that has claimed it; say if that opens a queue.
+        """Give back what `tag` holds, or leave that to the supervisor that keeps it; say if that opens a queue.
 
         What the end of a child opens is told by the supervisor.
         """
@@ -241,7 +241,7 @@ class Admission:
             if allocation is None:
                 return False
             allocation.settled = True
-            if allocation.claimed:
+            if allocation.kept:
                 return False
             opens = allocation.slot in ("job", "request", "replica") or not self._is_open(allocation.queue)
             del self._held[tag]
@@ -250,7 +250,7 @@ class Admission:
 
     # -- the supervisor -----------------------------------------------------------------------------------------
 
-    def claim(self, tag: str, limit_seconds: float | None = None) -> Allocation | None:
+    def keep(self, tag: str, limit_seconds: float | None = None) -> Allocation | None:
         """Return what `tag` holds, and keep it until `release` even if the message is settled before.
 
         `limit_seconds` is the time limit of the attempt that begins now: the whole machine may plan with it.
@@ -258,7 +258,7 @@ class Admission:
         with self._lock:
             allocation = self._held.get(tag)
             if allocation is not None:
-                allocation.claimed = True
+                allocation.kept = True
                 if allocation.hold is not None and limit_seconds is not None:
                     self._gpus.note_end(allocation.hold, limit_seconds)
             return allocation
@@ -273,12 +273,12 @@ class Admission:
         self._let_go(tag, allocation)
 
     def release(self, tag: str) -> None:
-        """End a claim: nothing of the child is left."""
+        """End what was kept: nothing of the child is left."""
         with self._lock:
             allocation = self._held.get(tag)
             if allocation is None:
                 return
-            allocation.claimed = False
+            allocation.kept = False
             if allocation.settled:
                 del self._held[tag]
         self._let_go(tag, allocation)

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,8 +25,16 @@ from gpuflow.worker.child import ChildEnd, Work
 from gpuflow.worker.child_log import ChildLog
 from gpuflow.worker.event_budget import MAX_ARTIFACTS, MAX_PROGRESS_BYTES, EventBudget
 from gpuflow.worker.given_result import GivenResult, ResultLost, shown_piece
-from gpuflow.worker.handed_back import HandedBack
-from gpuflow.worker.judging import StopReason, cannot_start, failed, stopped, succeeded
+from gpuflow.worker.outcome import (
+    HandedBack,
+    Outcome,
+    StopReason,
+    cannot_start,
+    failed,
+    handed_back,
+    stopped,
+    succeeded,
+)
 
 log = get_logger("gpuflow.attempt")
 
@@ -44,27 +52,6 @@ _CONTENT: Final = frozenset({"result", "text", "text_delta"})
 
 #: The end of a child's log that is kept in the record of the attempt, in characters.
 LOG_TAIL: Final = 4000
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """How an attempt ended: the result value of a completed one, or the error record of any other.
-
-    `began` says whether its child had told a single event, or was ended by a signal before it could.
-    """
-
-    completed: bool
-    result: dict[str, Any] = field(default_factory=dict)
-    error: dict[str, Any] | None = None
-    stop: StopReason | None = None
-    artifacts: tuple[str, ...] = ()
-    log_tail: str = ""
-    began: bool = True
-
-
-def handed_back(error: HandedBack) -> Outcome:
-    """Return the end of an attempt that did not begin, through no fault of its task."""
-    return Outcome(completed=False, stop="preempted", error=error.record())
 
 
 class Attempt:

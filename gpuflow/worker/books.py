@@ -1,6 +1,6 @@
 """What the messages that are here hold of this worker beside its GPUs: slots, CPUs and memory. Plain sums.
 
-Kept by the admission, under its lock. GPUs are in the ledger of the machine, which binds all workers on it.
+Kept by the admission, under its lock. GPUs are in the locks of the machine, which binds all workers on it.
 """
 
 from __future__ import annotations
@@ -73,9 +73,11 @@ class Books:
         undeclared = [one for one in held if not one.gpus and not (one.requirement and one.requirement.cpu)]
         undeclared_sessions = [one for one in working if not one.gpu_count and not one.cpu]
         loaded_mib = self.sessions.memory_mib(without) if self.sessions is not None else 0
+        all_loaded_mib = self.sessions.memory_mib() if self.sessions is not None else 0
         return HostUsage(
             cpus=sum(one.cpu or 0 for one in [*asks, *working]),
             memory_mib=sum(one.memory_mib or 0 for one in asks) + loaded_mib,
             undeclared_jobs=len(undeclared) + len(undeclared_sessions),
             undeclared_limit=self.limits.cpu_jobs if self.limits.max_jobs is None else None,
+            idle_memory_mib=all_loaded_mib - loaded_mib,
         )

@@ -23,7 +23,8 @@ from gpuflow.artifacts.store import Store
 from gpuflow.errors import ArtifactError
 from gpuflow.logs import get_logger
 from gpuflow.protocol import CHECKPOINT_MARKER, Event, complete_checkpoints
-from gpuflow.worker.attempt import Attempt, Outcome
+from gpuflow.worker.attempt import Attempt
+from gpuflow.worker.outcome import Outcome
 from gpuflow.worker.results import ResultsFolder
 
 log = get_logger("gpuflow.checkpoints")

@@ -1,8 +1,9 @@
 """The GPUs of this machine as one worker sees them: what could be taken now, what it takes, what it gives back.
 
-Used by admission and the supervisor. It joins the ledger, which all workers of the machine share (`fleet.gpu_locks`),
-with what the driver tells (`fleet.gpu_usage`). It knows nothing of tasks and queues. Without GPUs it does nothing and
-touches no directory. A ledger or a driver that fails gives out no GPU; the cause is logged once and is in `problem`.
+Used by admission and the supervisor. It joins the GPU locks, which all workers of the machine share
+(`fleet.gpu_locks`), with what the driver tells (`fleet.gpu_usage`). It knows nothing of tasks and queues. Without GPUs
+it does nothing and touches no directory. A lock directory or a driver that fails gives out no GPU; the cause is logged
+once and is in `problem`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from gpuflow.errors import GPUFlowError
-from gpuflow.fleet.gpu_locks import GpuLedger, Hold, Occupancy
+from gpuflow.fleet.gpu_locks import GpuLocks, Hold, Occupancy
 from gpuflow.fleet.gpu_reservation import Reservation, Reservations, boot_id, boot_seconds
 from gpuflow.fleet.gpu_usage import GpuUsage, UsageReader, alive, wait_clean
 from gpuflow.logs import get_logger
@@ -61,8 +62,8 @@ class MachineGpus:
     ) -> None:
         self._gpus = {gpu.uuid: gpu for gpu in gpus}
         self._parents = {gpu.uuid: gpu.mig_parent_uuid for gpu in gpus if gpu.mig_parent_uuid is not None}
-        self._ledger = GpuLedger(lock_dir) if gpus else None
-        self._reservations = Reservations(self._ledger) if self._ledger is not None else None
+        self._locks = GpuLocks(lock_dir) if gpus else None
+        self._reservations = Reservations(self._locks) if self._locks is not None else None
         self._reader = reader or UsageReader()
         self._clock = clock
         self._looking = threading.Lock()
@@ -81,7 +82,7 @@ class MachineGpus:
 
     def snapshot(self, capability: Capability) -> FreeGpus:
         """Return what could be given out of the GPUs now; nothing of one that is lost. Never raises."""
-        if self._ledger is None:
+        if self._locks is None:
             return FreeGpus()
         seen = self._look()
         return FreeGpus(
@@ -95,29 +96,29 @@ class MachineGpus:
 
         Never raises.
         """
-        return _held_back(self._look()) if self._ledger is not None else {}
+        return _held_back(self._look()) if self._locks is not None else {}
 
     def shared(self) -> bool:
         """Whether tasks share some GPU now. Never raises."""
-        return self._ledger is not None and any(held.promised_mib for held in self._look().held.values())
+        return self._locks is not None and any(held.promised_mib for held in self._look().held.values())
 
     def usage(self) -> dict[str, GpuUsage]:
         """Return what the driver tells of the GPUs, for the registry and `explain`. Never raises."""
-        return dict(self._look().usage) if self._ledger is not None else {}
+        return dict(self._look().usage) if self._locks is not None else {}
 
     def lost(self) -> dict[str, str] | None:
         """Return the GPUs that are taken out, with the cause; a task on one is to be stopped. Never raises.
 
-        None while nothing is known: the driver does not answer, or the ledger fails.
+        None while nothing is known: the driver does not answer, or the lock directory fails.
         """
-        if self._ledger is None:
+        if self._locks is None:
             return {}
         usage = self._look().usage
         return {uuid: found.lost for uuid, found in usage.items() if found.lost is not None} if usage else None
 
     def looked_at(self) -> float:
         """Return when the machine was seen as the next answers say it is, on the clock of all its processes."""
-        return self._look().at if self._ledger is not None else 0.0
+        return self._look().at if self._locks is not None else 0.0
 
     @property
     def change(self) -> object:
@@ -134,13 +135,13 @@ class MachineGpus:
 
     def take(self, uuids: Sequence[str], share_mib: int | None = None) -> Hold | None:
         """Take these GPUs, or so many MiB of each; None when one of them cannot be had now. Never raises."""
-        if self._ledger is None:
+        if self._locks is None:
             return Hold((), share_mib=share_mib) if not uuids else None
         seen = self._look()
         if any(uuid not in seen.usage or seen.usage[uuid].lost is not None for uuid in uuids):
             return None
         try:
-            hold = self._ledger.take(
+            hold = self._locks.take(
                 uuids,
                 parents=self._parents,
                 share_mib=share_mib,
@@ -159,14 +160,14 @@ class MachineGpus:
 
     def note_end(self, hold: Hold, seconds: float) -> None:
         """Say to all workers of the machine that these GPUs are given back within so many seconds. Never raises."""
-        if self._ledger is not None:
+        if self._locks is not None:
             with contextlib.suppress(GPUFlowError):
-                self._ledger.note_end(hold, boot_seconds() + seconds)
+                self._locks.note_end(hold, boot_seconds() + seconds)
 
     def ends(self) -> dict[str, float]:
         """Return until when GPUs are held at the latest (`boot_seconds`), where that is known. Never raises."""
         with contextlib.suppress(GPUFlowError):
-            return self._ledger.ends() if self._ledger is not None else {}
+            return self._locks.ends() if self._locks is not None else {}
         return {}
 
     def release(self, hold: Hold, *, wait_seconds: float = CLEAN_WAIT_SECONDS) -> bool:
@@ -207,7 +208,7 @@ class MachineGpus:
     # -- the reservation of the machine ----------------------------------------------------------------------------
 
     def reservation(self) -> Reservation | None:
-        """Return the reservation that counts now. Never raises; None also when the ledger fails."""
+        """Return the reservation that counts now. Never raises; None also when the lock directory fails."""
         return self._try(lambda there: there.current())
 
     def reserve(
@@ -220,7 +221,10 @@ class MachineGpus:
         term_seconds: float,
         deadline: float | None = None,
     ) -> Reservation | None:
-        """Reserve or renew; return the reservation that counts then, perhaps another. None when the ledger fails."""
+        """Reserve or renew; return the reservation that counts then, perhaps another.
+
+        None when the lock directory fails.
+        """
         return self._try(
             lambda there: there.reserve(
                 task=task, queue=queue, gpus=gpus, worker=worker, term_seconds=term_seconds, deadline=deadline
@@ -244,9 +248,9 @@ class MachineGpus:
 
     def identity(self) -> dict[str, str] | None:
         """Return machine and lock directory for the registry, which `gpuflow doctor` compares. None without GPUs."""
-        if self._ledger is None:
+        if self._locks is None:
             return None
-        directory = self._ledger.directory
+        directory = self._locks.directory
         return {"machine": boot_id(), "directory": directory.identity(), "path": str(directory.path)}
 
     def group(self) -> str:
@@ -267,10 +271,10 @@ class MachineGpus:
 
     def _read(self) -> _Seen:
         change, at = self._change, self._clock()
-        if self._ledger is None:
+        if self._locks is None:
             return _Seen(at=at, change=change)
         try:
-            held = self._ledger.survey(self._gpus, parents=self._parents)
+            held = self._locks.survey(self._gpus, parents=self._parents)
         except GPUFlowError as error:
             self._say("looking", str(error))
             return _Seen(at=at, change=change)

@@ -16,7 +16,7 @@ from gpuflow.errors import GPUFlowError
 from gpuflow.merge.specs import MERGED
 from gpuflow.settings import Settings
 from gpuflow.spec.env_names import first_problem
-from gpuflow.worker.ends import cause_of
+from gpuflow.worker.outcome import cause_of
 from gpuflow.worker.policy import Policy
 from gpuflow.worker.secret_sources import reference_values, secrets_of
 

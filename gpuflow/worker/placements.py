@@ -49,7 +49,7 @@ class Placements:
                 uses_gpus = uses_gpus or asked.gpu_count > 0
                 yield queue, placed
             elif self._may_starve(asked) and not uses_gpus:
-                self.reserving.claim(queue, asked, whole, free.offered(asked, whole))
+                self.reserving.reserve(queue, asked, whole, free.offered(asked, whole))
 
     def warm(self, queues: Sequence[str], *, most: int, beyond: bool) -> list[Choice]:
         """Return at most so many choices of queues that have no room: a warm session alone could take from them.

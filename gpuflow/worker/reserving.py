@@ -71,7 +71,7 @@ class Reserving:
         seconds = None if now.deadline is None else now.deadline - boot_seconds()
         return ReservedBefore(gpus=now.gpus, asked=asked(now.queue), seconds=seconds)
 
-    def claim(self, queue: str, asked: Requirement, whole: Capability, free: Capability) -> None:
+    def reserve(self, queue: str, asked: Requirement, whole: Capability, free: Capability) -> None:
         """Reserve GPUs for the next task of `queue`, or renew that.
 
         Those that are free already are chosen first, then those that will be free soonest. One of ours for a queue that

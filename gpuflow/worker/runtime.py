@@ -18,9 +18,9 @@ from gpuflow.errors import GPUFlowError
 from gpuflow.fleet.hardware import Hardware
 from gpuflow.fleet.registry import Fleet
 from gpuflow.worker.admission import Admission
-from gpuflow.worker.judging import StopReason
 from gpuflow.worker.machine_gpus import MachineGpus
 from gpuflow.worker.offering import Offering
+from gpuflow.worker.outcome import StopReason
 from gpuflow.worker.policy import Policy, policy_of
 from gpuflow.worker.task_limits import TaskLimits
 

@@ -25,9 +25,8 @@ from gpuflow.private_files import open_new
 from gpuflow.secrets import Redactor, secrets_in_environment, secrets_in_spec, url_secrets
 from gpuflow.settings import Settings
 from gpuflow.spec.references import UnresolvedReference, resolve_env
-from gpuflow.worker.attempt import Outcome
-from gpuflow.worker.ends import cause_of
 from gpuflow.worker.environment import child_environment, is_forbidden
+from gpuflow.worker.outcome import Outcome, cause_of
 
 #: How a secret can be called: as a variable.
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

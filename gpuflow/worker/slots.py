@@ -33,7 +33,7 @@ class Allocation:
     session: str = ""
     requirement: Requirement | None = None
     hold: Hold | None = None
-    claimed: bool = False
+    kept: bool = False
     settled: bool = False
 
     @property

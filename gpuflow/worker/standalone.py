@@ -23,7 +23,7 @@ from gpuflow.worker.containers.local import removal_of
 from gpuflow.worker.engine_sockets import own_sockets
 from gpuflow.worker.environment import child_environment, given_variables, python_path
 from gpuflow.worker.given_result import GivenResult, ResultLost, shown_piece
-from gpuflow.worker.judging import StopReason, cannot_start, failed, stopped, succeeded
+from gpuflow.worker.outcome import StopReason, cannot_start, failed, stopped, succeeded
 
 _TICK_SECONDS: Final = 0.1
 

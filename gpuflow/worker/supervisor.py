@@ -34,16 +34,13 @@ from gpuflow.merge.specs import MERGED, run_spec
 from gpuflow.routing.affinity import model_key
 from gpuflow.routing.offers import REPLICA_OF
 from gpuflow.spec.units import duration_seconds
-from gpuflow.worker.attempt import ASK_SECONDS, Attempt, Outcome, handed_back
+from gpuflow.worker.attempt import ASK_SECONDS, Attempt
 from gpuflow.worker.checkpoint_uploads import CheckpointUploads, begin_uploads, forget_checkpoints, goes_on
 from gpuflow.worker.child_python import ChildPython, EnvironmentNotReady
 from gpuflow.worker.child_user import files_as, owner_of
 from gpuflow.worker.confinement import explained
-from gpuflow.worker.ends import cause_of, exception_of
-from gpuflow.worker.handed_back import HandedBack
-from gpuflow.worker.judging import stopped
-from gpuflow.worker.preparation import Prepared, prepare
-from gpuflow.worker.preparation_thread import Preparing, Stopped
+from gpuflow.worker.outcome import HandedBack, Outcome, cause_of, exception_of, handed_back, stopped
+from gpuflow.worker.preparation import Prepared, Preparing, Stopped, prepare
 from gpuflow.worker.results import ResultsFolder
 from gpuflow.worker.runtime import Runtime, current
 from gpuflow.worker.secret_sources import scrubbed
@@ -216,7 +213,7 @@ class Delivery:
     def _attempt(self, holder: Holder) -> Outcome:
         runtime, number, settings = self.runtime, holder.attempt, self.runtime.app.settings
         limit = duration_seconds(self.spec["timeout"]) if self.spec.get("timeout") else None
-        allocation = runtime.admission.claim(self.tag, limit)
+        allocation = runtime.admission.keep(self.tag, limit)
         leases = runtime.leases
         preparing = Preparing(
             deadline_seconds=limit,

@@ -17,7 +17,7 @@ from gpuflow.worker.child_user import hand_over
 from gpuflow.worker.confinement import Confinement, of_attempt
 from gpuflow.worker.containers.local import removal_of
 from gpuflow.worker.engine_sockets import own_sockets
-from gpuflow.worker.handed_back import HandedBack
+from gpuflow.worker.outcome import HandedBack
 from gpuflow.worker.preparation import Prepared
 from gpuflow.worker.runtime import Runtime
 from gpuflow.worker.sessions.opening import opening_of, serves_one_owner

@@ -88,7 +88,7 @@ BITES: Final = (
         new="pass\n",
         tests=(
             "tests/unit/fleet/test_gpu_locks.py::test_all_or_nothing",
-            "tests/integration/test_gpu_ledger.py::test_no_gpu_is_ever_held_twice[1]",
+            "tests/integration/test_gpu_locks_of_processes.py::test_no_gpu_is_ever_held_twice[1]",
         ),
         on_a_fleet=False,
     ),

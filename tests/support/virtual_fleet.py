@@ -187,7 +187,7 @@ class VirtualWorker:
 
     def begin(self, taken: Taken, limit_seconds: float | None) -> tuple[str, ...]:
         """Start the child: return its GPUs."""
-        allocation = self.admission.claim(taken.tag, limit_seconds)
+        allocation = self.admission.keep(taken.tag, limit_seconds)
         assert allocation is not None
         return allocation.gpus
 

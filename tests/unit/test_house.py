@@ -63,7 +63,7 @@ def test_import_gpuflow_loads_next_to_nothing() -> None:
     [
         "from gpuflow import app, get, submit, submit_pipeline",
         "import gpuflow.cli.run, gpuflow.cli.doctor, gpuflow.cli.presets, gpuflow.cluster",
-        "import tasks.echo, tasks.inference, tasks.training, tasks.pipelines, gpuflow.worker.bootsteps",
+        "import tasks.supervised, tasks.pipelines, tasks.maintenance, gpuflow.worker.bootsteps",
     ],
 )
 def test_clients_and_workers_load_no_ml_library(statement: str) -> None:

@@ -21,7 +21,7 @@ from gpuflow.protocol import REPLICA_UNIT, Request
 from gpuflow.secrets import Redactor, known
 from gpuflow.worker.child import Child
 from gpuflow.worker.child_log import ChildLog
-from gpuflow.worker.judging import ending
+from gpuflow.worker.outcome import ending
 from gpuflow.worker.sessions.request import SessionRequest
 
 log = get_logger("gpuflow.sessions")

@@ -20,7 +20,7 @@ from gpuflow.protocol import Request
 from gpuflow.routing.requirement import Requirement
 from gpuflow.worker.child import Child
 from gpuflow.worker.engine_sockets import own_sockets
-from gpuflow.worker.handed_back import HandedBack
+from gpuflow.worker.outcome import HandedBack
 from gpuflow.worker.sessions.keeper import Keeper
 from gpuflow.worker.sessions.logs import new_log
 from gpuflow.worker.sessions.opening import Opening

@@ -30,7 +30,7 @@ from gpuflow.artifacts.store import open_store
 from gpuflow.errors import ArtifactError, InvalidTemplate
 from gpuflow.settings import Settings
 from gpuflow.spec.artifact_reference import is_reference, read_reference
-from gpuflow.worker.ends import cause_of
+from gpuflow.worker.outcome import cause_of
 
 BIG = [{"prompt": f"row {number}", "text": "x" * 1000} for number in range(1500)]
 FAR = "redis://broker.example:6379/0"

@@ -1,4 +1,4 @@
-"""Gives the tests of the GPU ledger simulated machines, and Python in a process that has one."""
+"""Gives the tests of the GPU locks simulated machines, and Python in a process that has one."""
 
 from tests.fixtures.simulated_nvml import run_python, simulated_nvml
 

@@ -1,4 +1,4 @@
-"""The GPU ledger in one process: all or nothing, slices and their parents, shares, and a directory that goes away."""
+"""The GPU locks in one process: all or nothing, slices and their parents, shares, and a directory that goes away."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from gpuflow.errors import GPUFlowError
-from gpuflow.fleet.gpu_locks import GpuLedger, Hold
+from gpuflow.fleet.gpu_locks import GpuLocks, Hold
 
 PARENTS = {"MIG-0": "GPU-9", "MIG-1": "GPU-9"}
 CAPACITY = {"GPU-0": 10_000, "GPU-1": 10_000, "GPU-9": 10_000, "MIG-0": 4000}
 
 
 @pytest.fixture
-def ledger(tmp_path: Path) -> GpuLedger:
-    return GpuLedger(tmp_path / "locks")
+def ledger(tmp_path: Path) -> GpuLocks:
+    return GpuLocks(tmp_path / "locks")
 
 
 def taken(hold: Hold | None) -> Hold:
@@ -26,7 +26,7 @@ def taken(hold: Hold | None) -> Hold:
     return hold
 
 
-def test_all_or_nothing(ledger: GpuLedger) -> None:
+def test_all_or_nothing(ledger: GpuLocks) -> None:
     with taken(ledger.take(["GPU-1"])):
         assert ledger.take(["GPU-0", "GPU-1", "GPU-2"]) is None
         assert ledger.free(["GPU-2", "GPU-1", "GPU-0"]) == ("GPU-2", "GPU-0")
@@ -36,7 +36,7 @@ def test_all_or_nothing(ledger: GpuLedger) -> None:
     assert ledger.free(["GPU-0", "GPU-1", "GPU-2"]) == ("GPU-0", "GPU-1", "GPU-2")
 
 
-def test_a_refused_take_leaves_no_file_open(ledger: GpuLedger) -> None:
+def test_a_refused_take_leaves_no_file_open(ledger: GpuLocks) -> None:
     with taken(ledger.take(["GPU-9"])):
         before = len(list(Path("/proc/self/fd").iterdir()))
         assert ledger.take(["GPU-0", "GPU-1", "GPU-9"]) is None
@@ -44,13 +44,13 @@ def test_a_refused_take_leaves_no_file_open(ledger: GpuLedger) -> None:
         assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_descriptors_are_not_inherited(ledger: GpuLedger) -> None:
+def test_descriptors_are_not_inherited(ledger: GpuLocks) -> None:
     with taken(ledger.take(["GPU-0", "MIG-0"], parents=PARENTS)) as hold:
         assert len(hold.fds) == 4  # the GPU, the slice, its parent, the directory
         assert not any(os.get_inheritable(descriptor) for descriptor in hold.fds)
 
 
-def test_closing_twice_closes_nothing_of_others(ledger: GpuLedger) -> None:
+def test_closing_twice_closes_nothing_of_others(ledger: GpuLocks) -> None:
     hold = taken(ledger.take(["GPU-0"]))
     hold.close()
     others = [os.open(os.devnull, os.O_RDONLY) for _ in range(8)]
@@ -61,7 +61,7 @@ def test_closing_twice_closes_nothing_of_others(ledger: GpuLedger) -> None:
         os.close(descriptor)
 
 
-def test_slices_and_their_parent_keep_each_other_out(ledger: GpuLedger) -> None:
+def test_slices_and_their_parent_keep_each_other_out(ledger: GpuLocks) -> None:
     with taken(ledger.take(["MIG-0"], parents=PARENTS)):
         assert ledger.take(["GPU-9"], parents=PARENTS) is None
         assert ledger.take(["MIG-0"], parents=PARENTS) is None
@@ -73,7 +73,7 @@ def test_slices_and_their_parent_keep_each_other_out(ledger: GpuLedger) -> None:
     assert ledger.take(["GPU-9", "MIG-0"], parents=PARENTS) is None
 
 
-def test_shares_fill_a_gpu_and_keep_others_out(ledger: GpuLedger) -> None:
+def test_shares_fill_a_gpu_and_keep_others_out(ledger: GpuLocks) -> None:
     with taken(ledger.take(["GPU-0"], share_mib=6000, capacity_mib=CAPACITY)) as first:
         assert ledger.take(["GPU-0"]) is None
         assert ledger.take(["GPU-0"], share_mib=4001, capacity_mib=CAPACITY) is None
@@ -88,7 +88,7 @@ def test_shares_fill_a_gpu_and_keep_others_out(ledger: GpuLedger) -> None:
         assert ledger.room(CAPACITY)["GPU-0"] == 0
 
 
-def test_shares_of_a_gpu_and_its_slices_keep_each_other_out(ledger: GpuLedger) -> None:
+def test_shares_of_a_gpu_and_its_slices_keep_each_other_out(ledger: GpuLocks) -> None:
     with taken(ledger.take(["GPU-9"], share_mib=100, capacity_mib=CAPACITY)):
         assert ledger.take(["MIG-0"], parents=PARENTS) is None
         assert ledger.free(["MIG-0"], parents=PARENTS) == ()
@@ -99,7 +99,7 @@ def test_shares_of_a_gpu_and_its_slices_keep_each_other_out(ledger: GpuLedger) -
         assert ledger.take(["MIG-0"], parents=PARENTS) is None
 
 
-def test_files_of_dead_shares_count_nothing_and_go(ledger: GpuLedger) -> None:
+def test_files_of_dead_shares_count_nothing_and_go(ledger: GpuLocks) -> None:
     dead = ledger.directory.path / "share-GPU-0-0123456789abcdef-9999.lock"
     dead.touch(0o666)
     foreign = ledger.directory.path / "share-GPU-0-what.lock"
@@ -110,18 +110,18 @@ def test_files_of_dead_shares_count_nothing_and_go(ledger: GpuLedger) -> None:
 
 
 @pytest.mark.parametrize("uuid", ["", "../x", "GPU 0", "GPU-0\n", "a/b", "-x", ".", "x" * 101, "GPU_0", "GPU-ü"])
-def test_what_is_no_uuid_is_refused(ledger: GpuLedger, uuid: str) -> None:
+def test_what_is_no_uuid_is_refused(ledger: GpuLocks, uuid: str) -> None:
     for call in (ledger.take, ledger.free):
         with pytest.raises(GPUFlowError, match="not the UUID"):
             call([uuid])
 
 
-def test_the_slices_of_older_drivers_have_slashes(ledger: GpuLedger) -> None:
+def test_the_slices_of_older_drivers_have_slashes(ledger: GpuLocks) -> None:
     with taken(ledger.take(["MIG-GPU-1/5/0"], parents={"MIG-GPU-1/5/0": "GPU-1"})):
         assert ledger.free(["MIG-GPU-1/5/0", "MIG-GPU-1/5/1", "GPU-1"]) == ("MIG-GPU-1/5/1",)
 
 
-def test_senseless_asks_are_refused(ledger: GpuLedger) -> None:
+def test_senseless_asks_are_refused(ledger: GpuLocks) -> None:
     with pytest.raises(GPUFlowError, match="named twice"):
         ledger.take(["GPU-0", "GPU-0"])
     for mib, capacity in ((0, CAPACITY), (-1, CAPACITY), (5, None)):
@@ -129,12 +129,12 @@ def test_senseless_asks_are_refused(ledger: GpuLedger) -> None:
             ledger.take(["GPU-0"], share_mib=mib, capacity_mib=capacity)
 
 
-def test_no_gpu_is_always_free(ledger: GpuLedger) -> None:
+def test_no_gpu_is_always_free(ledger: GpuLocks) -> None:
     with ledger.locked():
         assert taken(ledger.take([])).fds == ()
 
 
-def test_threads_take_in_turns(ledger: GpuLedger) -> None:
+def test_threads_take_in_turns(ledger: GpuLocks) -> None:
     inside, worst, got = [0], [0], [0]
     lock = threading.Lock()
 
@@ -160,7 +160,7 @@ def test_threads_take_in_turns(ledger: GpuLedger) -> None:
     assert got[0] >= 50
 
 
-def test_a_directory_that_goes_away_under_a_hold_stops_everything(ledger: GpuLedger) -> None:
+def test_a_directory_that_goes_away_under_a_hold_stops_everything(ledger: GpuLocks) -> None:
     hold = taken(ledger.take(["GPU-0"]))
     shutil.rmtree(ledger.directory.path)
     for call in (ledger.take, ledger.free):

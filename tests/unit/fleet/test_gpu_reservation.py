@@ -10,7 +10,7 @@ import pytest
 
 from gpuflow.errors import GPUFlowError
 from gpuflow.fleet import gpu_reservation
-from gpuflow.fleet.gpu_locks import GpuLedger
+from gpuflow.fleet.gpu_locks import GpuLocks
 from gpuflow.fleet.gpu_reservation import Reservation, Reservations
 
 
@@ -26,12 +26,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def ledger(tmp_path: Path) -> GpuLedger:
-    return GpuLedger(tmp_path, mutex_wait_seconds=0.05)
+def ledger(tmp_path: Path) -> GpuLocks:
+    return GpuLocks(tmp_path, mutex_wait_seconds=0.05)
 
 
 @pytest.fixture
-def reservations(ledger: GpuLedger) -> Reservations:
+def reservations(ledger: GpuLocks) -> Reservations:
     return Reservations(ledger)
 
 
@@ -69,7 +69,7 @@ def test_it_ends_by_itself_or_when_dropped(reservations: Reservations, clock: Cl
     [{"boot": "another start"}, {"expires": 99_999.0}, {"expires": "soon"}, {"gpus": None}, {"expires": float("nan")}],
 )
 def test_what_cannot_be_true_counts_nothing(
-    reservations: Reservations, ledger: GpuLedger, clock: Clock, change: dict[str, Any]
+    reservations: Reservations, ledger: GpuLocks, clock: Clock, change: dict[str, Any]
 ) -> None:
     file = ledger.directory.path / "reservation.json"
     reserve(reservations)
@@ -79,7 +79,7 @@ def test_what_cannot_be_true_counts_nothing(
 
 
 def test_a_writer_killed_in_the_middle_reserves_nothing(
-    reservations: Reservations, ledger: GpuLedger, clock: Clock
+    reservations: Reservations, ledger: GpuLocks, clock: Clock
 ) -> None:
     file = ledger.directory.path / "reservation.json"
     for rest in (b"", b"{", b"\xff", b'{"task": "x"}', b"[]", b"{}" + file.name.encode()):
@@ -88,7 +88,7 @@ def test_a_writer_killed_in_the_middle_reserves_nothing(
         assert reservations.current() is None
 
 
-def test_a_newer_version_may_say_more(reservations: Reservations, ledger: GpuLedger, clock: Clock) -> None:
+def test_a_newer_version_may_say_more(reservations: Reservations, ledger: GpuLocks, clock: Clock) -> None:
     file = ledger.directory.path / "reservation.json"
     reserve(reservations)
     file.write_text(json.dumps({**json.loads(file.read_text()), "schema_number": 9, "new_field": 1}))
@@ -100,7 +100,7 @@ def test_no_term_is_too_long(reservations: Reservations, clock: Clock) -> None:
     assert reservations.current() is not None
 
 
-def test_a_worker_that_hangs_with_the_mutex_is_named(reservations: Reservations, ledger: GpuLedger) -> None:
+def test_a_worker_that_hangs_with_the_mutex_is_named(reservations: Reservations, ledger: GpuLocks) -> None:
     with ledger.locked():
         for call in (reservations.current, lambda: reserve(reservations), lambda: reservations.drop("big", "w1")):
             with pytest.raises(GPUFlowError, match="mutex"):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gpuflow.fleet.gpu_locks import GpuLedger, Hold
+from gpuflow.fleet.gpu_locks import GpuLocks, Hold
 from gpuflow.fleet.gpu_usage import UsageReader
 from gpuflow.fleet.hardware_nvml import GpuProcess, GpuUse, Uses
 from gpuflow.routing.capability import Capability, GpuCapability
@@ -266,14 +266,14 @@ def test_a_gpu_is_held_while_something_is_left_on_it(machine: Make, driver: Driv
     real = driver.read
 
     def read(uuids: Sequence[str]) -> Uses:
-        held_meanwhile.append(GpuLedger(tmp_path / "locks").free(["GPU-0"]) == ())
+        held_meanwhile.append(GpuLocks(tmp_path / "locks").free(["GPU-0"]) == ())
         driver.processes = {"GPU-0": [(NO_PID, 7000)]} if len(held_meanwhile) < 3 else {}
         return real(uuids)
 
     one._reader._read = read
     assert one.release(hold)
     assert held_meanwhile == [True, True, True]
-    assert GpuLedger(tmp_path / "locks").free(["GPU-0"]) == ("GPU-0",)
+    assert GpuLocks(tmp_path / "locks").free(["GPU-0"]) == ("GPU-0",)
 
 
 def test_the_reservation_is_that_of_the_machine(machine: Make) -> None:

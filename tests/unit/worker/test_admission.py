@@ -44,7 +44,7 @@ def take(admission: Admission, queue: str, tag: str) -> tuple[str, ...]:
     """Take a message of `queue` as the transport does, and return its GPUs."""
     assert queue in [choice.queue for choice in admission.choose([queue])]
     admission.taken(queue, tag)
-    held = admission.claim(tag)
+    held = admission.keep(tag)
     assert held is not None
     return held.gpus
 
@@ -160,7 +160,7 @@ def test_a_claimed_message_that_is_lost_keeps_its_gpus_until_the_child_is_gone(c
     admission.child_gone("a")
     assert admission.free_gpus() == ("GPU-0",)
     admission.release("a")
-    assert admission.claim("a") is None
+    assert admission.keep("a") is None
 
 
 def test_unknown_tags_are_no_error(make: Make) -> None:
@@ -170,7 +170,7 @@ def test_unknown_tags_are_no_error(make: Make) -> None:
     admission.release("x")
 
     assert admission.settled("x") is False
-    assert admission.claim("x") is None
+    assert admission.keep("x") is None
 
 
 def test_two_shares_fit_a_third_does_not_and_the_whole_gpu_waits(client: Client, make: Make) -> None:
@@ -282,6 +282,6 @@ def test_a_lost_gpu_between_the_choice_and_the_answer_leaves_the_message_its_hol
     admission.demands.change(machine(1))
     admission.taken(one, "a")
 
-    held = admission.claim("a")
+    held = admission.keep("a")
     assert held is not None
     assert len(held.gpus) == 1, "a task for a GPU never begins without one"

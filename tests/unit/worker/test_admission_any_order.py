@@ -54,7 +54,7 @@ def test_no_order_of_events_leaks_a_hold_or_gives_a_gpu_to_two(steps: list[tuple
                 chosen[who] = []
             elif tags:
                 owner, tag = tags[what % len(tags)]
-                call = {"claim": owner.claim, "settled": owner.settled, "gone": owner.child_gone}
+                call = {"keep": owner.keep, "settled": owner.settled, "gone": owner.child_gone}
                 call.get(step, owner.release)(tag)
                 over.update([tag] if step == "release" else [])
             used = [
@@ -80,4 +80,4 @@ def test_no_order_of_events_leaks_a_hold_or_gives_a_gpu_to_two(steps: list[tuple
         for admission in workers:
             assert admission.free_gpus() == ("GPU-0", "GPU-1")
             assert admission.idle()
-            admission._gpus._ledger.close()  # type: ignore[union-attr]
+            admission._gpus._locks.close()  # type: ignore[union-attr]

@@ -13,7 +13,7 @@ from gpuflow.routing.requirement import Requirement
 from gpuflow.settings import Settings
 from gpuflow.worker.cgroups import Cgroups, GroupEnd, NoCgroups, find_cgroups
 from gpuflow.worker.child import ChildEnd
-from gpuflow.worker.judging import failed
+from gpuflow.worker.outcome import failed
 from gpuflow.worker.task_limits import TaskLimits, limits_of
 
 

@@ -13,8 +13,8 @@ from gpuflow.environments import Place, load
 from gpuflow.environments.places import Marker, interpreter
 from gpuflow.settings import Settings
 from gpuflow.worker.child_python import EnvironmentNotReady
-from gpuflow.worker.ends import cause_of
 from gpuflow.worker.offering import Offering
+from gpuflow.worker.outcome import cause_of
 
 NAMED = {"inference": None, "echo": None, "acme.here": None, "acme.aside": "aside"}
 

@@ -63,6 +63,8 @@ EVICTED_FOR_A_WHILE = {
     "limit": 10.0,
     "asked": ASKS[0],
 }
+#: The same of the memory of the host.
+MEMORY_FOR_A_WHILE = {**EVICTED_FOR_A_WHILE, "loaded": [(ASKS[9], True)], "asked": ASKS[10]}
 
 
 class SessionOfTests:
@@ -105,6 +107,7 @@ def situations(draw: st.DrawFn) -> dict[str, Any]:
 @settings(max_examples=1000, deadline=None)
 @given(situations())
 @example(EVICTED_FOR_A_WHILE)
+@example(MEMORY_FOR_A_WHILE)
 def test_explain_says_what_the_worker_would_do(found: Mapping[str, Any]) -> None:
     with TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
         box = Box(Path(folder), found)

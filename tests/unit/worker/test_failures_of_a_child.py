@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from gpuflow.worker.child import ChildEnd
-from gpuflow.worker.judging import failed
+from gpuflow.worker.outcome import failed
 
 KILLED = ChildEnd(exit_code=None, signal=signal.SIGKILL)
 

@@ -14,9 +14,10 @@ import pytest
 from gpuflow.ledger.ledger import Holder
 from gpuflow.protocol import MAX_LINE_BYTES, MAX_RESULT_BYTES, RESULT_FILE, Event, Request
 from gpuflow.secrets import Redactor
-from gpuflow.worker.attempt import Attempt, Outcome
+from gpuflow.worker.attempt import Attempt
 from gpuflow.worker.child import ChildEnd, LineKind, Work
 from gpuflow.worker.given_result import GivenResult, ResultLost
+from gpuflow.worker.outcome import Outcome
 from gpuflow.worker.sessions.request import SessionRequest
 from gpuflow.worker.standalone import Ended, Standalone
 

@@ -12,7 +12,7 @@ from gpuflow.artifacts.local_store import LocalStore
 from gpuflow.artifacts.throttle import Throttle
 from gpuflow.errors import ArtifactError
 from gpuflow.protocol import CHECKPOINT_MARKER
-from gpuflow.worker.ends import cause_of
+from gpuflow.worker.outcome import cause_of
 from gpuflow.worker.preparation import _resume_from
 from gpuflow.worker.results import ResultsFolder
 

@@ -169,7 +169,7 @@ def test_a_message_whose_session_has_ended_meanwhile_goes_back(client: Client, m
 
     assert not admission.taken(one, "2", "warm", TASK)
 
-    assert admission.claim("2") is None
+    assert admission.keep("2") is None
     assert admission.jobs() == 0
     eventually(lambda: admission.free_gpus() == ("GPU-0",), what="the GPU is free")
 
@@ -181,7 +181,7 @@ def test_a_task_that_needs_a_gpu_never_begins_without_one(client: Client, make: 
     assert [choice.queue for choice in admission.choose([cpu])] == [cpu]
 
     assert not admission.taken(gpu, "1", "warm", TASK)
-    assert admission.claim("1") is None
+    assert admission.keep("1") is None
 
 
 def test_a_plain_queue_knows_no_sessions(make: Make) -> None:
@@ -189,7 +189,7 @@ def test_a_plain_queue_knows_no_sessions(make: Make) -> None:
 
     assert admission.taken("team.inference", "1", "warm", TASK)
 
-    held = admission.claim("1")
+    held = admission.keep("1")
     assert held is not None
     assert (held.slot, held.session) == ("plain", "")
 

@@ -14,7 +14,7 @@ import pytest
 from gpuflow.fleet.gpu_locks import Hold
 from gpuflow.protocol import Request
 from gpuflow.routing.requirement import Requirement
-from gpuflow.worker.handed_back import HandedBack
+from gpuflow.worker.outcome import HandedBack
 from gpuflow.worker.sessions import keeper
 from gpuflow.worker.sessions.keeper import Keeper
 from gpuflow.worker.sessions.logs import KEPT, new_log

@@ -17,8 +17,8 @@ from gpuflow.environments import snapshot
 from gpuflow.errors import NotAllowed
 from gpuflow.settings import Settings
 from gpuflow.worker.child_python import python_of
-from gpuflow.worker.ends import cause_of
 from gpuflow.worker.merged_inputs import RefusedVariable
+from gpuflow.worker.outcome import cause_of
 from gpuflow.worker.policy import as_operator, policy_of
 from gpuflow.worker.preparation import Prepared, prepare
 from gpuflow.worker.results import ResultsFolder

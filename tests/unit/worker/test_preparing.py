@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from gpuflow.worker.preparation_thread import PreparationTimeout, Preparing, Stopped
+from gpuflow.worker.preparation import PreparationTimeout, Preparing, Stopped
 
 
 def preparing(**limits: float) -> Preparing:

@@ -1,4 +1,4 @@
-"""The GPU ledger under several processes that use one directory, and under kills at every step."""
+"""The GPU locks under several processes that use one directory, and under kills at every step."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from gpuflow.fleet.gpu_locks import GpuLedger
+from gpuflow.fleet.gpu_locks import GpuLocks
 from gpuflow.fleet.gpu_usage import alive
-from tests.fixtures import gpu_ledger_driver as driver
+from tests.fixtures import gpu_locks_driver as driver
 from tests.support.waiting import eventually, patient, promised
 
 SCRIPT = str(Path(driver.__file__))
@@ -143,7 +143,7 @@ def test_a_process_killed_at_any_step_leaves_nothing_taken(tmp_path: Path, start
 
 
 def test_a_killed_worker_leaves_the_gpu_with_the_shim_until_its_child_is_gone(tmp_path: Path, start: Start) -> None:
-    ledger = GpuLedger(tmp_path)
+    ledger = GpuLocks(tmp_path)
     worker = start("child", tmp_path, "GPU-0")
     assert worker.stdout is not None
     shim, child = map(int, worker.stdout.readline().split())
@@ -158,7 +158,7 @@ def test_a_killed_worker_leaves_the_gpu_with_the_shim_until_its_child_is_gone(tm
 
 
 def test_two_processes_share_a_gpu_as_far_as_its_memory_goes(tmp_path: Path, start: Start) -> None:
-    ledger = GpuLedger(tmp_path)
+    ledger = GpuLocks(tmp_path)
     other = start("hold", tmp_path, json.dumps({"uuids": ["GPU-0"], "share_mib": 9000}))
     assert other.stdout is not None
     assert other.stdout.readline() == "held\n"
@@ -178,14 +178,14 @@ def test_a_fork_that_goes_on_keeps_no_gpu(tmp_path: Path, start: Start) -> None:
     process = start("fork", tmp_path, "GPU-0")
     assert process.stdout is not None
     assert process.stdout.readline() == "given back\n"
-    ledger = GpuLedger(tmp_path)
+    ledger = GpuLocks(tmp_path)
     eventually(lambda: ledger.free(["GPU-0"]) == ("GPU-0",), within=20, what="the fork's closing of what it inherited")
     process.communicate()
 
 
 def test_a_frozen_worker_with_the_mutex_stops_others_from_taking_but_not_for_ever(tmp_path: Path) -> None:
-    ledger = GpuLedger(tmp_path, mutex_wait_seconds=0.05)
-    frozen = GpuLedger(tmp_path)
+    ledger = GpuLocks(tmp_path, mutex_wait_seconds=0.05)
+    frozen = GpuLocks(tmp_path)
     with frozen.locked() as had:
         assert had is not None
         assert ledger.take(["GPU-0"]) is None

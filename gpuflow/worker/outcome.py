@@ -1,20 +1,65 @@
-"""What the end of a child means: whether it succeeded, and the error record if not. Pure.
+"""How an attempt ends: whether its child succeeded, the error record of every other end, and what Celery is told.
 
-Used by the attempt of a task, and by `standalone`.
+Every error text about a child, an attempt, or what went wrong around one is made here. Used by the attempt of a task,
+by warm sessions, by `standalone`, and by the supervisor, which commits an `Outcome`.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections.abc import Mapping
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
 
+from gpuflow.artifacts.checkpoint_store import CheckpointUnreachable
+from gpuflow.artifacts.destination import FetchFailed, UploadFailed
+from gpuflow.errors import GPUFlowError, TaskCancelled, TaskDead, TaskFailed
+from gpuflow.ledger.states import TaskState
+from gpuflow.secrets import known
 from gpuflow.worker.cgroups import GroupEnd
 from gpuflow.worker.child import ChildEnd
+from gpuflow.worker.child_python import EnvironmentNotReady
 
 #: `preempted`: the child gets a notice first, to save what it has; `shutdown`: it is stopped as it is.
 StopReason = Literal["cancelled", "timeout", "soft_timeout", "lost", "superseded", "preempted", "shutdown", "gpu_lost"]
+#: How a supervised task ends when it does not succeed; Celery logs these in one line, without a traceback.
+ENDS: Final = (TaskFailed, TaskCancelled)
+#: What another attempt, here or on another worker, may not meet.
+_PASSING: Final = (OSError, UploadFailed, FetchFailed, CheckpointUnreachable, EnvironmentNotReady)
+
+
+class HandedBack(GPUFlowError):
+    """The attempt cannot be made here now, through no fault of its task; the message says why.
+
+    It goes back to its queue. That counts as no failure, as if the worker had given notice.
+    """
+
+    def record(self) -> dict[str, Any]:
+        """Return the error of the attempt for its history."""
+        return {"type": "HandedBack", "message": str(self), "retryable": True}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How an attempt ended: the result value of a completed one, or the error record of any other.
+
+    `began` says whether its child had told a single event, or was ended by a signal before it could.
+    """
+
+    completed: bool
+    result: dict[str, Any] = field(default_factory=dict)
+    error: dict[str, Any] | None = None
+    stop: StopReason | None = None
+    artifacts: tuple[str, ...] = ()
+    log_tail: str = ""
+    began: bool = True
+
+
+def handed_back(error: HandedBack) -> Outcome:
+    """Return the end of an attempt that did not begin, through no fault of its task."""
+    return Outcome(completed=False, stop="preempted", error=error.record())
 
 
 def succeeded(finish: Mapping[str, Any], end: ChildEnd) -> bool:
@@ -103,3 +148,23 @@ def ending(end: ChildEnd) -> str:
     if end.signal is not None:
         return f"signal {signal.Signals(end.signal).name}"
     return f"exit code {end.exit_code}"
+
+
+def exception_of(state: TaskState, error: dict[str, Any]) -> Exception:
+    """Return the exception of an end without result."""
+    message = str(error.get("message") or f"the task is {state}")
+    if state is TaskState.CANCELLED:
+        return TaskCancelled(message)
+    if state is TaskState.DEAD:
+        return TaskDead(message, error)
+    return TaskFailed(message, error)
+
+
+def cause_of(error: Exception) -> dict[str, Any]:
+    """Return the error record of what went wrong around the child; trouble with the disk may pass."""
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return {
+        "type": "DiskFull" if full else type(error).__name__,
+        "message": known.text(str(error)),
+        "retryable": isinstance(error, _PASSING),
+    }
