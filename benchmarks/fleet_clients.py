@@ -26,7 +26,7 @@ from typing import Any
 
 from kombu import Consumer, Exchange, Queue
 
-from gpuflow.broker.leases import LeaseTable
+from gpuflow.broker.lease_table import LeaseTable
 from gpuflow.celery_app import GPUFlow
 from gpuflow.fleet.disk import free_mib
 from gpuflow.fleet.gpu_usage import GpuUsage, UsageReader

@@ -24,9 +24,9 @@ from kombu.exceptions import OperationalError
 from kombu.utils.json import loads
 from redis.exceptions import RedisError
 
-from gpuflow.broker.calls import RECORDED_HEADER, read_message, request_of
 from gpuflow.broker.connection import socket_url
 from gpuflow.broker.keys import Keys
+from gpuflow.broker.merged_calls import RECORDED_HEADER, read_message, request_of
 from gpuflow.broker.priorities import DEFAULT_PRIORITY, PRIORITY_STEPS, SEPARATOR
 from gpuflow.broker.signed_messages import checked
 from gpuflow.broker.transport import RECORD_HEADER

@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 from celery import Task
 from celery.utils.imports import symbol_by_name
 
-from gpuflow.broker.calls import RECORDED_HEADER
+from gpuflow.broker.merged_calls import RECORDED_HEADER
 
 
 class RoutedTask(Task):  # type: ignore[misc]
     """A Celery task that is routed by what it asks for, and run as it stands."""
 
-    Request: ClassVar[str] = "gpuflow.worker.request:GPURequest"
+    Request: ClassVar[str] = "gpuflow.worker.celery_request:GPURequest"
     #: What the task asks for: a token such as `A100:1`, a list of alternatives, or the long form; None for nothing.
     resources: str | list[str] | Mapping[str, Any] | None = None
     #: Whether equal calls are merged: True, or a function of the arguments that returns what is equal in equal calls

@@ -1,4 +1,4 @@
-"""The reader: a limited process that downloads and unpacks for a worker. Run by `gpuflow.worker.reader`.
+"""The reader: a limited process that downloads and unpacks for a worker. Run by `gpuflow.worker.download_child`.
 
 It reads one JSON object a line from its stdin and writes one a line to its stdout. First come its limits and settings;
 then orders (`fetch`, `unpack`), each answered by `done` or `failed`. Before bytes of a transfer pass it asks for them

@@ -1,7 +1,7 @@
 """Says where files of strangers are read: in a reader that somebody has put in place, else in this process.
 
 Called by what brings the inputs of a task to a machine. A worker puts a reader in place, a limited process of its own
-(`gpuflow.worker.reader`); clients and the command line read what their user asked for themselves.
+(`gpuflow.worker.download_child`); clients and the command line read what their user asked for themselves.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpuflow.broker.leases import LeaseTable
+from gpuflow.broker.lease_table import LeaseTable
 
 
 class _Process:

@@ -26,7 +26,7 @@ log = get_logger("gpuflow.sweep")
 SWEEP_LIMIT: Final = 100
 #: A gap between two sweeps longer than this means that nobody could renew either, in seconds; less with short leases.
 MAX_SWEEP_GAP_SECONDS: Final = 5.0
-#: What a lease has left of its term at each sweep, as long as its owner renews every third of it (`broker.leases`).
+#: What a lease has left at each sweep, as long as its owner renews every third of its term (`broker.lease_table`).
 SWEEP_GAP_SHARE: Final = 2 / 3
 #: No gap is shorter, in seconds: twice the second in which each process sweeps, so that ordinary turns give no grace.
 #: Leases below 3 s are not covered in full: one of 1 s gets no grace after a pause of 1 to 2 s.

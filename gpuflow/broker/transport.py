@@ -22,18 +22,19 @@ from kombu.utils.encoding import bytes_to_str
 from kombu.utils.json import dumps, loads
 from redis.exceptions import NoScriptError, ResponseError
 
-from gpuflow.broker.calls import CALLER_PRIORITY, control_message, hints_text, is_readable, run_message
 from gpuflow.broker.installed import installed
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.lease import NEVER, Lease
-from gpuflow.broker.leases import LeaseTable
+from gpuflow.broker.lease_table import LeaseTable
 from gpuflow.broker.look import FAR_NAMES, FAR_SECONDS, PAGE_NAMES, RESCAN_SECONDS, Look
+from gpuflow.broker.merged_calls import CALLER_PRIORITY, control_message, hints_text, is_readable, run_message
 from gpuflow.broker.messages import ETA_HEADER, LeaseMessage, LeaseQoS
 from gpuflow.broker.priorities import DEFAULT_PRIORITY, PRIORITY_STEPS, SEPARATOR, list_key, list_keys, queue_of
 from gpuflow.broker.scripts import broker_script
 from gpuflow.broker.signed_messages import signed_call, with_signature
 from gpuflow.broker.sweeper import BELL_SECONDS
 from gpuflow.logs import get_logger
+from gpuflow.routing.affinity import session_of
 from gpuflow.signatures import SignatureRefused, Signer, signer_from
 
 log = get_logger("gpuflow.transport")
@@ -445,11 +446,10 @@ class Channel(stock.Channel):  # type: ignore[misc]
             self.leases.gate.chosen_none()
             self.leases.set_aside(tag, _id_in(given), f"{type(error).__name__}: {error}"[:1000], returned)
             return True
-        taken = self.leases.take(tag, queue, key, raw, returned, used)
-        if taken is None:
+        if not self.leases.take(tag, queue, key, raw, returned, used):
             self.leases.gate.chosen_none()
             return True
-        if not taken:
+        if not self.leases.gate.taken(queue, tag, *session_of(raw)):
             self.leases.settle_surely(tag, "front")
             return False
         if queue in self._active_queues:

@@ -16,7 +16,7 @@ from gpuflow.cluster.commands import with_our_packages
 from gpuflow.errors import GPUFlowError
 from gpuflow.protocol import parse_line
 from gpuflow.settings import Settings
-from gpuflow.worker.environment import OFFLINE
+from gpuflow.worker.child_environment import OFFLINE
 
 #: Called with the bytes that are done, and those of all if that is known.
 Tell = Callable[[float, float | None], None]

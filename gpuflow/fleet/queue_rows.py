@@ -12,7 +12,7 @@ from typing import Any
 import redis
 
 from gpuflow.broker.depths import read_depths
-from gpuflow.broker.held import held_leases
+from gpuflow.broker.held_messages import held_leases
 from gpuflow.broker.keys import Keys
 from gpuflow.fleet.registry import Fleet, WorkerEntry
 from gpuflow.fleet.standing import takes_new

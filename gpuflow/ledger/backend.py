@@ -22,8 +22,8 @@ from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
 from gpuflow.broker.answers import passes
-from gpuflow.broker.calls import FETCH_HEADER, RECORDED_HEADER, RUN_HEADER
 from gpuflow.broker.installed import installed
+from gpuflow.broker.merged_calls import FETCH_HEADER, RECORDED_HEADER, RUN_HEADER
 from gpuflow.broker.wire import needs_care, wrapped
 from gpuflow.errors import TaskFailed
 from gpuflow.ledger.joining import joining, joining_here

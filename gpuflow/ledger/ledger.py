@@ -15,7 +15,7 @@ from gpuflow.audit.actors import actor_here
 from gpuflow.audit.entries import audit_preamble
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.lease import NEVER, Lease
-from gpuflow.broker.leases import live_leases
+from gpuflow.broker.lease_table import live_leases
 from gpuflow.broker.scripts import Script, load_script, script_text
 from gpuflow.broker.signed_messages import signed_anew
 from gpuflow.broker.sweeper import BELL_SECONDS

@@ -20,7 +20,7 @@ from typing import Any, Final
 from celery.app.task import Context
 from kombu.utils.json import dumps
 
-from gpuflow.broker.calls import arguments, control_message, hints_text, read_message, request_of, run_message
+from gpuflow.broker.merged_calls import arguments, control_message, hints_text, read_message, request_of, run_message
 from gpuflow.broker.signed_messages import (
     QUEUES_HEADER,
     StoredCall,

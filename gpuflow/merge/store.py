@@ -13,8 +13,8 @@ from typing import Any
 import redis
 
 from gpuflow.audit.entries import audit_preamble
-from gpuflow.broker.calls import CALLER_PRIORITY
 from gpuflow.broker.keys import Keys
+from gpuflow.broker.merged_calls import CALLER_PRIORITY
 from gpuflow.broker.priorities import list_key
 from gpuflow.broker.scripts import Script, load_script, script_text
 from gpuflow.broker.signed_messages import StoredCall, stored_call

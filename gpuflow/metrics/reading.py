@@ -11,7 +11,7 @@ from typing import Any
 from redis.exceptions import ResponseError
 
 from gpuflow.broker.depths import read_depths
-from gpuflow.broker.held import leases_of
+from gpuflow.broker.held_messages import leases_of
 from gpuflow.broker.keys import RECONCILED_AT, Keys
 from gpuflow.fleet.registry import Fleet, WorkerEntry
 from gpuflow.fleet.serving import serving_classes

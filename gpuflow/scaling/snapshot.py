@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from gpuflow.broker.depths import QueueDepth, read_depths
-from gpuflow.broker.held import held_leases
+from gpuflow.broker.held_messages import held_leases
 from gpuflow.broker.keys import Keys
 from gpuflow.errors import GPUFlowError
 from gpuflow.fleet.registry import Fleet, WorkerEntry

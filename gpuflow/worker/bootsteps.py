@@ -22,7 +22,7 @@ import gpuflow.worker.inspecting
 import gpuflow.worker.revoking  # noqa: F401  (both register their commands)
 from gpuflow import __version__
 from gpuflow.audit.entries import record
-from gpuflow.broker import installed, leases
+from gpuflow.broker import installed, lease_table
 from gpuflow.broker.lease import new_token
 from gpuflow.errors import GPUFlowError, InvalidSettings
 from gpuflow.fleet import versions
@@ -145,7 +145,7 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
             cpu_jobs=max(1, hardware.cpu_count // CPUS_PER_JOB),
             one_job_only=ephemeral,
         )
-        table = leases.LeaseTable(
+        table = lease_table.LeaseTable(
             app.keys,
             app.settings.lease_seconds,
             owner=f"{worker.worker_id}:{new_token()}",

@@ -25,7 +25,7 @@ from gpuflow.logs import get_logger
 from gpuflow.protocol import CHECKPOINT_MARKER, Event, complete_checkpoints
 from gpuflow.worker.attempt import Attempt
 from gpuflow.worker.outcome import Outcome
-from gpuflow.worker.results import ResultsFolder
+from gpuflow.worker.results_folder import ResultsFolder
 
 log = get_logger("gpuflow.checkpoints")
 

@@ -19,8 +19,8 @@ from gpuflow.protocol import Request
 from gpuflow.settings import Settings, env_names
 from gpuflow.worker import bubblewrap
 from gpuflow.worker.cgroups import TaskGroup
+from gpuflow.worker.child_environment import python_path
 from gpuflow.worker.child_user import ChildUser, child_user, prepare_folders
-from gpuflow.worker.environment import python_path
 
 #: Limits that a setting gives, by their names in the module `resource`.
 #: RLIMIT_DATA and not RLIMIT_AS: CUDA reserves far more addresses than it uses, and those are not writable.

@@ -24,10 +24,10 @@ from gpuflow.logs import get_logger
 from gpuflow.protocol import parse_line
 from gpuflow.upkeep.parts_cleaning import clean_cache, clean_store
 from gpuflow.upkeep.results_cleaning import ResultsCleaner
+from gpuflow.worker.child_environment import child_environment, python_path
 from gpuflow.worker.containers.engines import find_engine
 from gpuflow.worker.containers.local import LOCKS
 from gpuflow.worker.containers.removal import remove_lost
-from gpuflow.worker.environment import child_environment, python_path
 from gpuflow.worker.runtime import Runtime
 
 log = get_logger("gpuflow.housekeeping")

@@ -17,8 +17,8 @@ from gpuflow.merge.specs import MERGED
 from gpuflow.settings import Settings
 from gpuflow.spec.env_names import first_problem
 from gpuflow.worker.outcome import cause_of
-from gpuflow.worker.policy import Policy
 from gpuflow.worker.secret_sources import reference_values, secrets_of
+from gpuflow.worker.task_policy import Policy
 
 #: Sections that become part of the one process, not of a caller's spec.
 _OF_THE_PROCESS: Final = frozenset({"env", "secrets", "notify"})

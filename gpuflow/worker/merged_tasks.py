@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 from celery.exceptions import Ignore
 from celery.utils.time import maybe_iso8601
 
-from gpuflow.broker.calls import FETCH_HEADER, RUN_HEADER
+from gpuflow.broker.merged_calls import FETCH_HEADER, RUN_HEADER
 from gpuflow.errors import TaskCancelled
 from gpuflow.ledger.ledger import Holder, StartVerdict
 from gpuflow.ledger.records import TaskRecord, new_record_fields

@@ -38,16 +38,16 @@ from gpuflow.policy.child import child_policy
 from gpuflow.protocol import Request
 from gpuflow.secrets import Redactor
 from gpuflow.settings import Settings
+from gpuflow.worker.child_environment import child_environment, given_variables, python_path
 from gpuflow.worker.child_python import ChildPython
 from gpuflow.worker.child_user import child_user, files_as
 from gpuflow.worker.containers.local import local_container
-from gpuflow.worker.environment import child_environment, given_variables, python_path
+from gpuflow.worker.download_child import ChildReader
 from gpuflow.worker.merged_inputs import gather, refuse_variables, specs_of
 from gpuflow.worker.outcome import StopReason
-from gpuflow.worker.policy import Policy, policy_of
-from gpuflow.worker.reader import ChildReader
-from gpuflow.worker.results import ResultsFolder, attempt_and_step
+from gpuflow.worker.results_folder import ResultsFolder, attempt_and_step
 from gpuflow.worker.secret_sources import redactor_of, reference_values, secrets_of
+from gpuflow.worker.task_policy import Policy, policy_of
 
 log = get_logger("gpuflow.preparation")
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from gpuflow.audit.actors import acts_as_process
-from gpuflow.broker.leases import LeaseTable
+from gpuflow.broker.lease_table import LeaseTable
 from gpuflow.celery_app import GPUFlow
 from gpuflow.errors import GPUFlowError
 from gpuflow.fleet.hardware import Hardware
@@ -21,8 +21,8 @@ from gpuflow.worker.admission import Admission
 from gpuflow.worker.machine_gpus import MachineGpus
 from gpuflow.worker.offering import Offering
 from gpuflow.worker.outcome import StopReason
-from gpuflow.worker.policy import Policy, policy_of
 from gpuflow.worker.task_limits import TaskLimits
+from gpuflow.worker.task_policy import Policy, policy_of
 
 if TYPE_CHECKING:
     from gpuflow.worker.presence import PresenceThread

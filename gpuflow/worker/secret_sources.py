@@ -25,7 +25,7 @@ from gpuflow.private_files import open_new
 from gpuflow.secrets import Redactor, secrets_in_environment, secrets_in_spec, url_secrets
 from gpuflow.settings import Settings
 from gpuflow.spec.references import UnresolvedReference, resolve_env
-from gpuflow.worker.environment import child_environment, is_forbidden
+from gpuflow.worker.child_environment import child_environment, is_forbidden
 from gpuflow.worker.outcome import Outcome, cause_of
 
 #: How a secret can be called: as a variable.

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from gpuflow.audit.entries import record
-from gpuflow.broker.calls import arguments
 from gpuflow.broker.lease import Used
+from gpuflow.broker.merged_calls import arguments
 from gpuflow.broker.signed_messages import checked, require_unused
 from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger

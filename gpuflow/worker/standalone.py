@@ -18,10 +18,10 @@ from gpuflow.protocol import Event, Request, parse_line
 from gpuflow.settings import Settings
 from gpuflow.spec.units import duration_seconds
 from gpuflow.worker.child import Child, ChildEnd
+from gpuflow.worker.child_environment import child_environment, given_variables, python_path
 from gpuflow.worker.confinement import UNCONFINED
 from gpuflow.worker.containers.local import removal_of
 from gpuflow.worker.engine_sockets import own_sockets
-from gpuflow.worker.environment import child_environment, given_variables, python_path
 from gpuflow.worker.given_result import GivenResult, ResultLost, shown_piece
 from gpuflow.worker.outcome import StopReason, cannot_start, failed, stopped, succeeded
 

@@ -12,7 +12,7 @@ from celery.exceptions import Ignore
 from redis.exceptions import RedisError
 
 from gpuflow.broker.answers import passes
-from gpuflow.broker.leases import LeaseTable
+from gpuflow.broker.lease_table import LeaseTable
 from gpuflow.logs import get_logger
 
 log = get_logger("gpuflow.steps")

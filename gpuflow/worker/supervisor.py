@@ -21,7 +21,7 @@ from gpuflow.artifacts.held_files import aside, hold_files
 from gpuflow.artifacts.manifest import SealedResults, digests_in, seal_results
 from gpuflow.artifacts.partial import file_digest
 from gpuflow.artifacts.store import Store
-from gpuflow.broker.calls import FETCH_HEADER, RUN_HEADER
+from gpuflow.broker.merged_calls import FETCH_HEADER, RUN_HEADER
 from gpuflow.broker.signed_messages import OWNER_HEADER
 from gpuflow.errors import ArtifactError, GPUFlowError
 from gpuflow.ledger.ledger import Holder, StartVerdict
@@ -41,7 +41,7 @@ from gpuflow.worker.child_user import files_as, owner_of
 from gpuflow.worker.confinement import explained
 from gpuflow.worker.outcome import HandedBack, Outcome, cause_of, exception_of, handed_back, stopped
 from gpuflow.worker.preparation import Prepared, Preparing, Stopped, prepare
-from gpuflow.worker.results import ResultsFolder
+from gpuflow.worker.results_folder import ResultsFolder
 from gpuflow.worker.runtime import Runtime, current
 from gpuflow.worker.secret_sources import scrubbed
 from gpuflow.worker.steps import until_answered

@@ -17,7 +17,7 @@ from gpuflow.errors import GPUFlowError
 from gpuflow.logs import get_logger
 from gpuflow.protocol import parse_line
 from gpuflow.settings import Settings
-from gpuflow.worker.environment import child_environment, python_path
+from gpuflow.worker.child_environment import child_environment, python_path
 
 log = get_logger("gpuflow.worker")
 

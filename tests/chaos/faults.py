@@ -130,7 +130,7 @@ def _around(
 def _install() -> None:
     from celery.canvas import Signature
 
-    from gpuflow.broker.leases import LeaseTable
+    from gpuflow.broker.lease_table import LeaseTable
     from gpuflow.ledger.backend import LedgerBackend
     from gpuflow.ledger.ledger import Ledger
     from gpuflow.routing.queue_names import is_demand_queue

@@ -19,7 +19,7 @@ from executors.base import ExecutorError
 from executors.programs.heard import PROGRAM, Heard, check
 from executors.programs.lines import split_lines
 from executors.programs.running import Ran
-from gpuflow.broker.calls import arguments, control_message, hints_text, is_readable, read_message, run_message
+from gpuflow.broker.merged_calls import arguments, control_message, hints_text, is_readable, read_message, run_message
 from gpuflow.broker.wire import portable
 from gpuflow.ledger.eventlog import LoggedEvent
 from gpuflow.ledger.records import AttemptEntry

@@ -14,7 +14,7 @@ import pytest
 from gpuflow.artifacts.archive import pack, unpack
 from gpuflow.errors import ArtifactError
 from gpuflow.settings import Settings
-from gpuflow.worker.reader import ChildReader, NotWaitedFor, ReaderDied
+from gpuflow.worker.download_child import ChildReader, NotWaitedFor, ReaderDied
 from tests.support.hostile_archives import endless_number, header, records
 from tests.support.waiting import eventually, patient
 

@@ -21,7 +21,7 @@ from gpuflow.artifacts.http_store import fetch_http
 from gpuflow.artifacts.links import point
 from gpuflow.artifacts.store import fetch, open_store, shown_url
 from gpuflow.artifacts.throttle import Throttle
-from gpuflow.broker.calls import arguments, read_message, request_of
+from gpuflow.broker.merged_calls import arguments, read_message, request_of
 from gpuflow.broker.wire import portable
 from gpuflow.errors import ArtifactError, InvalidTemplate
 from gpuflow.ledger.eventlog import LoggedEvent

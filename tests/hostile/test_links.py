@@ -27,7 +27,7 @@ from gpuflow.merge.folders import link_results
 from gpuflow.protocol import CHECKPOINT_MARKER
 from gpuflow.worker.checkpoint_uploads import CheckpointUploads
 from gpuflow.worker.child_user import ChildUser, files_as
-from gpuflow.worker.results import ResultsFolder
+from gpuflow.worker.results_folder import ResultsFolder
 from tests.support.users import made_user, need_root
 
 SECRET = b"a secret of the worker"

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from gpuflow.broker.leases import LeaseTable
+from gpuflow.broker.lease_table import LeaseTable
 from gpuflow.broker.scripts import broker_script
 from gpuflow.celery_app import GPUFlow
 from gpuflow.client import submit
@@ -141,7 +141,7 @@ class LedgerMachine(RuleBasedStateMachine):
             return multiple()
         message = json.loads(taken[1])
         tag = message["properties"]["delivery_tag"]
-        if table.take(tag, QUEUE, taken[0], taken[1], taken[5]) is None:
+        if not table.take(tag, QUEUE, taken[0], taken[1], taken[5]):
             return multiple()  # an earlier delivery of it is at work there
         delivery = Delivery(owner=owner, tag=tag, task=message["headers"]["id"], number=table.delivery(tag))
         if starts:

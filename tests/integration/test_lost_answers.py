@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gpuflow.broker.lease import Lease
-from gpuflow.broker.leases import LeaseTable
+from gpuflow.broker.lease_table import LeaseTable
 from gpuflow.broker.scripts import broker_script
 from gpuflow.broker.transport import Channel
 from gpuflow.client import submit

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from celery import chain, chord, group
 
-from gpuflow.broker.calls import CALLER_PRIORITY
+from gpuflow.broker.merged_calls import CALLER_PRIORITY
 from gpuflow.broker.priorities import list_key
 from gpuflow.celery_app import GPUFlow
 from gpuflow.client import Task, get, submit, submit_pipeline

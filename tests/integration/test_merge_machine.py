@@ -22,7 +22,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from gpuflow.broker.leases import LeaseTable
+from gpuflow.broker.lease_table import LeaseTable
 from gpuflow.broker.priorities import list_key, list_keys
 from gpuflow.broker.scripts import broker_script
 from gpuflow.celery_app import GPUFlow
@@ -338,7 +338,7 @@ class MergeMachine(RuleBasedStateMachine):
         if not taken[0]:
             return None
         message, tag = json.loads(taken[1]), taken[4]
-        if table.take(tag, QUEUE, taken[0], taken[1], taken[5]) is None:
+        if not table.take(tag, QUEUE, taken[0], taken[1], taken[5]):
             return None  # an earlier delivery of it is at work there
         return Delivery(owner=owner, tag=tag, task=message["headers"]["id"], number=table.delivery(tag))
 

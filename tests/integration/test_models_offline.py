@@ -17,7 +17,7 @@ import pytest
 from executors.modeling.presets import prepared_folder
 from gpuflow.artifacts.archive import pack, unpack
 from gpuflow.spec.presets import load_preset
-from gpuflow.worker.environment import OFFLINE
+from gpuflow.worker.child_environment import OFFLINE
 from tests.fixtures.executor_child import ROOT, Child, request_json
 from tests.fixtures.hub import COMMIT, hub
 from tests.integration.test_offline import GUARD

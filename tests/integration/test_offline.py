@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gpuflow.client import submit
-from gpuflow.worker.environment import OFFLINE
+from gpuflow.worker.child_environment import OFFLINE
 from tests.fixtures.executor_child import ROOT, Child, Ended, request_json
 from tests.support.fleet import TestFleet
 from tests.support.waiting import patient

@@ -23,7 +23,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from gpuflow.broker.leases import LeaseTable
+from gpuflow.broker.lease_table import LeaseTable
 from gpuflow.broker.scripts import Script, broker_script
 from gpuflow.celery_app import GPUFlow
 from gpuflow.client import submit_pipeline
@@ -391,7 +391,7 @@ class PipelineMachine(RuleBasedStateMachine):
         if not taken[0]:
             return None
         message, tag = json.loads(taken[1]), taken[4]
-        if table.take(tag, "cpu", taken[0], taken[1], taken[5]) is None:
+        if not table.take(tag, "cpu", taken[0], taken[1], taken[5]):
             return None
         assert table.start(tag)
         work = Work(task=message["headers"]["id"], tag=tag)

@@ -13,7 +13,7 @@ import redis
 from celery.result import AsyncResult
 from kombu.utils.json import dumps
 
-from gpuflow.broker.calls import control_message
+from gpuflow.broker.merged_calls import control_message
 from gpuflow.broker.signed_messages import SIGNATURE_HEADER, with_signature
 from gpuflow.bulk import retry_many
 from gpuflow.celery_app import GPUFlow

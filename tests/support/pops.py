@@ -8,7 +8,7 @@ from typing import Any
 
 from gpuflow.broker.gate import Taste
 from gpuflow.broker.keys import Keys
-from gpuflow.broker.leases import LeaseTable
+from gpuflow.broker.lease_table import LeaseTable
 from gpuflow.broker.look import Look
 from gpuflow.broker.scripts import broker_script
 from gpuflow.ledger.ledger import Holder

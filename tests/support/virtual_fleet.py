@@ -13,12 +13,13 @@ from typing import Any
 import redis
 
 from gpuflow.broker.keys import Keys
-from gpuflow.broker.leases import LeaseTable
+from gpuflow.broker.lease_table import LeaseTable
 from gpuflow.broker.look import PAGE_NAMES, RESCAN_SECONDS, Look
 from gpuflow.broker.priorities import list_keys, queue_of
 from gpuflow.broker.scripts import broker_script
 from gpuflow.fleet.gpu_locks import Hold
 from gpuflow.fleet.gpu_reservation import Reservation
+from gpuflow.routing.affinity import session_of
 from gpuflow.routing.capability import Capability
 from gpuflow.routing.families import CONTROL_QUEUE
 from gpuflow.routing.placement import FreeGpus
@@ -154,6 +155,7 @@ class VirtualWorker:
             message = json.loads(raw)
             tag = message["properties"]["delivery_tag"]
             self.leases.take(tag, queue, key, raw)
+            gate.taken(queue, tag, *session_of(raw))
             self.leases.start(tag)
             return Taken(tag=tag, task=message["headers"]["id"], queue=queue)
         gate.chosen_none()

@@ -29,7 +29,7 @@ from gpuflow.secrets import (
     url_secrets,
 )
 from gpuflow.settings import Settings
-from gpuflow.worker.environment import FORBIDDEN, NO_HUB_LOGIN, OFFLINE, child_environment
+from gpuflow.worker.child_environment import FORBIDDEN, NO_HUB_LOGIN, OFFLINE, child_environment
 from gpuflow.worker.secret_sources import MissingSecret, redactor_of, scrub, secret_values
 
 VALUE = 'p+q/"r\\s & ünï=27'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from redis.exceptions import RedisError
 
-from gpuflow.broker.leases import LeaseTable
+from gpuflow.broker.lease_table import LeaseTable
 from gpuflow.logs import get_logger
 from gpuflow.settings import Settings
 from gpuflow.worker.admission import Admission

@@ -14,7 +14,7 @@ from gpuflow.environments import snapshot
 from gpuflow.settings import Settings
 from gpuflow.worker.child_python import python_of
 from gpuflow.worker.preparation import Prepared, prepare
-from gpuflow.worker.results import ResultsFolder
+from gpuflow.worker.results_folder import ResultsFolder
 
 Run = Callable[..., Prepared]
 

@@ -14,7 +14,7 @@ from gpuflow.errors import ArtifactError
 from gpuflow.protocol import CHECKPOINT_MARKER
 from gpuflow.worker.outcome import cause_of
 from gpuflow.worker.preparation import _resume_from
-from gpuflow.worker.results import ResultsFolder
+from gpuflow.worker.results_folder import ResultsFolder
 
 TASK = "task-1"
 

@@ -19,9 +19,9 @@ from gpuflow.settings import Settings
 from gpuflow.worker.child_python import python_of
 from gpuflow.worker.merged_inputs import RefusedVariable
 from gpuflow.worker.outcome import cause_of
-from gpuflow.worker.policy import as_operator, policy_of
 from gpuflow.worker.preparation import Prepared, prepare
-from gpuflow.worker.results import ResultsFolder
+from gpuflow.worker.results_folder import ResultsFolder
+from gpuflow.worker.task_policy import as_operator, policy_of
 
 COMMAND = {"taskType": "command", "command": {"command": "true"}}
 

@@ -17,7 +17,7 @@ from gpuflow.merge.specs import MERGED
 from gpuflow.policy import code, engine_traces, secrets
 from gpuflow.policy.refusal import Refusal
 from gpuflow.settings import Settings
-from gpuflow.worker.environment import WITH_CREDENTIALS
+from gpuflow.worker.child_environment import WITH_CREDENTIALS
 
 #: Says why a spec is refused, or None. The spec is of one task; nothing is taken for granted of its form.
 Check = Callable[[Mapping[str, Any]], Refusal | None]

@@ -12,7 +12,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from gpuflow.broker.gate import OpenGate
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.lease import Lease
-from gpuflow.broker.leases import OWED_SECONDS, LeaseTable
+from gpuflow.broker.lease_table import OWED_SECONDS, LeaseTable
 from gpuflow.outages import Outage
 from gpuflow.signatures import SignatureRefused
 
@@ -106,7 +106,7 @@ def test_an_end_that_nobody_tells_puts_the_message_back_after_a_term(
     table: LeaseTable, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [time.monotonic()]
-    monkeypatch.setattr("gpuflow.broker.leases.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("gpuflow.broker.lease_table.time.monotonic", lambda: now[0])
     for tag in ("told", "dropped", "at work"):
         table.take(tag, "queue")
         table.start(tag)
@@ -185,12 +185,12 @@ def test_a_message_that_comes_while_it_is_requeued_waits_for_the_end_of_its_earl
     earlier = table.delivery("a")
     table.requeueing("a")
 
-    assert table.take("a", "queue") is None  # popped again before the supervisor has heard that it is requeued
+    assert not table.take("a", "queue")  # popped again before the supervisor has heard that it is requeued
     assert server.settled == [("a", "front")]
     assert table.delivery("a") == earlier
 
     table.forget("a")
-    assert table.take("a", "queue") is None  # the lease is over, what runs here is not
+    assert not table.take("a", "queue")  # the lease is over, what runs here is not
     assert not table.holds("a")
 
     table.over("a")
@@ -203,7 +203,7 @@ def test_what_a_sweep_took_from_a_delivery_at_work_is_its_own_again(table: Lease
     table.start("a")
     earlier = table.delivery("a")
 
-    assert table.take("a", "queue") is None
+    assert not table.take("a", "queue")
 
     assert table.delivery("a") == earlier
     assert server.settled == []
@@ -218,7 +218,7 @@ def test_what_nobody_supervises_any_more_is_left_to_other_workers(
     later = time.monotonic() + table.lease_seconds + 1
     monkeypatch.setattr(time, "monotonic", lambda: later)
 
-    assert table.take("a", "queue") is None
+    assert not table.take("a", "queue")
 
     assert server.settled == [("a", "front")]
 
@@ -230,7 +230,7 @@ def test_what_ended_while_the_server_was_away_is_told_when_it_comes_again(table:
     table.settle_surely("a", "ack")
     server.away = False
 
-    assert table.take("a", "queue") is None
+    assert not table.take("a", "queue")
 
     assert server.settled == [("a", "ack")]
 
@@ -241,7 +241,7 @@ def test_a_server_that_cannot_be_told_of_an_early_message_ends_nobody(table: Lea
     table.requeueing("a")
     server.away = True
 
-    assert table.take("a", "queue") is None
+    assert not table.take("a", "queue")
 
 
 def test_work_begins_for_the_delivery_that_it_was_meant_for(table: LeaseTable) -> None:
@@ -266,9 +266,9 @@ def test_a_stuck_loop_is_said_once_and_not_where_the_broker_is_away(
     table: LeaseTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr("gpuflow.broker.leases.log.error", lambda event, **_: said.append(event))
+    monkeypatch.setattr("gpuflow.broker.lease_table.log.error", lambda event, **_: said.append(event))
     missing = Outage(lambda *_, **__: None)
-    monkeypatch.setattr("gpuflow.broker.leases.outage", missing)
+    monkeypatch.setattr("gpuflow.broker.lease_table.outage", missing)
     table._ticked_at = time.monotonic() - 2 * table.lease_seconds
 
     missing.symptom("away")

@@ -8,8 +8,8 @@ import pytest
 
 from gpuflow.errors import ArtifactError
 from gpuflow.protocol import CHECKPOINT_MARKER
-from gpuflow.worker.environment import given_variables
-from gpuflow.worker.results import ResultsFolder
+from gpuflow.worker.child_environment import given_variables
+from gpuflow.worker.results_folder import ResultsFolder
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """The leases that this process holds, and the thread that keeps them.
 
-The transport asks here which queues may be popped now, and reports what it popped. The worker puts its admission
-(`Gate`) in and asks to be told when a lease is LOST. This file knows tags, owners and time; not what a task is.
+The transport reports here what it popped. The worker puts its admission (`Gate`) in and asks to be told when a lease is
+LOST. This file knows tags, owners and time, and of a task its id alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from gpuflow.broker.scripts import broker_script
 from gpuflow.broker.sweeper import BELL_SECONDS, MAX_SWEEP_GAP_SECONDS, Sweeper, sweep_gap_seconds
 from gpuflow.logs import get_logger
 from gpuflow.outages import outage
-from gpuflow.routing.affinity import session_of
 from gpuflow.signatures import SignatureRefused
 
 log = get_logger("gpuflow.leases")
@@ -151,14 +150,14 @@ class LeaseTable:
 
     def take(
         self, tag: str, queue: str, key: str = "", raw: str = "", returned: str = NEVER, used: Used | None = None
-    ) -> bool | None:
+    ) -> bool:
         """Note a message that the pop script has leased to us: its queue, its list, its text, its last return, and the
         signature that it has used when it is acknowledged.
 
-        False: there is no room for it any more; it is to be settled as `front`. None: an earlier delivery of it is
-        still at work here, which holds by the same tag its slot, its GPUs and its lease. If that one had lost its lease
-        to a sweep it has it again now; if it is ending, or nobody supervises it any more, the message is requeued for a
-        moment later; if it has ended and the server could not be told, the server is told now.
+        False: an earlier delivery of it is still at work here, which holds by the same tag its slot, its GPUs and its
+        lease. If that one had lost its lease to a sweep it has it again now; if it is ending, or nobody supervises it
+        any more, the message is requeued for a moment later; if it has ended and the server could not be told, the
+        server is told now.
         """
         with self._lock:
             earlier = self._leases.get(tag)
@@ -174,16 +173,16 @@ class LeaseTable:
             elif earlier is not None and goes_on:
                 earlier.returned = returned
         if not early:
-            return self.gate.taken(queue, tag, *session_of(raw))
+            return True
         if goes_on:
             log.warning("lease_taken_back", tag=tag, queue=queue)
-            return None
+            return False
         log.debug("message_came_early", tag=tag, queue=queue, owed=owed)
         try:
             self._ask_to_settle(tag, owed or "front", 0 if owed == "ack" else EARLY_SECONDS, returned, used)
         except RedisError as error:
             log.info("lease_left_to_the_sweep", tag=tag, cause=str(error))
-        return None
+        return False
 
     def _is_supervised(self, lease: Lease | None, now: float) -> bool:
         """Whether the supervisor of the message has been alive within the last term, or need not be yet."""

@@ -26,8 +26,8 @@ from gpuflow.artifacts.throttle import shared_throttle
 from gpuflow.errors import ArtifactError, NotAllowed
 from gpuflow.settings import Settings
 from gpuflow.worker.child import Child, ChildEnd
+from gpuflow.worker.child_environment import child_environment, is_forbidden, python_path
 from gpuflow.worker.confinement import of_reader
-from gpuflow.worker.environment import child_environment, is_forbidden, python_path
 
 _COMMAND: Final = (sys.executable, "-P", "-m", "gpuflow.artifacts.reader_child")
 #: Address space of a reader, in bytes: Python and its libraries, the window of a decompressor, some blocks.

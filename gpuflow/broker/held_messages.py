@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpuflow.broker.keys import Keys
-from gpuflow.broker.leases import UNSWEPT_SECONDS
+from gpuflow.broker.lease_table import UNSWEPT_SECONDS
 from gpuflow.broker.priorities import priority_of, queue_of
 
 
