@@ -1,7 +1,7 @@
 """Simulated workers for fleet_scale.py: the classes of a real worker on a real broker, without Celery and children.
 
 One process holds many of them. Each has its own connection, channel, lease table with its keeper, demands, admission,
-GPU ledger (a lock directory for each "machine") and presence thread: those of `gpuflow.worker`, unchanged. A task is
+GPU locks (a lock directory for each "machine") and presence thread: those of `gpuflow.worker`, unchanged. A task is
 taken, begun, reported on and committed by the ledger, and acknowledged; instead of a child there is a pause.
 
     python fleet_clients.py URL FOLDER FIRST COUNT

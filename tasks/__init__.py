@@ -1,1 +1,1 @@
-"""The Celery tasks of gpuflow: thin, one file a family. What they do lives in `gpuflow`."""
+"""The Celery tasks of gpuflow: thin, those of all task types in one file. What they do lives in `gpuflow`."""

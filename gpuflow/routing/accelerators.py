@@ -29,7 +29,7 @@ _COUNT: Final = re.compile(r"([0-9]{1,9})(?:\.\.([0-9]{1,9}))?")
 _SHARE: Final = re.compile(r"0?\.[0-9]{1,6}")
 _NAME: Final = re.compile(r"[A-Za-z*?][A-Za-z0-9*?|_. -]*")
 _WORD: Final = re.compile(r"[^\s_-]+")
-#: The most names that one spec may give, and the most alternatives of one template: each is compared with each.
+#: The most names, and the most alternatives, that one template may give: each is compared with each.
 MOST_ALTERNATIVES: Final = 64
 _VENDORS: Final = frozenset({"nvidia", "tesla"})
 #: How a model is built in: part of the names that nvidia-smi prints, not of what people ask for.
@@ -57,6 +57,7 @@ def parse_accelerators(value: object) -> tuple[Requirement, ...]:
         raise InvalidTemplate("accelerators is an empty list; leave it out, or name a GPU such as A100:1")
     refuse_many(len(specs), "accelerators")
     parsed = [_parse(spec) for spec in specs]
+    refuse_many(sum(len(ask.gpu_names) for ask in parsed), "accelerators")
     for number, requirement in enumerate(parsed):
         if requirement in parsed[:number]:
             first = specs[parsed.index(requirement)]

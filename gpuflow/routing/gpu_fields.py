@@ -124,13 +124,14 @@ def _count(value: object) -> tuple[int, int | None]:
 def _names(kinds: object) -> tuple[tuple[str, ...], float | None]:
     """Return the names of `type`, and the memory that stands in them."""
     types = list(kinds) if isinstance(kinds, list | tuple) else [kinds] if kinds else []
-    refuse_many(len(types), f"{_WHERE}.type")
+    refuse_many(len(types), f"{_WHERE}.type")  # before they are read
     asks = [parse_accelerators(_typed(kind))[0] for kind in types]
     found = {ask.vram_gb_min for ask in asks}
     plain = all(ask.gpu_count == 1 and not ask.gpu_count_max and not ask.shares for ask in asks)
     if len(found) > 1 or not plain or any(ask.vram_gb_max is not None for ask in asks):
         raise InvalidTemplate(f"{_WHERE}.type is {kinds!r}; give names, and count and memory in their own fields")
     names = () if any(not ask.gpu_names for ask in asks) else tuple(name for ask in asks for name in ask.gpu_names)
+    refuse_many(len(names), f"{_WHERE}.type")
     return names, found.pop() if found else None
 
 

@@ -269,7 +269,7 @@ class Attempt:
             if self._budget.dropped > 1:
                 return
             log.warning("events_dropped", task=self.request.task_id, attempt=self.request.attempt, event_bytes=size)
-            note = "this attempt tells too much: from here on events are left out; its log file has all of its lines"
+            note = "this attempt tells too much: from here on events are left out, and stand in its log file alone"
             line = Event(name="log", data={"message": note, "dropped": event.name[:100]}).to_json()
             size = len(line)
         self._events.append(line)

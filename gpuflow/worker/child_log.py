@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from types import TracebackType
@@ -31,8 +32,7 @@ class ChildLog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._close()
 
     def write(self, data: bytes) -> None:
         """Write, if the disk still takes it. Never raises."""
@@ -46,13 +46,21 @@ class ChildLog:
                 self._cut(self._file)
         except OSError as error:
             log.warning("log_file_given_up", file=self._file.name, cause=str(error))
-            self._file.close()
-            self._file = None
+            self._close()
+
+    def _close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):  # what could not be written may be told once more
+                file.close()
 
     def _cut(self, file: IO[bytes]) -> None:
+        self._size = os.fstat(file.fileno()).st_size  # somebody else may have emptied it
+        if self._size <= self._max_bytes:
+            return
         most = min(self._max_bytes // 4, _MOST_TAIL_BYTES)
         tail = os.pread(file.fileno(), most, self._size - most)
-        tail = tail[tail.find(b"\n") + 1 :]
+        tail = tail[tail.find(b"\n", 0, -1) + 1 :]  # of a last line that is longer, its end
         kept = self._max_bytes // 2
         left_out = self._written - kept - len(tail)
         file.truncate(kept)

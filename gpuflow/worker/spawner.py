@@ -70,6 +70,8 @@ class Spawner:
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        #: One that preloads is tried once more only where it has worked before.
+        self._has_answered = not module
         #: Who waits for its lock is not to find out, too, that it does not answer.
         self.is_given_up = False
 
@@ -79,14 +81,19 @@ class Spawner:
         with self._lock:
             if self.is_given_up:
                 raise OSError("it is given up")
+            has_answered = self._has_answered
             try:
                 return self._ask(text, descriptors)
             except OSError:
                 self._close(kill=True)  # one that hangs would keep the descriptors it was sent
+                if not has_answered:
+                    self.is_given_up = bool(self._module)
+                    raise
             try:
                 return self._ask(text, descriptors)
             except OSError:
                 self._close(kill=True)
+                self.is_given_up = bool(self._module)
                 raise
 
     def _ask(self, message: bytes, descriptors: Sequence[int]) -> int:
@@ -98,6 +105,7 @@ class Spawner:
         answer = self._socket.recv(64)
         if not answer:
             raise OSError("the process that starts children has gone")
+        self._has_answered = True
         return int(answer)
 
     def _start(self) -> None:
@@ -176,7 +184,6 @@ class Spawners:
             try:
                 shim = preloaded.spawn(message, descriptors)
             except OSError as error:
-                preloaded.is_given_up = True
                 self._give_up(preloaded, str(error))
             else:
                 self._failures = 0
@@ -213,10 +220,12 @@ class Spawners:
         A child of another user has to be a new program: what this one has in its memory is not for that user. Where
         another version was installed meanwhile, another process is started: a child is of one version, as ever.
         """
-        if time.monotonic() < self._again_at or tuple(argv) != _PROGRAM or confined.get("user") is not None:
+        if tuple(argv) != _PROGRAM or confined.get("user") is not None:
             return None
         at_start = {name: value for name, value in environment.items() if _AT_START.match(name)}
         with self._lock:
+            if time.monotonic() < self._again_at:
+                return None
             installed = _installed()
             if self._preloaded is not None and installed != self._of_installation:
                 log.info("preloaded_anew", why="the installation of gpuflow has changed")

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -153,7 +153,7 @@ def test_a_url_is_told_of_a_dead_task_also_when_it_answers_late(fleet: TestFleet
 
 
 class OneThatStops:
-    """A client of the broker; when an answer about `worker` was read, that has stopped by itself."""
+    """A client of the broker; when the first answer about `worker` was read, that has stopped by itself."""
 
     def __init__(self, fleet: TestFleet, worker: str) -> None:
         self.client, self.app, self.worker = fleet.broker.client, fleet.app, worker
@@ -161,16 +161,20 @@ class OneThatStops:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.client, name)
 
+    def _then_stop(self, ask: Callable[..., Any]) -> Callable[..., Any]:
+        def asked(*args: Any, **options: Any) -> Any:
+            answer = ask(*args, **options)
+            Fleet(self.client, self.app.keys).leave(self.worker)
+            return answer
+
+        return asked
+
+    def evalsha(self, *args: Any) -> Any:
+        return self._then_stop(self.client.evalsha)(*args)
+
     def pipeline(self, **options: Any) -> Any:
         pipe = self.client.pipeline(**options)
-        execute = pipe.execute
-
-        def then_stop() -> Any:
-            answers = execute()
-            Fleet(self.client, self.app.keys).leave(self.worker)
-            return answers
-
-        pipe.execute = then_stop
+        pipe.execute = self._then_stop(pipe.execute)
         return pipe
 
 
@@ -184,8 +188,7 @@ def test_a_worker_that_stops_in_that_moment_is_not_called_lost(fleet: TestFleet)
     assert entries.note_silent() == ["gone"]
 
     fleet.broker.client.hset(fleet.app.keys.worker("gone"), "state", "IDLE")
-    Fleet(OneThatStops(fleet, "gone"), fleet.app.keys).note_silent()
-    entries.leave("gone")
+    assert Fleet(OneThatStops(fleet, "gone"), fleet.app.keys).note_silent() == ["gone"]
     stopped = {entry.id: entry.stopped for entry in entries.workers()}
     assert stopped == {"gone": True, "stopped": True, "there": False}
 

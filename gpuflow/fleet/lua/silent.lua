@@ -1,6 +1,6 @@
 -- Write OFFLINE into the entries of workers whose heartbeat has expired, which nobody wrote meanwhile; return which.
 --
--- KEYS: worker:<id> and heartbeat:<id> of each, in turn
+-- KEYS: worker:<id> and worker:<id>:hb of each, in turn
 local silent = {}
 for i = 1, #KEYS, 2 do
   local state = redis.call('HGET', KEYS[i], 'state')

@@ -128,6 +128,7 @@ def test_a_mapping_may_stand_in_a_list():
         ({"A100": None}, ["None"]),
         ("|".join(f"A{number}" for number in range(65)), ["names 65 GPUs", "at most 64"]),
         ([f"A{number}" for number in range(65)], ["accelerators names 65 GPUs", "at most 64"]),
+        (["|".join(f"A{one}{number}" for number in range(30)) for one in range(3)], ["names 90 GPUs", "at most 64"]),
     ],
 )
 def test_mistakes_point_at_the_token(text, fragments):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -48,6 +49,25 @@ def test_lines_longer_than_the_bound_end_nothing(tmp_path: Path) -> None:
 
     assert (tmp_path / "log").read_bytes().endswith(b"the end\n")
     assert (tmp_path / "log").stat().st_size <= MOST + 200
+
+
+def test_of_a_last_line_that_is_longer_than_what_is_kept_the_end_is_kept(tmp_path: Path) -> None:
+    with ChildLog(tmp_path / "log", MOST) as log:
+        log.write(numbered(0, 7000))
+        log.write(b"Traceback: " + MOST // 2 * b"x" + b" the cause\n")
+
+    text = (tmp_path / "log").read_bytes()
+    assert text.endswith(b"x the cause\n") and len(text) <= MOST
+
+
+def test_a_log_that_was_emptied_meanwhile_goes_on_where_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with ChildLog(path, MOST) as log:
+        log.write(numbered(0, 7000))
+        os.truncate(path, 0)
+        log.write(numbered(7000, 8000))
+
+    assert path.read_bytes() == numbered(7000, 8000)
 
 
 def test_a_full_disk_costs_the_log_alone(caplog: pytest.LogCaptureFixture) -> None:
