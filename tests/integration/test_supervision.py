@@ -276,7 +276,7 @@ def test_a_third_sigquit_ends_a_worker_whose_plain_task_ends_by_nothing(
         fleet.settings.redis_url or "", fleet.folder, "w1", "--include", "plain_tasks", launcher=launcher
     )
     fleet.workers.append(worker)
-    worker.ready()
+    eventually(lambda: "event=ready" in worker.log(), what="the worker")  # its entry has the id of its own namespace
     started = psutil.Process(worker.process.pid)
     process = started.children()[0] if launcher else started
     sent = fleet.app.send_task("plain_tasks.block")
