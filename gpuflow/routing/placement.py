@@ -56,8 +56,8 @@ class HostUsage:
         return f"it runs as many tasks without declared CPUs as it may at once ({self.undeclared_limit})"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        return asdict(self)
+        """Return plain data for JSON; without what idle models use, where none does."""
+        return {name: value for name, value in asdict(self).items() if value or name != "idle_memory_mib"}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:

@@ -20,7 +20,7 @@ CPU = Requirement(cpu=1)
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["choose", "taken", "none", "claim", "settled", "gone", "release"]),
+        st.sampled_from(["choose", "taken", "none", "keep", "settled", "gone", "release"]),
         st.integers(0, 1),
         st.integers(0, 4),
     ),
