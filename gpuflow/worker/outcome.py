@@ -1,7 +1,7 @@
 """How an attempt ends: whether its child succeeded, the error record of every other end, and what Celery is told.
 
-Every error text about a child, an attempt, or what went wrong around one is made here. Used by the attempt of a task,
-by warm sessions, by `standalone`, and by the supervisor, which commits an `Outcome`.
+The error texts about how an attempt ended, and what went wrong around its child, are made here. Used by the attempt of
+a task, by warm sessions, by `standalone`, and by the supervisor, which commits an `Outcome`.
 """
 
 from __future__ import annotations
