@@ -420,8 +420,11 @@ class MergeMachine(RuleBasedStateMachine):
             return
         call = self.of[delivery.task]
         verdict = self._start_of_fetch(delivery, call)
-        stopped = verdict == "merged" and self._stopped(
-            delivery, stop, lambda: self.merger.fetch(self.ledger.get(call.id))
+        # It may wait for no run any more: queued again by hand, it has a message of its own.
+        stopped = (
+            verdict == "merged"
+            and call.state == "MERGED"
+            and self._stopped(delivery, stop, lambda: self.merger.fetch(self.ledger.get(call.id)))
         )
         self._observe()
         if stopped:
@@ -440,6 +443,7 @@ class MergeMachine(RuleBasedStateMachine):
                 owner_token=delivery.owner,
                 tag=delivery.tag,
                 returned=table.returned(delivery.tag),
+                fetches=True,
             )
         self.steps.again()
         assert answer.verdict in ("merged", "final"), "an attempt began in the control queue"
