@@ -31,6 +31,7 @@ from gpuflow.broker.priorities import DEFAULT_PRIORITY, PRIORITY_STEPS, SEPARATO
 from gpuflow.broker.signed_messages import checked
 from gpuflow.broker.transport import RECORD_HEADER
 from gpuflow.errors import BrokerUnavailable, InvalidSettings
+from gpuflow.functions.calls import FUNCTION_HEADER
 from gpuflow.importing import end_quickly, load
 from gpuflow.ledger.backend import Attempts, LedgerBackend
 from gpuflow.ledger.eventlog import EventLog
@@ -46,7 +47,8 @@ from gpuflow.process_guard import guard_process
 from gpuflow.routing.families import CONTROL_QUEUE, SUPERVISED_TASKS
 from gpuflow.settings import Settings
 from gpuflow.signatures import SignatureRefused, Signer, signer_of, signing_options
-from gpuflow.submission import demand_header, plain_call_header, submission_header
+from gpuflow.submission import demand_header, function_header, plain_call_header, submission_header
+from gpuflow.task import check_resources, dispatched
 from gpuflow.traces.context import TRACEPARENT
 from gpuflow.traces.recording import Submission, Traces, begin_traces
 
@@ -73,7 +75,7 @@ class GPUFlow(Celery):  # type: ignore[misc]
         self.publishes_again: Callable[[Exception], bool] = lambda error: False
         #: Whether a call is the retry of a run that this thread works on, which goes back to its queue by that;
         #: likewise.
-        self.requeues_run: Callable[[Mapping[str, Any]], bool] = lambda options: False
+        self.requeues_run: Callable[[str, Any, Any, Mapping[str, Any]], bool] = lambda *call: False
         super().__init__(*args, **kwargs)
         self.add_defaults(self._defaults)
         self.user_options["worker"].update(worker_options())
@@ -301,14 +303,18 @@ class GPUFlow(Celery):  # type: ignore[misc]
             }
         else:
             options["task_id"] = options.get("task_id") or uuid()  # the same at each try
-            if self.requeues_run(options):
+            if self.requeues_run(name, args, kwargs, options):
                 return self.AsyncResult(options["task_id"])
             demand = demand_header(self, name, options)
             if demand is not None:
                 options["queue"] = demand["queue"]
             call = plain_call_header(self, name, args, kwargs, options, demand)
+            function = function_header(self, name, options, demand) if call is None else None
             if call is not None:
                 options["headers"] = {**(options.get("headers") or {}), RECORD_HEADER: call, RECORDED_HEADER: 1}
+            elif function is not None:
+                ours = {RECORD_HEADER: function, RECORDED_HEADER: 1, FUNCTION_HEADER: 1}
+                options["headers"] = {**(options.get("headers") or {}), **ours}
             elif demand is not None:
                 options["headers"] = {**(options.get("headers") or {}), RECORD_HEADER: demand}
         if options["priority"] is None:
@@ -328,6 +334,20 @@ class GPUFlow(Celery):  # type: ignore[misc]
     def _note_submitted(self, submission: Submission | None) -> None:
         if submission is not None and submission.span is not None and self.traces is not None:
             self.traces.submitted(submission)
+
+    def _task_from_fun(self, fun: Any, name: str | None = None, base: Any = None, **options: Any) -> Any:
+        """Make a task of a function, with what every task of the app has, whatever class the team gives it."""
+        task = super()._task_from_fun(fun, name=name, base=dispatched(base or self.Task), **options)
+        check_resources(task)
+        return task
+
+    def register_task(self, task: Any, **options: Any) -> Any:
+        """Register a task of a class, likewise."""
+        made = task() if isinstance(task, type) else task
+        kind: type = type(made)
+        made.__class__ = dispatched(kind)
+        check_resources(made)
+        return super().register_task(made, **options)
 
     def _get_backend(self) -> Any:
         return LedgerBackend(app=self, url=self.conf.result_backend)

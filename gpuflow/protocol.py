@@ -52,6 +52,9 @@ FINISH_STATUSES: Final = ("completed", "failed", "cancelled")
 #: Error type of a cancelled finish after a notice (SIGUSR1): the task is to go on in another attempt.
 PREEMPTED: Final = "Preempted"
 
+#: Task type of the records of a team's functions.
+FUNCTION_TYPE: Final = "function"
+
 #: Unit of the progress of a replica whose model is loaded; that of a download or a conversion has another one.
 REPLICA_UNIT: Final = "replica"
 

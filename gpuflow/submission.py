@@ -19,14 +19,14 @@ from gpuflow.errors import InvalidTemplate
 from gpuflow.fleet.seen_fleet import SeenFleet
 from gpuflow.ledger.records import new_record_fields
 from gpuflow.merge.keys import MergeKey, merge_key, plain_key
-from gpuflow.protocol import is_safe_id, whole_text
+from gpuflow.protocol import FUNCTION_TYPE, is_safe_id, whole_text
 from gpuflow.routing.affinity import hints
-from gpuflow.routing.families import task_of
+from gpuflow.routing.families import CELERYS, task_of
 from gpuflow.routing.fit import match
-from gpuflow.routing.offers import REPLICA_OF
+from gpuflow.routing.offers import REPLICA_OF, asked_name, function_name
 from gpuflow.routing.queue_names import queue_name
 from gpuflow.routing.requirement import Requirement
-from gpuflow.routing.resources import requirement_from_resources
+from gpuflow.routing.resources import asks_gpus, requirement_from_resources
 from gpuflow.traces.context import TRACEPARENT
 from gpuflow.traces.recording import Submission, of_submit
 
@@ -199,7 +199,7 @@ def plain_call_header(
     The task says so by `@app.task(merge=True)`, or by a function of its arguments that returns the key (None: not
     merged).
     """
-    task_type = options.get("task_type") or (app._tasks.get(name) if app.finalized else None)
+    task_type = _task_named(app, name, options)
     merge = getattr(task_type, "merge", None)
     limits = _LIMITS | {"retries"}
     if not merge or not app.settings.enable_task_merge or any(options.get(limit) for limit in limits):
@@ -227,6 +227,48 @@ def plain_call_header(
     }
 
 
+def function_header(
+    app: GPUFlow, name: str, options: Mapping[str, Any], demand: Mapping[str, Any] | None
+) -> dict[str, Any] | None:
+    """Return the record of a call of a team's own function that runs in a child, or None for one that does not.
+
+    It does as its task says (`GPUTask.runs_in_child`); of a task that this process does not have, where the call asks
+    for GPUs; none of Celery's own. Raises InvalidTemplate for an id that no record can have.
+    """
+    task = _task_named(app, name, options)
+    requirement = json.loads(demand["requirement"]) if demand is not None else None
+    asks = requirement is not None and bool(requirement.get("gpu_count"))
+    is_wanted = asks if task is None else _runs_in_child(task, asks or asks_gpus(getattr(task, "resources", None)))
+    if not is_wanted or name.startswith(CELERYS):
+        return None
+    if not is_safe_id(options["task_id"]):
+        raise InvalidTemplate(
+            f"task_id {str(options['task_id'])[:200]!r}: the id of a task with a child of its own names a folder; use "
+            "at most 128 of A-Z a-z 0-9 . _ - and begin with a letter or digit"
+        )
+    spec = {"taskType": FUNCTION_TYPE, "function": {"name": name}}
+    limit = options.get("time_limit") or getattr(task, "time_limit", None)
+    return {
+        "kind": "task",
+        "id": options["task_id"],
+        "requirement": demand["requirement"] if demand is not None else "",
+        "hints": {"x": asked_name(spec), **({} if limit is None else {"t": float(limit)})},
+        "fields": new_record_fields(name=name, task_type=FUNCTION_TYPE, spec=spec, requirement=requirement),
+    }
+
+
+def _runs_in_child(task: Any, asks: bool) -> bool:
+    """Whether a call of a task runs in a child; not one of a class that knows nothing of that."""
+    decide = getattr(task, "runs_in_child", None)
+    return decide is not None and bool(decide(asks))
+
+
+def _task_named(app: GPUFlow, name: str, options: Mapping[str, Any]) -> Any:
+    """Return the task that a call is of; None where this process does not have it."""
+    task = options.get("task_type")
+    return task if task is not None else (app._tasks.get(name) if app.finalized else None)
+
+
 def _refuse_uploads(spec: Mapping[str, Any]) -> None:
     """Raise InvalidTemplate for a spec whose files were not sent: only `submit` looks for files."""
     data, command, search = spec.get("data"), spec.get("command"), spec.get("search")
@@ -247,22 +289,35 @@ def _refuse_uploads(spec: Mapping[str, Any]) -> None:
 def demand_header(app: GPUFlow, name: str, options: dict[str, Any]) -> dict[str, Any] | None:
     """Return the queue registration of a plain Celery task that asks for resources, or None for one that does not.
 
-    A team's own task says what it needs by `@app.task(resources="A100:1")` or `apply_async(resources=...)`.
+    A team's own task says what it needs by `@app.task(resources="A100:1")` or `apply_async(resources=...)`. A call that
+    names its queue goes there. Raises InvalidTemplate for one that is to have GPUs of its own, where that queue gives
+    others or none.
     """
-    task_type = options.get("task_type")
-    if task_type is None:
-        task_type = app._tasks.get(name) if app.finalized else None
-    resources = options.pop("resources", None) or getattr(task_type, "resources", None)
-    if not resources or options.get("queue"):
+    task = _task_named(app, name, options)
+    resources = options.pop("resources", None) or getattr(task, "resources", None)
+    if not resources:
         return None
     if not isinstance(resources, Mapping):
         resources = {"accelerators": resources}
-    requirement = choose_requirements(app, resources, light=False)[0]
-    return {
+    queue = options.get("queue")
+    queue_text = str(getattr(queue, "name", queue) or "")
+    if queue_text and not _runs_in_child(task, asks_gpus(resources)):
+        return None
+    alternatives = choose_requirements(app, resources, light=False)
+    fitting = [one for one in alternatives if queue_text in ("", queue_name(one))]
+    if not fitting and not alternatives[0].gpu_count:
+        return None
+    if not fitting:
+        raise InvalidTemplate(
+            f"task {name} asks for GPUs, which queue {queue_text!r} does not give; leave `queue` out: its queue is "
+            f"{queue_name(alternatives[0])!r}, by what it asks for"
+        )
+    made = {
         "kind": "queue",
-        "queue": queue_name(requirement),
-        "requirement": json.dumps(requirement.to_dict()),
+        "queue": queue_name(fitting[0]),
+        "requirement": json.dumps(fitting[0].to_dict()),
     }
+    return made if name.startswith(CELERYS) else {**made, "hints": {"x": function_name(name)}}
 
 
 def choose_requirements(app: GPUFlow, resources: Mapping[str, Any] | None, *, light: bool) -> list[Requirement]:

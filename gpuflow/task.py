@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache, cached_property
 from typing import Any, ClassVar
 
 from celery import Task
 from celery.utils.imports import symbol_by_name
 
 from gpuflow.broker.merged_calls import RECORDED_HEADER
+from gpuflow.errors import InvalidTemplate
+from gpuflow.functions.calls import FUNCTION_HEADER
+from gpuflow.routing.families import CELERYS
+from gpuflow.routing.resources import asks_gpus
 
 
 class RoutedTask(Task):  # type: ignore[misc]
@@ -23,12 +28,72 @@ class RoutedTask(Task):  # type: ignore[misc]
     #: For how many seconds a result answers further equal calls.
     merge_result_ttl: float = 0
 
+    def runs_in_child(self, asks: bool) -> bool:
+        """Whether a call runs in a child, that `asks` for GPUs or not."""
+        return False
+
 
 class GPUTask(RoutedTask):
     """A Celery task that may ask for hardware: `@app.task(resources="A100:1")`."""
 
+    #: Whether it runs in a child process of its own (`worker.functions`); None: where it asks for GPUs.
+    child: bool | None = None
+
+    @cached_property
+    def in_child(self) -> bool:
+        """Whether a call that says nothing else runs in a child. Raises InvalidTemplate for what cannot be asked."""
+        return self.runs_in_child(asks_gpus(self.resources))
+
+    def runs_in_child(self, asks: bool) -> bool:
+        """Whether a call runs in a child, that `asks` for GPUs or not. Merged ones share the worker's process."""
+        return not self.merge and not self.name.startswith(CELERYS) and (asks if self.child is None else self.child)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the task; one that was merged with equal calls by its record (`worker.merged_tasks`)."""
-        if self.request.get(RECORDED_HEADER):
+        """Run the task where it stands, or, merged with equal calls, by its record."""
+        request = self.request
+        if not request.called_directly and not request.is_eager and request.get(RECORDED_HEADER):
             return symbol_by_name("gpuflow.worker.merged_tasks:run")(self, args, kwargs)
         return super().__call__(*args, **kwargs)
+
+
+class Dispatched:
+    """What the class of every task of the app begins with: in a worker, nothing of a function in a child runs here.
+
+    Its `before_start` and `__call__` do in the child; what Celery calls when it has ended runs in the worker.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the task, in a child if its message says so."""
+        task: Any = self
+        if _goes_to_child(task.request):
+            return symbol_by_name("gpuflow.worker.functions:run")(task, args, kwargs)
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+    def before_start(self, task_id: str, args: Any, kwargs: Any) -> None:
+        """Do what the team's class does before a call."""
+        task: Any = self
+        if not _goes_to_child(task.request):
+            super().before_start(task_id, args, kwargs)  # type: ignore[misc]
+
+
+def _goes_to_child(request: Any) -> bool:
+    return not request.called_directly and not request.is_eager and bool(request.get(FUNCTION_HEADER))
+
+
+@cache
+def dispatched(base: type) -> type:
+    """Return the class of tasks of the app for a class of tasks of a team, or for one of ours."""
+    if issubclass(base, Dispatched) or (issubclass(base, RoutedTask) and not issubclass(base, GPUTask)):
+        return base
+    bases = (Dispatched, base) if issubclass(base, GPUTask) else (Dispatched, base, GPUTask)
+    bases = (Dispatched, GPUTask) if issubclass(GPUTask, base) else bases
+    return type(base.__name__, bases, {"__module__": base.__module__, "__doc__": base.__doc__})
+
+
+def check_resources(task: Any) -> None:
+    """Raise InvalidTemplate for a task that asks for what cannot be asked for: at its registration, not at a call."""
+    if isinstance(task, GPUTask) and task.resources:
+        try:
+            task.in_child  # noqa: B018  (what it raises)
+        except InvalidTemplate as error:
+            raise InvalidTemplate(f"task {task.name}: {error}") from None

@@ -17,6 +17,7 @@
 | `gpuflow.avoided` | zset | delivery tag, newline, worker that failed with it -> until when others are to take it |
 | `gpuflow.returned` | zset | delivery tag of a message that went back undone -> when last |
 | `gpuflow.sent:<tag>` | string | a message without a record was published; expires after a minute |
+| `gpuflow.sent:replaced:<tag>` | string | what replaced the task of a message was published; expires as a record |
 | `gpuflow.used:<signature>` | string | a signed message was acknowledged; expires with its signature |
 | `gpuflow.delayed` | zset | delivery tag -> when the message may be taken (Unix seconds on the server's clock) |
 | `gpuflow.parked` | hash | delivery tag -> `<front or back>\\n<list key>\\n<message>` of a delayed message |
@@ -165,6 +166,10 @@ class Keys:
     def parked(self) -> str:
         """Hash of delayed messages."""
         return f"{self.prefix}gpuflow.parked"
+
+    def replaced(self, tag: str) -> str:
+        """That what replaced the task of a message was published."""
+        return f"{self.prefix}gpuflow.sent:replaced:{tag}"
 
     @property
     def present(self) -> str:

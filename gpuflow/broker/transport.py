@@ -30,6 +30,7 @@ from gpuflow.broker.look import FAR_NAMES, FAR_SECONDS, PAGE_NAMES, RESCAN_SECON
 from gpuflow.broker.merged_calls import CALLER_PRIORITY, control_message, hints_text, is_readable, run_message
 from gpuflow.broker.messages import ETA_HEADER, LeaseMessage, LeaseQoS
 from gpuflow.broker.priorities import DEFAULT_PRIORITY, PRIORITY_STEPS, SEPARATOR, list_key, list_keys, queue_of
+from gpuflow.broker.publication import Publication, held_here
 from gpuflow.broker.scripts import broker_script
 from gpuflow.broker.signed_messages import signed_call, with_signature
 from gpuflow.broker.sweeper import BELL_SECONDS
@@ -173,6 +174,20 @@ class Channel(stock.Channel):  # type: ignore[misc]
             return
         message = self._signed(queue, message, record)
         args: list[Any] = [dumps(message), BELL_SECONDS, delay, properties["delivery_tag"]]
+        held = held_here(headers.get("id"))
+        if held is not None:
+            asked = record or {}
+            publication = Publication(
+                message=args[0],
+                tag=args[3],
+                queue=queue,
+                list_key=keys[0],
+                delay_seconds=float(delay or 0),
+                requirement=asked.get("requirement") or "",
+                hints=hints_text(asked.get("hints") or {}),
+            )
+            held.append(publication)
+            return
         if record is not None:
             more_keys, more_args = self._submission(queue, record)
             keys += more_keys

@@ -18,6 +18,7 @@ from typing import Any, Final
 from celery import states
 from celery.backends.redis import CHORD_CLEANUP_LUA, RedisBackend
 from celery.exceptions import TaskRevokedError
+from celery.utils.serialization import UnpickleableExceptionWrapper, ensure_serializable
 from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
@@ -26,6 +27,7 @@ from gpuflow.broker.installed import installed
 from gpuflow.broker.merged_calls import FETCH_HEADER, RECORDED_HEADER, RUN_HEADER
 from gpuflow.broker.wire import needs_care, wrapped
 from gpuflow.errors import TaskFailed
+from gpuflow.functions.calls import FUNCTION_HEADER, is_of_function
 from gpuflow.ledger.joining import joining, joining_here
 from gpuflow.ledger.ledger import Holder, Ledger
 from gpuflow.ledger.result_consumer import PatientResultConsumer
@@ -115,7 +117,9 @@ def _until_told(request: Any, tail: Callable[[], Any]) -> Any:
 
 
 def _notices(request: Any, state: TaskState) -> list[Mapping[str, Any]]:
-    """Return the entries of `notify` that are to be called for this end of a task, the first few of them."""
+    """Return the entries of `notify` that are to be called for this end of a supervised task, the first few of them."""
+    if getattr(request, "task", None) not in SUPERVISED_TASKS:
+        return []
     args, kwargs = getattr(request, "args", None), getattr(request, "kwargs", None)
     spec = kwargs.get("spec") if isinstance(kwargs, Mapping) else None
     if spec is None and isinstance(args, list | tuple) and args:
@@ -244,6 +248,12 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
         self._complete_calls(task_id, request)
         return answer
 
+    def mark_as_retry(self, task_id: str, exc: Any, traceback: Any = None, request: Any = None, **kwargs: Any) -> Any:
+        """Store that a task is called again; of a function in a child its supervisor has told it."""
+        if getattr(request, FUNCTION_HEADER, None):
+            return None
+        return super().mark_as_retry(task_id, exc, traceback=traceback, request=request, **kwargs)
+
     def revoked_entry(self, task_id: str, reason: str, request: Any) -> str | None:
         """Return Celery's entry of a task that was cancelled before it ran, for `Ledger.tell_cancelled`.
 
@@ -361,6 +371,13 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
         text = super().encode(data)
         return super().encode(wrapped(data)) if isinstance(text, str) and needs_care(text) else text
 
+    def prepare_exception(self, exc: Any, serializer: str | None = None) -> Any:
+        """Return an exception as it is stored: by its own name, also where a class of it is in no module here."""
+        if not isinstance(exc, UnpickleableExceptionWrapper) or (serializer or self.serializer) == "pickle":
+            return super().prepare_exception(exc, serializer=serializer)
+        message = ensure_serializable(exc.exc_args, self.encode)
+        return {"exc_type": exc.exc_cls_name, "exc_message": message, "exc_module": exc.exc_module}
+
     def meta(self, state: str, result: Any, request: Any) -> str:
         """Return Celery's result entry of a task that runs, as the ledger writes it."""
         entry = self._get_result_meta(result=result, state=state, traceback=None, request=request)
@@ -413,9 +430,13 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
         if self.ledger.commit(task_id, wanted, holder=holder, error=error):
             self._notify(task_id, wanted, request)
             return False
+        if getattr(request, FUNCTION_HEADER, None) and self.ledger.find(task_id) is None:
+            return False  # its sender wrote none, and it has not begun; or it was replaced: it is Celery's alone
         log.warning("late_end_refused", task=task_id, attempt=holder and holder.attempt, wanted=str(wanted))
         return True
 
     @staticmethod
     def _state_for(exc: BaseException, default: TaskState) -> TaskState:
+        if is_of_function(exc):  # it may be what another task has raised, passed on
+            return default
         return {"TaskCancelled": TaskState.CANCELLED, "TaskDead": TaskState.DEAD}.get(type(exc).__name__, default)

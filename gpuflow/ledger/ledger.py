@@ -16,6 +16,7 @@ from gpuflow.audit.entries import audit_preamble
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.lease import NEVER, Lease
 from gpuflow.broker.lease_table import live_leases
+from gpuflow.broker.publication import THE_SAME
 from gpuflow.broker.scripts import Script, load_script, script_text
 from gpuflow.broker.signed_messages import signed_anew
 from gpuflow.broker.sweeper import BELL_SECONDS
@@ -105,9 +106,8 @@ class RecordPart(NamedTuple):
 class Ledger:
     """The task records of one fleet.
 
-    `client` must decode responses. `events_maxlen` and `events_max_bytes` cap each event stream; `retention_seconds` is
-    how long a final record is kept. `observer` is told of what begins and ends. `signer` signs the message of a task
-    that is queued again.
+    `client` must decode responses. `events_maxlen` and `events_max_bytes` cap each event stream; final records are kept
+    for `retention_seconds`. `observer` is told of what begins and ends. `signer` signs what is queued again.
     """
 
     def __init__(
@@ -297,7 +297,6 @@ class Ledger:
         """Append events (JSON lines) of an attempt; learn whether it is to stop.
 
         `behind`: nothing was written, since the server knows an older state of the task; the lease decides then.
-
         `celery_meta` is what Celery's result entry is to say, written in the same step.
         """
         answer: Literal["ok", "cancel", "behind", "superseded"] = ledger_script("report")(
@@ -367,12 +366,12 @@ class Ledger:
         avoid_seconds: float = 0,
         alone: bool = False,
         usage: Usage | None = None,
+        instead: Sequence[str] = THE_SAME,
     ) -> Literal["queued", "cancel", "refused"]:
         """End an attempt but not its task (YIELD): record and message wait again, in one step.
 
-        `failed` counts for `max_attempts`, `preempted` does not. `avoid` names a worker that is not to take it for
-        `avoid_seconds`; with `alone`, a warm session is to answer it by itself. Answers `cancel` when a user wants the
-        task cancelled.
+        `failed` counts for `max_attempts`, `preempted` does not. `avoid` is a worker that is not to take it, `instead`
+        what comes for its message; with `alone`, a session answers it by itself. `cancel`: a user wants it cancelled.
         """
         keys = self.keys
         answer: Literal["queued", "cancel", "refused"] = ledger_script("yield")(
@@ -402,6 +401,7 @@ class Ledger:
                 BELL_SECONDS,
                 int(alone),
                 "" if usage is None else usage.to_json(),
+                *instead,
             ],
         )
         if answer == "queued" and self.observer is not None:

@@ -29,6 +29,11 @@ _USER_OF_URL: Final = re.compile(r"(?<=://)[^\s/?#]*@")
 _USER_OF_PROXY: Final = re.compile(r"(?:(?<=://)|(?<![^\s,]))(?:(?!://)\S)*@")
 
 
+def is_never(name: str) -> bool:
+    """Say whether a variable is kept from whatever a task starts: an address of the broker, a token."""
+    return name != "CUDA_VISIBLE_DEVICES" and is_allowed(name, NEVER)
+
+
 def is_allowed(name: str, patterns: Sequence[str]) -> bool:
     """Say whether the setting lets tasks have the worker's variable `name`."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

@@ -15,6 +15,8 @@ NOTICE_QUEUE: Final = "gpuflow.notices"
 #: Those with fields that a worker of the version before does not read: it does not take from here.
 CALL_BACK_QUEUE: Final = "gpuflow.callbacks"
 NOTICE_QUEUES: Final = (NOTICE_QUEUE, CALL_BACK_QUEUE)
+#: What the names of Celery's own tasks begin with (`celery.map`, ...): they call others where they stand.
+CELERYS: Final = "celery."
 #: Entries of `notify` that a task may have.
 MAX_NOTICES: Final = 10
 

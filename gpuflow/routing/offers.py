@@ -3,9 +3,9 @@
 `inference` is a task type by whatever engine, `inference:vllm` by that engine alone, `inference@fast` in the
 environment of that name. Code that a task brings (`policy.code`) is part of the name, as in `inference+remote-code`:
 only a worker that allows it offers such a name. `inference~warm` is a replica of a served model (`gpuflow.serving`),
-which keeps its session loaded: only a worker with sessions offers that. A message carries the name of what it asks
-for (`routing.affinity`), a worker takes those that it offers (`broker.gate.Taste`), and `explain` tells what one
-lacks.
+which keeps its session loaded: only a worker with sessions offers that. `function/my_team.jobs.embed` is a team's
+function: a worker offers those that it was started with. A message carries the name of what it asks for
+(`routing.affinity`), a worker takes those that it offers (`broker.gate.Taste`), and `explain` tells what one lacks.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any, Self
+from urllib.parse import quote, unquote
 
 from gpuflow.policy.code import OF_MODELS, SETTING, kinds_of
 from gpuflow.policy.secrets import NEVER, is_allowed
+from gpuflow.protocol import FUNCTION_TYPE
 from gpuflow.routing.session_names import SESSION_TYPES
 
 #: What `engine` says where any will do.
@@ -29,6 +31,8 @@ WARM_TASK_TYPES = frozenset({"container"})
 REPLICA_OF = "replicaOf"
 #: What ends the name of what a replica asks for.
 _WARM = "~warm"
+#: What begins the name of a team's function.
+_FUNCTION = "function/"
 #: The task type that is code by itself, and those that bring none.
 _COMMAND = "command"
 _WITHOUT_CODE = frozenset({"echo", "container"})
@@ -72,10 +76,23 @@ def offer_name(task_type: str, *, engine: str | None = None, environment: str | 
 
 def asked_name(spec: Mapping[str, Any]) -> str:
     """Return the name of what a canonical spec asks for."""
+    if spec.get("taskType") == FUNCTION_TYPE:
+        return function_name(str((spec.get("function") or {}).get("name") or ""))
     engine, environment = spec.get("engine"), spec.get("environment")
     name = offer_name(str(spec["taskType"]), engine=engine, environment=environment)
     name = "+".join([name, *(kind for kind in kinds_of(spec) if kind != _COMMAND)])
     return name + _WARM if spec.get(REPLICA_OF) else name
+
+
+def function_name(task: str) -> str:
+    """Return the name of a team's function, by that of its Celery task."""
+    # What divides the other names, a Celery task's may have in it.
+    return f"{_FUNCTION}{quote(task, safe='').replace('~', '%7E')}"
+
+
+def is_function(name: str) -> bool:
+    """Say whether a name is that of a team's function."""
+    return name.startswith(_FUNCTION)
 
 
 def is_replica(name: str) -> bool:
@@ -166,6 +183,8 @@ def task_type_of(name: str) -> str:
 def in_words(name: str) -> str:
     """Return a name for people."""
     name = without_code(name)
+    if is_function(name):
+        return f"function {unquote(name.removeprefix(_FUNCTION))}"
     task_type, by_engine, engine = name.partition(":")
     if by_engine:
         return f"{task_type} by engine {engine}"

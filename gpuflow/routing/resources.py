@@ -56,6 +56,22 @@ def requirement_from_resources(
     return tuple(checked(lambda ask=ask: replace(ask, **common)) for ask in alternatives)
 
 
+def asks_gpus(resources: Mapping[str, Any] | str | list[str] | None) -> bool:
+    """Whether what a task asks for is GPUs, by any of its alternatives. Raises InvalidTemplate, naming the field."""
+    if not resources:
+        return False
+    asked = resources if isinstance(resources, Mapping) else {"accelerators": resources}
+    return any(one.gpu_count for one in requirement_from_resources(asked, gpu_available=False))
+
+
+def asks_gpus_alone(resources: Mapping[str, Any] | str | list[str] | None) -> bool:
+    """Whether every alternative of what a task asks for is GPUs. Raises InvalidTemplate, naming the field."""
+    if not resources:
+        return False
+    asked = resources if isinstance(resources, Mapping) else {"accelerators": resources}
+    return all(one.gpu_count for one in requirement_from_resources(asked, gpu_available=False))
+
+
 def format_resources(requirement: Requirement) -> dict[str, Any]:
     """Write a requirement as `resources`, in the shorthand as far as that goes; reading it gives the same back."""
     ask = requirement

@@ -15,6 +15,7 @@ from gpuflow.routing.fit import match, nearness
 from gpuflow.routing.offers import (
     Lack,
     in_words,
+    is_function,
     is_replica,
     not_allowed,
     not_offered,
@@ -98,7 +99,8 @@ def judge(ask: Requirement, queue: str, task: TaskView, worker: WorkerView) -> S
     lack = _lack(ask, task, worker)
     kept: tuple[Kind, str] | None = _kept_away(queue, task, worker)
     if kept is None and lack is not None:
-        kept = "no_executor", f"has no executor {in_words(task.executor)}: {lack.why}"
+        what = in_words(task.executor)
+        kept = "no_executor", f"has no {what if is_function(task.executor) else f'executor {what}'}: {lack.why}"
     double = _doubled(task, worker)
     if double is not None and not worker.kept[task.session]:  # without GPUs it never takes a second one
         kept = kept or double
@@ -121,6 +123,8 @@ def _lack(ask: Requirement, task: TaskView, worker: WorkerView) -> Lack | None:
     name = without_code(task.executor)
     if name in offers.names:
         return Lack(why="its gpuflow is older than tasks with code of their own, so that it takes none; upgrade it")
+    if is_function(name):
+        return Lack(why="no module that it was started with (--include) registers it")
     return offers.lacking.get(name) or Lack(why="no executor and no environment there has that name")
 
 
@@ -142,10 +146,11 @@ def _kept_away(queue: str, task: TaskView, worker: WorkerView) -> tuple[Kind, st
             "has an older gpuflow than the sender of the task, and leaves it to newer workers",
         )
     task_type = task_type_of(task.executor)
-    if worker.executors is not None and task_type and task_type not in worker.executors:
+    limited = None if is_function(task_type) else worker.executors
+    if limited is not None and task_type and task_type not in limited:
         return (
             "no_executor",
-            f"has no executor {task_type}: it was started with --executors {','.join(worker.executors)}",
+            f"has no executor {task_type}: it was started with --executors {','.join(limited)}",
         )
     if is_user_type(task_type) and task_type not in (worker.user_types or ()):
         return "no_executor", f"has no executor {task_type}: no package there registers it, nor GPUFLOW_EXECUTORS"

@@ -17,11 +17,12 @@ from typing import Any, Final
 
 from redis.exceptions import RedisError
 
+from gpuflow.functions.calls import SOFT_LIMIT, STATE_EVENT
 from gpuflow.ledger.ledger import Holder, Ledger
 from gpuflow.logs import get_logger
-from gpuflow.protocol import Event, Request, parse_line
+from gpuflow.protocol import FUNCTION_TYPE, Event, Request, parse_line
 from gpuflow.secrets import Redactor, known
-from gpuflow.worker.child import ChildEnd, Work
+from gpuflow.worker.child import Child, ChildEnd, Work
 from gpuflow.worker.child_log import ChildLog
 from gpuflow.worker.event_budget import MAX_ARTIFACTS, MAX_PROGRESS_BYTES, EventBudget
 from gpuflow.worker.given_result import GivenResult, ResultLost, shown_piece
@@ -48,7 +49,7 @@ FLUSH_EVENTS: Final = 500
 FLUSH_BYTES: Final = 1 << 20
 
 #: Events whose texts are a result: known secrets are hidden in them, and nothing that merely looks like one.
-_CONTENT: Final = frozenset({"result", "text", "text_delta"})
+_CONTENT: Final = frozenset({"result", "text", "text_delta", STATE_EVENT})
 
 #: The end of a child's log that is kept in the record of the attempt, in characters.
 LOG_TAIL: Final = 4000
@@ -79,7 +80,7 @@ class Attempt:
         notice_seconds: float,
         deadline_seconds: float | None = None,
         began_at: float | None = None,
-        celery_meta: Callable[[Mapping[str, Any] | None], str] | None = None,
+        celery_meta: Callable[[Mapping[str, Any] | None, Mapping[str, Any] | None], str] | None = None,
         on_tick: Callable[[], None] | None = None,
         redactor: Redactor | None = None,
     ) -> None:
@@ -95,12 +96,15 @@ class Attempt:
         self._began_at = began_at
         self._celery_meta = celery_meta
         self._reported = False
+        self._celery_state: Mapping[str, Any] | None = None
         self._on_tick = on_tick
         self.redactor = redactor or Redactor()
         self.on_checkpoint: Callable[[], None] | None = None
         self._end_by: float | None = None
         self._child: Work | None = None
         self._stop: StopReason | None = None
+        self._soft = False
+        self._is_function = request.task_type == FUNCTION_TYPE
         self._terminate_at: float | None = None
         self._kill_at: float | None = None
         self._log_tail = ""
@@ -129,8 +133,15 @@ class Attempt:
         """Stop the child; the first reason counts, a later one can only make it sooner.
 
         `preempted` sends the notice, then SIGTERM after the time of notice; other reasons SIGTERM, then SIGKILL after
-        the grace; `at_once`, and an attempt that is not ours any more, SIGKILL now.
+        the grace; `at_once`, and an attempt that is not ours any more, SIGKILL now. A function is told of its soft time
+        limit in its child.
         """
+        if reason == "soft_timeout" and self._is_function:
+            with self._lock:
+                self._soft, child = True, self._child
+            if isinstance(child, Child):
+                child.say(SOFT_LIMIT)
+            return
         now = time.monotonic()
         with self._lock:
             first = self._stop is None
@@ -175,6 +186,9 @@ class Attempt:
                     self._child = child
                     if self._stop is not None:
                         child.kill()
+                    soft = self._soft
+                if soft and isinstance(child, Child):
+                    child.say(SOFT_LIMIT)
                 self._follow(child, child_log, started)
         except BaseException as error:
             if self._child is not None:
@@ -236,6 +250,8 @@ class Attempt:
                 child.kill()
 
     def _hidden(self, event: Event) -> Event:
+        if self._is_function and event.name in _CONTENT:
+            return event  # what a function returns is what its callers get, as with Celery
         try:
             return replace(event, data=self.redactor.data(event.data, shapes=event.name not in _CONTENT))
         except RecursionError:
@@ -256,6 +272,10 @@ class Attempt:
             progress = dict(event.data)
             if len(json.dumps(progress)) <= MAX_PROGRESS_BYTES:
                 self._progress = progress
+        elif event.name == STATE_EVENT and self._is_function:
+            if isinstance(event.data.get("state"), str):
+                self._celery_state = event.data
+            return
         if event.name in ("checkpoint", "artifact") and self.on_checkpoint is not None:
             self.on_checkpoint()
         if event.name == "text_delta" and not self._has_text:
@@ -281,14 +301,16 @@ class Attempt:
         progress, self._progress = self._progress, None
         text = json.dumps(progress) if progress is not None else ""
         meta = ""
-        if self._celery_meta is not None and (progress is not None or not self._reported):
-            meta = self._celery_meta(progress)
+        state, self._celery_state = self._celery_state, None
+        if self._celery_meta is not None and (progress is not None or state is not None or not self._reported):
+            meta = self._celery_meta(progress, state)
         try:
             answer = self.ledger.report(self.request.task_id, self.holder, events, text, meta)
         except RedisError as error:
             answer = "behind"
             log.warning("events_not_reported", task=self.request.task_id, cause=str(error))
         if answer == "behind":  # The lease decides whether we go on.
+            self._celery_state = self._celery_state or state
             while events and len(self._events) < FLUSH_EVENTS and self._events_bytes < FLUSH_BYTES:
                 self._events.append(events.pop())
                 self._events_bytes += len(self._events[-1])
@@ -306,7 +328,7 @@ class Attempt:
         lost = None
         try:
             if succeeded(finish, end) and self._stop not in ("lost", "superseded"):
-                result = self._given.read(self.redactor)
+                result = self._given.read(None if self._is_function else self.redactor)
                 return Outcome(completed=True, result=result, artifacts=artifacts, log_tail=self._log_tail)
         except ResultLost as error:
             lost = error.record()

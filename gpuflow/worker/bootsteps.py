@@ -24,13 +24,14 @@ from gpuflow import __version__
 from gpuflow.audit.entries import record
 from gpuflow.broker import installed, lease_table
 from gpuflow.broker.lease import new_token
+from gpuflow.celery_app import TASK_MODULES
 from gpuflow.errors import GPUFlowError, InvalidSettings
 from gpuflow.fleet import versions
 from gpuflow.fleet.disk import free_mib
 from gpuflow.fleet.hardware import probe
 from gpuflow.logs import get_logger
 from gpuflow.routing.capability import Capability
-from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUES, TASK_OF_TYPE
+from gpuflow.routing.families import CELERYS, CONTROL_QUEUE, NOTICE_QUEUES, TASK_OF_TYPE
 from gpuflow.settings.model import MOST_COST
 from gpuflow.spec.user_types import registered, usable
 from gpuflow.worker.admission import Admission
@@ -157,7 +158,17 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
         named = dict.fromkeys(TASK_OF_TYPE) | environments_of(app.settings, own_types)
         taken = {name: named[name] for name in types} if types is not None else named
         sessions = make_sessions(app.settings, table, machine_gpus, worker.worker_id) if not ephemeral else None
-        offering = Offering(app.settings, taken, gpus=bool(capability.gpus), sessions=sessions is not None)
+        offering = Offering(
+            app.settings,
+            taken,
+            gpus=bool(capability.gpus),
+            sessions=sessions is not None,
+            functions=[
+                name
+                for name, task in app.tasks.items()
+                if not name.startswith(CELERYS) and task.__module__ not in TASK_MODULES
+            ],
+        )
         neighbours = Neighbours(app.redis, app.keys, machine_gpus.group(), worker.worker_id)
         table.gate = admission = Admission(
             Demands(app.redis, app.keys, capability, families=worker.asked_queues, cost=cost),

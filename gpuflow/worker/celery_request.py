@@ -7,6 +7,8 @@ from typing import Any
 from celery.worker.request import Request
 from redis.exceptions import RedisError
 
+from gpuflow.broker.merged_calls import RECORDED_HEADER
+from gpuflow.functions.calls import FUNCTION_HEADER
 from gpuflow.logs import get_logger
 from gpuflow.routing.families import SUPERVISED_TASKS
 from gpuflow.secrets import public_spec
@@ -22,6 +24,17 @@ class GPURequest(Request):  # type: ignore[misc]
     """
 
     _already_cancelled: bool = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if getattr(self.task, "in_child", False):  # its sender may not have known that, and written no record
+            self._request_dict.update({RECORDED_HEADER: 1, FUNCTION_HEADER: 1})
+        elif getattr(self.task, "child", None) is False:  # nor this, and written one: it runs by that, in a thread
+            self._request_dict.pop(FUNCTION_HEADER, None)
+        if self._request_dict.get(RECORDED_HEADER):
+            # Acknowledged before, it would have no lease, and never begin; sent again after its end, it would for ever.
+            self.task.acks_late = self.task.acks_on_failure_or_timeout = True
+            self.task.acks_on_failure = self.task.acks_on_timeout = True
 
     def info(self, safe: bool = False) -> dict[str, Any]:
         """Return what Celery tells about the request."""
@@ -41,7 +54,8 @@ class GPURequest(Request):  # type: ignore[misc]
         if runtime.stop(self.id, "shutdown"):
             return
         job = self._apply_result() if self._apply_result is not None else None
-        if self.name in SUPERVISED_TASKS and job is not None and job.thread_ident is not None:
+        is_ours = self.name in SUPERVISED_TASKS or bool(self._request_dict.get(FUNCTION_HEADER))
+        if is_ours and job is not None and job.thread_ident is not None:
             return  # it begins nothing more, or is at its end: it lets go of its message itself
         try:
             runtime.leases.settle(self.message.delivery_tag, "front")

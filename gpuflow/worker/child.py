@@ -175,6 +175,11 @@ class Child:
             while rest:
                 rest = rest[os.write(self._stdin, rest) :]
 
+    def say(self, line: bytes) -> None:
+        """Write one line to its stdin, if it still reads."""
+        with contextlib.suppress(OSError):
+            self.send(line)
+
     def end_input(self) -> None:
         """Close its stdin: a session then ends at once."""
         with self._sending:

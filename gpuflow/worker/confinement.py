@@ -15,7 +15,7 @@ from typing import Any, Final
 from gpuflow.errors import GPUFlowError
 from gpuflow.policy.child import read_policy
 from gpuflow.policy.paths import texts_of
-from gpuflow.protocol import Request
+from gpuflow.protocol import FUNCTION_TYPE, Request
 from gpuflow.settings import Settings, env_names
 from gpuflow.worker import bubblewrap
 from gpuflow.worker.cgroups import TaskGroup
@@ -73,7 +73,15 @@ def of_attempt(settings: Settings, request: Request, environment: Mapping[str, s
         cwd=Path(request.output_dir),
         gpus=bool(request.gpus),
         container=request.task_type == "container",
+        code=_code_of(request),
     )
+
+
+def _code_of(request: Request) -> list[Path]:
+    """Return where the worker's interpreter looks for modules, for a function of a team that it has imported itself."""
+    if request.task_type != FUNCTION_TYPE:
+        return []
+    return [path for one in request.spec["function"]["path"] if (path := Path(one)).is_absolute() and path.exists()]
 
 
 def of_session(
@@ -118,6 +126,7 @@ def _of_task(
     gpus: bool,
     container: bool,
     view: tuple[Path, Path] | None = None,
+    code: Sequence[Path] = (),
 ) -> Confinement:
     limits = {limit: int(most) for name, limit in _LIMITS.items() if (most := getattr(settings, name)) is not None}
     if container:  # its child talks to the container engine, which needs our user; the container confines the task
@@ -125,7 +134,7 @@ def _of_task(
     user = child_user(settings)
     if settings.isolate != "bubblewrap":
         return Confinement(limits=limits, user=user)
-    read = [*_python_of(python), *_packages(environment.get("PYTHONPATH", "")), *_executors(settings)]
+    read = [*code, *_python_of(python), *_packages(environment.get("PYTHONPATH", "")), *_executors(settings)]
     sandbox = bubblewrap.own_folders(
         read=[*read, *_paths(environment.get("LD_LIBRARY_PATH", ""))],
         hidden=[one for one in (settings.results_dir, settings.state_dir, settings.secrets_dir) if one is not None],

@@ -17,7 +17,8 @@ from celery.worker.state import maybe_shutdown
 from redis.exceptions import AuthenticationError, RedisError
 
 from gpuflow.broker.answers import Meaning, meaning_of
-from gpuflow.errors import GPUFlowError, UnreadableMessage
+from gpuflow.broker.merged_calls import RECORDED_HEADER
+from gpuflow.errors import GPUFlowError, UnknownTask, UnreadableMessage
 from gpuflow.ledger.backend import error_record
 from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
@@ -136,6 +137,21 @@ class Consumer(CeleryConsumer):  # type: ignore[misc]
     def on_invalid_task(self, body: Any, message: Any, exc: BaseException) -> None:
         """Put a message aside whose arguments are none."""
         _set_aside(message, exc)
+
+    def on_unknown_task(self, body: Any, message: Any, exc: BaseException) -> None:
+        """Let a task fail that no module of this worker registers, as Celery does, and its record with it."""
+        super().on_unknown_task(body, message, exc)
+        task_id = message.headers.get("id")
+        if message.headers.get(RECORDED_HEADER) and isinstance(task_id, str):
+            name = str(message.headers.get("task"))
+            error = UnknownTask(
+                f"worker {current().worker_id} has no task {name}: start it with --include and the module that "
+                "registers it, or route the task to workers that have it"
+            )
+            try:
+                fail_of_message(self.app, task_id, error)
+            except RedisError as cause:  # the message is gone: it is restored from its record, and comes here again
+                log.warning("end_not_told_yet", task=task_id, cause=str(cause))
 
     def on_unknown_message(self, body: Any, message: Any) -> None:
         """Put a message aside that names no task."""

@@ -77,7 +77,7 @@ class GivenResult:
             (self._folder / RESULT_FILE).unlink()
 
     def _content(self, name: str, redactor: Redactor | None) -> Any:
-        raw = _read_inside(self._folder, name)
+        raw = read_inside(self._folder, name)
         try:
             value = read_json(raw)
             return value if redactor is None else redactor.data(value, shapes=False)
@@ -96,7 +96,7 @@ def shown_piece(piece: bytes) -> str:
     )
 
 
-def _read_inside(folder: Path, name: str) -> bytes:
+def read_inside(folder: Path, name: str) -> bytes:
     """Return the bytes of a file below `folder`; no link on the way there is followed. Raises ResultLost."""
     parts = PurePosixPath(name).parts
     if not parts or parts[0] == "/" or ".." in parts or "\0" in name:

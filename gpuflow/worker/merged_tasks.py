@@ -48,7 +48,7 @@ def run(task: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         _here.delivery = None
 
 
-def requeues_run(options: Mapping[str, Any]) -> bool:
+def requeues_run(_name: str, _args: Any, _kwargs: Any, options: Mapping[str, Any]) -> bool:
     """Put the run that this thread works on back to its queue, if the call that is sent is its own retry."""
     delivery: MergedTask | None = getattr(_here, "delivery", None)
     return delivery is not None and options.get("task_id") == delivery.id and delivery.requeue(options)

@@ -7,13 +7,22 @@ admission takes by it, the registry tells it, and the supervisor starts children
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from gpuflow.environments import Choice, Snapshot, choose, note_problem, offers_of, snapshot
 from gpuflow.logs import get_logger
 from gpuflow.policy.code import allowed_kinds
-from gpuflow.routing.offers import WARM_ENGINES, WARM_TASK_TYPES, Offers, parts_of, with_code, with_replicas
+from gpuflow.routing.offers import (
+    WARM_ENGINES,
+    WARM_TASK_TYPES,
+    Offers,
+    function_name,
+    parts_of,
+    with_code,
+    with_replicas,
+)
 from gpuflow.settings import Settings
 from gpuflow.worker.child_python import ChildPython, python_of
 from gpuflow.worker.secret_sources import offered_secrets
@@ -24,15 +33,22 @@ log = get_logger("gpuflow.worker")
 class Offering:
     """The offers of one worker. `task_types` are those that it may run; a user's with the environment that it names.
 
-    `sessions` says whether it keeps models loaded.
+    `sessions` says whether it keeps models loaded, `functions` are the Celery tasks of the team that it has.
     """
 
     def __init__(
-        self, settings: Settings, task_types: Mapping[str, str | None], *, gpus: bool, sessions: bool = False
+        self,
+        settings: Settings,
+        task_types: Mapping[str, str | None],
+        *,
+        gpus: bool,
+        sessions: bool = False,
+        functions: Iterable[str] = (),
     ) -> None:
         self._settings = settings
         self._keeps_sessions = sessions
         self._task_types = dict(task_types)
+        self._functions = frozenset(map(function_name, functions))
         self._kinds = (False, True) if gpus else (False,)
         self._lock = threading.Lock()
         self._stands: dict[bool, Snapshot] = {}
@@ -66,6 +82,7 @@ class Offering:
                 gpus: with_replicas(found, lambda name, of=stands[gpus]: self._keeps(of, name))  # type: ignore[misc]
                 for gpus, found in offers.items()
             }
+        offers = {gpus: replace(found, names=found.names | self._functions) for gpus, found in offers.items()}
         secrets = offered_secrets(self._settings)
         with self._lock:
             changed = bool(self._offers) and (offers, secrets) != (self._offers, self.secrets)

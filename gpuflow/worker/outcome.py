@@ -16,6 +16,7 @@ from typing import Any, Final, Literal
 from gpuflow.artifacts.checkpoint_store import CheckpointUnreachable
 from gpuflow.artifacts.destination import FetchFailed, UploadFailed
 from gpuflow.errors import GPUFlowError, TaskCancelled, TaskDead, TaskFailed
+from gpuflow.functions.calls import TOLD
 from gpuflow.ledger.states import TaskState
 from gpuflow.secrets import known
 from gpuflow.worker.cgroups import GroupEnd
@@ -104,6 +105,7 @@ def failed(finish: Mapping[str, Any], end: ChildEnd) -> dict[str, Any]:
             str(given.get("message", "")),
             bool(given.get("retryable", False)),
         )
+        error |= {TOLD: True} if given.get(TOLD) is True else {}
         return {**error, "beside": end.beside} if end.beside else error
     if status in ("failed", "cancelled"):
         return _error("Failed", f"the child said {status} and gave no error", False)

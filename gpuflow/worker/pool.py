@@ -23,10 +23,12 @@ from celery.worker import state
 
 from gpuflow.broker.answers import passes
 from gpuflow.broker.messages import ETA_HEADER
+from gpuflow.functions.calls import FUNCTION_HEADER
 from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
 from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUES, SUPERVISED_TASKS
-from gpuflow.worker.runtime import find
+from gpuflow.worker.outcome import StopReason
+from gpuflow.worker.runtime import Runtime, find
 from gpuflow.worker.slots import CONTROL_SLOTS, MOST_REPLICAS, NOTICE_SLOTS
 from gpuflow.worker.stopping import stop_now
 
@@ -34,6 +36,10 @@ log = get_logger("gpuflow.pool")
 
 #: What follows a task and could not be published is tried again after so many seconds.
 FOLLOW_UP_SECONDS: Final = 0.5
+#: What the names of our own tasks begin with: their specs have limits, and replicas and control tasks none.
+_OURS: Final = "gpuflow."
+#: The limit of a task whose attempt has not begun is tried again after so many seconds.
+_LOOK_AGAIN_SECONDS: Final = 0.2
 #: Of a thread: whether the task that it runs is a supervised one.
 _running = threading.local()
 
@@ -67,13 +73,21 @@ def raise_in_thread(ident: int, error: type[BaseException]) -> None:
 class Job(ApplyResult):  # type: ignore[misc]
     """One task on the pool: what Celery keeps, and ends by `terminate`."""
 
-    def __init__(self, task_id: str) -> None:
+    def __init__(self, task_id: str, *, is_supervised: bool = False) -> None:
         self.task_id = task_id
+        self.is_supervised = is_supervised
         self.thread_ident: int | None = None
         self.timers: list[threading.Timer] = []
         self.done = False
         #: Whether Celery knows how the task ends: it was revoked, or its time is over.
         self.told = False
+
+    def begin(self, runtime: Runtime | None) -> None:
+        """Note that this thread runs the task now."""
+        self.thread_ident = threading.get_ident()
+        _running.is_supervised = self.is_supervised
+        if runtime is not None:
+            runtime.begun.discard(self.thread_ident)
 
     def bind(self, future: Future[Any]) -> None:
         """Attach the future once it is submitted."""
@@ -102,13 +116,18 @@ class Job(ApplyResult):  # type: ignore[misc]
             timer.cancel()
 
 
+def is_supervised(request: Mapping[str, Any]) -> bool:
+    """Say whether a request is of a task that runs in a child."""
+    return request.get("task") in SUPERVISED_TASKS or bool(request.get(FUNCTION_HEADER))
+
+
 def _fail_unbegun(request: Mapping[str, Any], task_id: str) -> None:
     """Make a supervised task fail that gave nothing back and has not come to its START, before its message is gone.
 
     Celery stumbled over its arguments, and says so in the log alone.
     """
     runtime = find()
-    if runtime is None or request.get("task") not in SUPERVISED_TASKS:
+    if runtime is None or not is_supervised(request):
         return
     record = runtime.app.ledger.find(task_id)
     if record is not None and record.state is TaskState.QUEUED:
@@ -145,10 +164,11 @@ class SupervisorPool(TaskPool):  # type: ignore[misc]
         request = args[2] if len(args) > 2 and isinstance(args[2], dict) else {}
         request["eta"] = request.get(ETA_HEADER) or request.get("eta")
         tag = str((request.get("properties") or {}).get("delivery_tag") or "")
-        job = Job(str(args[1]) if len(args) > 1 else "")
+        job = Job(str(args[1]) if len(args) > 1 else "", is_supervised=is_supervised(request))
         runtime = find()
         leases = runtime.leases if tag and runtime is not None else None
         delivery = leases.delivery(tag) if leases is not None else None
+        soft, hard = self._limits(request, soft_timeout, timeout)
 
         def called(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -174,14 +194,13 @@ class SupervisorPool(TaskPool):  # type: ignore[misc]
                 log.info("returned_message_not_run", task=job.task_id)
                 return None
             try:
-                job.thread_ident = threading.get_ident()
-                _running.is_supervised = request.get("task") in SUPERVISED_TASKS
+                job.begin(runtime)
                 if leases is not None:
                     leases.work_on(tag)
-                if soft_timeout:
-                    job.limit(soft_timeout, lambda: self._soft(job, soft_timeout, timeout_callback))
-                if timeout:
-                    job.limit(timeout, lambda: self._hard(job, timeout, timeout_callback))
+                if soft is not None:
+                    job.limit(soft, lambda: self._soft(job, soft, timeout_callback))
+                if hard is not None:
+                    job.limit(hard, lambda: self._hard(job, hard, timeout_callback))
                 return apply_target(called, args, kwargs or {}, ended, accept_callback)
             except Exception:
                 log.exception("end_not_told", task=job.task_id)
@@ -202,21 +221,40 @@ class SupervisorPool(TaskPool):  # type: ignore[misc]
         job.bind(lane.submit(run))
         return job
 
+    def _limits(
+        self, request: Mapping[str, Any], soft: float | None, hard: float | None
+    ) -> tuple[float | None, float | None]:
+        """Return the limits of a task: its own, else, for a team's, those of the worker (--time-limit and its like)."""
+        if str(request.get("task")).startswith(_OURS):
+            return soft, hard
+        return soft or self.options.get("soft_timeout") or None, hard or self.options.get("timeout") or None
+
     def _soft(self, job: Job, seconds: float, timeout_callback: Callable[..., Any] | None) -> None:
         if job.done:
             return
         if timeout_callback is not None:
             timeout_callback(True, seconds)
-        runtime = find()
-        stopped = runtime is not None and runtime.stop(job.task_id, "soft_timeout")
-        if not stopped and job.thread_ident is not None:
+        if job.is_supervised:
+            self._stop_attempt(job, "soft_timeout")
+        elif job.thread_ident is not None:
             raise_in_thread(job.thread_ident, SoftTimeLimitExceeded)
+
+    def _stop_attempt(self, job: Job, reason: StopReason, *, at_once: bool = False) -> None:
+        """Stop the attempt of a supervised task; one that has not begun is waited for, one that is over is left alone.
+
+        Its supervisor commits and tells its end then, which nothing may interrupt.
+        """
+        runtime = find()
+        if runtime is None or job.done or runtime.stop(job.task_id, reason, at_once=at_once):
+            return
+        if job.thread_ident not in runtime.begun:
+            job.limit(_LOOK_AGAIN_SECONDS, lambda: self._stop_attempt(job, reason, at_once=at_once))
 
     def _hard(self, job: Job, seconds: float, timeout_callback: Callable[..., Any] | None) -> None:
         if job.done:
             return
-        runtime = find()
-        if runtime is not None and runtime.stop(job.task_id, "timeout", at_once=True):
+        if job.is_supervised:
+            self._stop_attempt(job, "timeout", at_once=True)
             return
         job.told = True
         if timeout_callback is not None:

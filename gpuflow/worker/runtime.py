@@ -55,6 +55,8 @@ class Runtime:
     limits: TaskLimits = field(default_factory=TaskLimits)
     asked_queues: tuple[str, ...] | None = None
     running: dict[str, Stoppable] = field(default_factory=dict)
+    #: The threads whose task has begun its attempt.
+    begun: set[int] = field(default_factory=set)
     connected: bool = False
     #: The consumer waits for the broker, or for its login.
     connecting: bool = False
@@ -76,6 +78,7 @@ class Runtime:
 
     def begin(self, task_id: str, attempt: Stoppable) -> None:
         """Note a running attempt, so that it can be stopped by its task id; stop it if all are stopped already."""
+        self.begun.add(threading.get_ident())
         with self.lock:
             self.running[task_id] = attempt
             stopping = self.stopping

@@ -1,7 +1,8 @@
 """The processes that fork shims for this worker: started when first needed, started again if they are gone.
 
-One executes what it is told. The other has all imported that the program of an executor begins with, and its shims fork
-their children as that program: forty milliseconds less for each (docs/decisions/0091-preloaded-children.md).
+One executes what it is told. The others have all imported that a program of ours begins with, an executor or a
+function, and their shims fork their children as that program: forty milliseconds less for each, 400 for a function
+(docs/decisions/0091-preloaded-children.md).
 They end when the worker closes their socket or dies; shims that run then are told by their own pipes.
 """
 
@@ -32,9 +33,11 @@ _ANSWER_SECONDS: Final = 20.0
 #: One that failed is tried again after so long, in seconds, and twice as long after each further failure, to an hour.
 _AGAIN_SECONDS: Final = 60.0
 _LONGEST_SECONDS: Final = 3600.0
-#: What a preloaded child runs, and how a new interpreter would run it.
-_MODULE: Final = "executors"
-_PROGRAM: Final = (sys.executable, "-P", "-m", _MODULE)
+#: What preloaded children run, by how a new interpreter would run it.
+_EXECUTORS: Final = "executors"
+_MODULES: Final[Mapping[tuple[str, ...], str]] = {
+    (sys.executable, "-P", "-m", module): module for module in (_EXECUTORS, "gpuflow.functions")
+}
 #: Variables that the interpreter, the loader and the C library read once, when a program starts; globs.
 _READ_AT_START: Final = (
     "PYTHON*",
@@ -152,15 +155,11 @@ class Spawner:
 
 
 class Spawners:
-    """Both of them. Safe to use from several threads."""
+    """All of them. Safe to use from several threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._plain = Spawner([sys.executable, "-I", "-S"])
-        self._preloaded: Spawner | None = None
-        self._of_installation: tuple[object, ...] = ()
-        self._failures = 0
-        self._again_at = 0.0 if sys.platform == "linux" else float("inf")  # monotonic seconds
+        self._preloading = {module: _Preloading(module) for module in _MODULES.values()}
 
     def spawn(
         self,
@@ -179,68 +178,99 @@ class Spawners:
         left; `confined` what the child may not (`shim`).
         """
         message = {"argv": list(argv), "cwd": str(cwd), "at_end": list(at_end), "confined": dict(confined or {})}
-        preloaded = self._preloaded_for(argv, environment, confined or {})
-        if preloaded is not None:
-            try:
-                shim = preloaded.spawn(message, descriptors)
-            except OSError as error:
-                self._give_up(preloaded, str(error))
-            else:
-                self._failures = 0
-                return shim
-        return self._plain.spawn(message, descriptors)
+        preloading = self._preloading_for(argv, confined or {})
+        shim = None if preloading is None else preloading.spawn(message, descriptors, environment)
+        return self._plain.spawn(message, descriptors) if shim is None else shim
+
+    def _preloading_for(self, argv: Sequence[str], confined: Mapping[str, Any]) -> _Preloading | None:
+        """Return what has this program loaded; None where it is to be a new one.
+
+        A child of another user has to be: what a loaded one has in its memory is not for that user.
+        """
+        module = _MODULES.get(tuple(argv))
+        return None if module is None or confined.get("user") is not None else self._preloading[module]
 
     @property
     def preloaded_pid(self) -> int | None:
-        """Return the process that forks preloaded children; None while there is none."""
-        return self._preloaded.pid if self._preloaded is not None else None
+        """Return the process that forks preloaded children of executors; None while there is none."""
+        return self._preloading[_EXECUTORS].pid
 
     def close(self) -> None:
-        """End both; what they have forked goes on."""
-        for one in (self._plain, self._preloaded):
-            if one is not None:
-                one.close()
+        """End them; what they have forked goes on."""
+        self._plain.close()
+        for one in self._preloading.values():
+            one.close()
 
-    def _give_up(self, preloaded: Spawner, cause: str) -> None:
+
+class _Preloading:
+    """Forks shims whose children are one program, of the version that is installed, as long as that works."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+        self._lock = threading.Lock()
+        self._spawner: Spawner | None = None
+        self._of_installation: tuple[object, ...] = ()
+        self._failures = 0
+        self._again_at = 0.0 if sys.platform == "linux" else float("inf")  # monotonic seconds
+
+    @property
+    def pid(self) -> int | None:
+        return self._spawner.pid if self._spawner is not None else None
+
+    def spawn(
+        self, message: Mapping[str, Any], descriptors: Sequence[int], environment: Mapping[str, str]
+    ) -> int | None:
+        """Have a shim forked, and return its process id; None where a new interpreter is to be started."""
+        spawner = self._for(environment)
+        if spawner is None:
+            return None
+        try:
+            shim = spawner.spawn(message, descriptors)
+        except OSError as error:
+            self._give_up(spawner, str(error))
+            return None
+        self._failures = 0
+        return shim
+
+    def close(self) -> None:
+        if self._spawner is not None:
+            self._spawner.close()
+
+    def _give_up(self, spawner: Spawner, cause: str) -> None:
         """Do without preloaded children for a while: what failed may pass (no memory, too many processes), or not."""
         with self._lock:
-            if self._preloaded is not preloaded:
+            if self._spawner is not spawner:
                 return
-            self._preloaded = None
+            self._spawner = None
             seconds = min(_AGAIN_SECONDS * 2 ** min(self._failures, 10), _LONGEST_SECONDS)
             self._failures += 1
             self._again_at = time.monotonic() + seconds
         log.warning("preload_failed", cause=cause, again_seconds=round(seconds))
 
-    def _preloaded_for(
-        self, argv: Sequence[str], environment: Mapping[str, str], confined: Mapping[str, Any]
-    ) -> Spawner | None:
+    def _for(self, environment: Mapping[str, str]) -> Spawner | None:
         """Return the one whose process can become this program; None where a new interpreter would be another.
 
-        A child of another user has to be a new program: what this one has in its memory is not for that user. Where
-        another version was installed meanwhile, another process is started: a child is of one version, as ever.
+        Where another version was installed meanwhile, another process is started: a child is of one version, as ever.
         """
-        if tuple(argv) != _PROGRAM or confined.get("user") is not None:
-            return None
         at_start = {name: value for name, value in environment.items() if _AT_START.match(name)}
         with self._lock:
             if time.monotonic() < self._again_at:
                 return None
             installed = _installed()
-            if self._preloaded is not None and installed != self._of_installation:
+            if self._spawner is not None and installed != self._of_installation:
                 log.info("preloaded_anew", why="the installation of gpuflow has changed")
-                self._preloaded.close()
-                self._preloaded = None
-            if self._preloaded is None:
+                self._spawner.close()
+                self._spawner = None
+            if self._spawner is None:
                 self._of_installation = installed
-                self._preloaded = Spawner(_PROGRAM[:2], module=_MODULE, environment=at_start)
-            return self._preloaded if self._preloaded.environment == at_start else None
+                self._spawner = Spawner([sys.executable, "-P"], module=self._module, environment=at_start)
+            return self._spawner if self._spawner.environment == at_start else None
 
 
 @cache
 def packages() -> tuple[Path, ...]:
     """Return the folders of the packages that each child imports."""
-    found = (find_spec(name) for name in ("gpuflow", _MODULE))
+    found = (find_spec(name) for name in ("gpuflow", _EXECUTORS))
     return tuple(Path(one.origin).parent for one in found if one is not None and one.origin)
 
 

@@ -22,10 +22,10 @@ from gpuflow.artifacts.manifest import SealedResults, digests_in, seal_results
 from gpuflow.artifacts.partial import file_digest
 from gpuflow.artifacts.store import Store
 from gpuflow.broker.merged_calls import FETCH_HEADER, RUN_HEADER
-from gpuflow.broker.signed_messages import OWNER_HEADER
 from gpuflow.errors import ArtifactError, GPUFlowError
+from gpuflow.fleet.gpu_locks import Hold
 from gpuflow.ledger.ledger import Holder, StartVerdict
-from gpuflow.ledger.records import RECORD_SCHEMA, SCHEMA_HEADER, TaskRecord, Usage, new_record_fields
+from gpuflow.ledger.records import RECORD_SCHEMA, SCHEMA_HEADER, Usage, new_record_fields
 from gpuflow.ledger.retries import AVOID_SECONDS, Again, decide
 from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
@@ -33,6 +33,7 @@ from gpuflow.merge.sealing import named_by_engine, seal_calls
 from gpuflow.merge.specs import MERGED, run_spec
 from gpuflow.routing.affinity import model_key
 from gpuflow.routing.offers import REPLICA_OF
+from gpuflow.routing.requirement import Requirement
 from gpuflow.spec.units import duration_seconds
 from gpuflow.worker.attempt import ASK_SECONDS, Attempt
 from gpuflow.worker.checkpoint_uploads import CheckpointUploads, begin_uploads, forget_checkpoints, goes_on
@@ -46,16 +47,14 @@ from gpuflow.worker.runtime import Runtime, current
 from gpuflow.worker.secret_sources import scrubbed
 from gpuflow.worker.steps import until_answered
 from gpuflow.worker.task_limits import LimitPlan, Runner
+from gpuflow.worker.task_owner import TaskOwner
 from gpuflow.worker.usage_meter import UsageMeter, meter_of
-from gpuflow.worker.work import NO_OWNER, begin_of, hold_of, limits_by_engine, runner_of
+from gpuflow.worker.work import begin_of, hold_of, limits_by_engine, runner_of
 
 log = get_logger("gpuflow.supervisor")
 
 #: A delivery that another worker is to take comes back to its queue after this many seconds.
 PASS_ON_SECONDS: Final = 1.0
-
-#: Records that are read in one round trip; each holds a spec.
-_RECORDS_AT_ONCE: Final = 64
 
 T = TypeVar("T")
 
@@ -91,6 +90,7 @@ class Delivery:
         self.is_run = bool(self.request.get(RUN_HEADER))
         self.calls: dict[str, dict[str, Any]] = {}
         self.start_call = uuid.uuid4().hex
+        self.owner = TaskOwner(runtime, task.request, self._until_told)
         self._asked_at = 0.0
         self.store: Store | None = None
         self.uploads: CheckpointUploads | None = None
@@ -224,33 +224,27 @@ class Delivery:
             runtime.policy.ask(self.spec)
             hold = hold_of(runtime, self.tag, allocation)
             self.meter = meter_of(runtime.admission, self.tag, hold, allocation)
-            python = runtime.offering.python_of(self.spec, gpus=bool(hold.uuids))
+            python = self.python(hold.uuids)
             asked = allocation.requirement if allocation is not None else None
             runtime.begin(self.id, preparing)
             if not leases.start(self.tag, lambda: preparing.stop("lost")):
                 preparing.stop("lost")
             prepared = preparing.run(
-                lambda: prepare(
-                    self.spec,
-                    python=python,
-                    task_id=self.id,
-                    attempt=number,
-                    gpus=hold.uuids,
-                    share_mib=hold.share_mib,
-                    cpus=asked.cpu if asked is not None else None,
-                    folder=self.folder,
-                    settings=settings,
-                    worker_id=runtime.worker_id,
-                    wanted=lambda: preparing.is_waited_for,
-                    owned=lambda others: self._owned(others, lambda: preparing.is_waited_for),
-                ),
+                lambda: self.prepare(python, number, hold, asked, lambda: preparing.is_waited_for),
                 f"what task {self.id} reads",
             )
             runner = runner_of(runtime, allocation, prepared)
             self._trace_run(holder, prepared, runner)
             self.limits = runtime.limits.plan(asked, runner, limits_by_engine(prepared))
             begin = begin_of(
-                runtime, self.tag, allocation, python, prepared, plan=self.limits, owner=self._owner, alone=self.alone
+                runtime,
+                self.tag,
+                allocation,
+                python,
+                prepared,
+                plan=self.limits,
+                owner=self.owner.name,
+                alone=self.alone,
             )
         except HandedBack as error:
             return self._not_begun(handed_back(error))
@@ -302,43 +296,36 @@ class Delivery:
         with self._rights(number):
             return scrubbed(self._by_engine(outcome, python), prepared.output_dir, prepared.redactor)
 
+    def python(self, gpus: Sequence[str]) -> ChildPython:
+        """Return how the child is started. Raises EnvironmentNotReady."""
+        return self.runtime.offering.python_of(self.spec, gpus=bool(gpus))
+
+    def prepare(
+        self, python: ChildPython, attempt: int, hold: Hold, asked: Requirement | None, wanted: Callable[[], bool]
+    ) -> Prepared:
+        """Return what the child is started with (`preparation.prepare`)."""
+        return prepare(
+            self.spec,
+            python=python,
+            task_id=self.id,
+            attempt=attempt,
+            gpus=hold.uuids,
+            share_mib=hold.share_mib,
+            cpus=asked.cpu if asked is not None else None,
+            folder=self.folder,
+            settings=self.runtime.app.settings,
+            worker_id=self.runtime.worker_id,
+            wanted=wanted,
+            owned=lambda others: self.owner.of_the_same(others, wanted),
+        )
+
+    def exception(self, state: TaskState, error: dict[str, Any]) -> Exception:
+        """Return what Celery is told of an end without result."""
+        return exception_of(state, error)
+
     def _usage(self) -> Usage | None:
         """Return what the attempt has used until this was asked first; None: it had no place yet."""
         return None if self.meter is None else self.meter.stop()
-
-    def _owner(self) -> str:
-        """Return whose task this is; one without a record is nobody's, and shares with nobody."""
-        signed = self._signed_owner()
-        if signed is not None:
-            return f"{NO_OWNER}{signed}"
-        record = next(iter(self._until_told(lambda: self.ledger.find_many([self.id]))), None)
-        return f"{NO_OWNER}{record.owner}" if record is not None else f"task {self.id}"
-
-    def _signed_owner(self) -> str | None:
-        """Return whose task this is by its signed message; None where nothing is signed, and its record says it."""
-        signer = self.runtime.app.signer
-        return str(self.request.get(OWNER_HEADER) or "") if signer is not None and signer.requires else None
-
-    def _owned(self, others: Sequence[str], wanted: Callable[[], bool]) -> set[str]:
-        """Return those of other tasks that are of the same owner as this one; one without a record is nobody's.
-
-        A broker that is away is waited for as long as the preparation is wanted: nothing has failed.
-        """
-
-        def find(ids: Sequence[str]) -> list[TaskRecord | None]:
-            return self.ledger.find_many(ids) if wanted() else []
-
-        mine = next(iter(self._until_told(lambda: find([self.id]))), None)
-        if mine is None:
-            return set()
-        signed = self._signed_owner()
-        owner = mine.owner if signed is None else signed
-        found: set[str] = set()
-        for start in range(0, len(others), _RECORDS_AT_ONCE):
-            some = others[start : start + _RECORDS_AT_ONCE]
-            records = self._until_told(lambda some=some: find(some))  # type: ignore[misc]
-            found.update(record.id for record in records if record is not None and record.owner == owner)
-        return found
 
     def _while_preparing(self, preparing: Preparing) -> None:
         """Say that this supervisor lives; ask whether a user wants the task cancelled: no word of it may have come."""
@@ -388,8 +375,10 @@ class Delivery:
         except RedisError as error:
             log.debug("not_woken", cause=str(error))
 
-    def _celery_meta(self, number: int) -> Callable[[Mapping[str, Any] | None], str]:
-        def meta(progress: Mapping[str, Any] | None) -> str:
+    def _celery_meta(self, number: int) -> Callable[[Mapping[str, Any] | None, Mapping[str, Any] | None], str]:
+        def meta(progress: Mapping[str, Any] | None, told: Mapping[str, Any] | None) -> str:
+            if told is not None:
+                return str(self.backend.meta(told.get("state"), told.get("meta"), self.request))
             state = "STARTED" if progress is None else "PROGRESS"
             text: str = self.backend.meta(state, {**(progress or {}), "attempt": number}, self.request)
             return text
@@ -548,7 +537,7 @@ class Delivery:
             self._let_go()
         self.folder.forget_fetched()
         log.info("task_ended", task=self.id, attempt=holder.attempt, state=str(state), cause=error["message"])
-        raise exception_of(state, dict(error))
+        raise self.exception(state, dict(error))
 
     def _others_serve(self) -> bool:
         """Whether another live worker serves the queue of this task."""
@@ -572,7 +561,7 @@ class Delivery:
                 self.id, reason, request=self.request, store_result=not self.request.ignore_result
             )
             raise Ignore
-        raise exception_of(record.state, dict(record.error or {}))
+        raise self.exception(record.state, dict(record.error or {}))
 
     def _was_stopped(self) -> bool:
         """Whether the task was cancelled while an attempt ran."""

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from gpuflow.errors import NotAllowed
 from gpuflow.fleet.gpu_locks import Hold
+from gpuflow.protocol import FUNCTION_TYPE
 from gpuflow.routing.offers import REPLICA_OF, WARM_ENGINES, WARM_TASK_TYPES
 from gpuflow.worker.child import Child, Work
 from gpuflow.worker.child_python import ChildPython
@@ -23,10 +24,9 @@ from gpuflow.worker.runtime import Runtime
 from gpuflow.worker.sessions.opening import opening_of, serves_one_owner
 from gpuflow.worker.slots import Allocation
 from gpuflow.worker.task_limits import LimitPlan, Runner
+from gpuflow.worker.task_owner import OWNER
 
 _NONE = Hold(())
-#: What `owner` of `begin_of` tells of a task that is nobody's.
-NO_OWNER = "owner "
 
 
 def hold_of(runtime: Runtime, tag: str, allocation: Allocation | None) -> Hold:
@@ -61,7 +61,7 @@ def begin_of(
     if python.engine not in WARM_ENGINES and prepared.request.task_type not in WARM_TASK_TYPES:
         raise HandedBack("its environment has changed since it was taken")
     bound = owner() if serves_one_owner(prepared.settings, prepared.request.spec) else None
-    if bound == NO_OWNER and prepared.request.spec.get(REPLICA_OF):
+    if bound == OWNER and prepared.request.spec.get(REPLICA_OF):
         raise NotAllowed(
             "the model is served for all owners, and this worker keeps what one owner's tasks load from the others "
             "(GPUFLOW_ISOLATE, or code that the model brings); serve it for one: gpuflow serve MODEL --owner OWNER",
@@ -116,13 +116,15 @@ def _begun(allocation: Allocation | None, python: ChildPython, prepared: Prepare
     hold = allocation.hold if allocation is not None else None
     if confinement.user is not None:
         hand_over(prepared.settings, prepared.output_dir)
+    talks = prepared.request.task_type == FUNCTION_TYPE
     with own_sockets(prepared.environment, removal_of(prepared.request), confinement) as started:
         return Child(
             python.argv,
-            request=prepared.request.to_json(),
+            request=prepared.request.to_json() + ("\n" if talks else ""),
             environment=started.environment,
             cwd=prepared.output_dir,
             keep_open=hold.fds if hold is not None else (),
             at_end=started.at_end,
+            talks=talks,
             confinement=confinement,
         )

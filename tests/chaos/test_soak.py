@@ -15,12 +15,14 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import psutil
 import pytest
+from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
 from gpuflow.client import PipelineRun, submit, submit_pipeline
@@ -114,7 +116,7 @@ class Storm:
             name = f"w{number}"
             worker = self.workers.get(name)
             if worker is None or worker.process.poll() is not None:
-                options = ("--max-jobs", "2", "--include", "attempt_spans")
+                options = ("--max-jobs", "2", "--include", "attempt_spans,team_functions")
                 self.workers[name] = WorkerProcess(self.proxy.url, self.fleet.folder, name, *options, env=self.env)
                 self.fleet.workers.append(self.workers[name])
                 self.starts += 1
@@ -288,6 +290,11 @@ def call(prompt: str, **fields: Any) -> dict[str, Any]:
     }
 
 
+def run_elsewhere(number: int) -> list[int]:
+    """Stand for a function that the workers have."""
+    raise AssertionError("it runs in a worker")
+
+
 class Submitted:
     """What was submitted, and the keeping of its records: they go so soon that the test could not read them."""
 
@@ -296,6 +303,9 @@ class Submitted:
         self.echoes: list[str] = []
         self.calls: dict[str, int] = {}
         self.culprits: list[str] = []
+        #: Functions of a team in children, each with a GPU: task -> what it returns.
+        self.functions: dict[str, int] = {}
+        self.on_gpu = fleet.app.task(name="team_functions.on_gpu", resources="A100:1")(run_elsewhere)
         self.runs: list[PipelineRun] = []
         self.failed: list[BaseException] = []
 
@@ -317,9 +327,22 @@ class Submitted:
         if number % 40 == 11:
             retry = {"max_attempts": 3, "backoff_seconds": 0.2}
             self.culprits.append(submit(call("die", retry=retry), app=app).id)
+        if number % 10 == 5:
+            self._call(number)
         echo = self.fleet.echo(output=number, sleep_seconds=self.choice.choice([0, 0, 0.1, 0.5, 2.0]))
         resources = {"resources": {"accelerators": "A100:1"}} if number % 2 else {}
         self.echoes.append(submit({**echo, "retry": RETRY, **resources}, app=app).id)
+
+    def _call(self, number: int) -> None:
+        """Send a function; unlike `submit`, Celery's own call does not wait for a broker that is away."""
+        task_id, pauses = uuid.uuid4().hex, threading.Event()
+        while True:
+            try:
+                self.on_gpu.apply_async((number,), task_id=task_id)
+                break
+            except (RedisError, OperationalError):
+                pauses.wait(0.5)
+        self.functions[task_id] = number
 
     def of_stages(self) -> list[str]:
         return [task for run in self.runs for stage in run.record().stages.values() for task in stage.tasks]
@@ -334,7 +357,7 @@ class Submitted:
         for run in list(self.runs):
             for key in (keys.pipeline(run.id), keys.stages(run.id), keys.events(run.id)):
                 pipe.expire(key, KEPT_SECONDS, gt=True)
-        for task in [*self.echoes, *self.calls, *self.culprits, *self.of_stages()]:
+        for task in [*self.echoes, *self.calls, *self.culprits, *self.functions, *self.of_stages()]:
             for key in (keys.task(task), keys.attempts(task), keys.events(task), keys.celery_result(task)):
                 pipe.expire(key, KEPT_SECONDS, gt=True)
         with contextlib.suppress(RedisError):  # it refuses that now; the next time is soon enough
@@ -377,9 +400,11 @@ def test_a_storm_loses_nothing_and_runs_nothing_twice(fleet: TestFleet) -> None:
             assert all("Unsupported type" in one["why"] for one in ledger.unreadable(10_000))
             ledger.forget_unreadable()
             good = [*given.echoes, *given.calls, *given.of_stages()]
-            eventually(lambda: given.keep() or ended(fleet, [*good, *given.culprits]), within=180, what="every end")
+            everything = [*good, *given.culprits, *given.functions]
+            eventually(lambda: given.keep() or ended(fleet, everything), within=180, what="every end")
             records = check(fleet, good, within=180)
             dead = check(fleet, given.culprits, state=TaskState.DEAD, within=180)
+            called = check(fleet, list(given.functions), state=None, within=180)
         finally:
             storm.close()
     outputs = {record.id: record.result for record in records}
@@ -388,11 +413,20 @@ def test_a_storm_loses_nothing_and_runs_nothing_twice(fleet: TestFleet) -> None:
         task: str(number) for task, number in given.calls.items()
     }
     assert [run["d"].result["output"] for run in given.runs] == [run["a"].result["output"] for run in given.runs]
-    check_orphans(fleet, [*good, *given.culprits], within=0)
-    outcomes = Counter(entry.outcome for one in [*records, *dead] for entry in fleet.app.ledger.attempts(one.id))
+    # As with Celery, a function whose process was killed has failed, at once and once.
+    killed = [one for one in called if one.state is not TaskState.SUCCEEDED]
+    assert {str((one.error or {}).get("type")) for one in killed} <= {"ChildKilled", "ChildLost"}
+    assert {one.id: one.result["value"] for one in called if one.result} == {
+        task: [number, 1] for task, number in given.functions.items() if task not in {one.id for one in killed}
+    }
+    check_orphans(fleet, everything, within=0)
+    outcomes = Counter(
+        entry.outcome for one in [*records, *dead, *called] for entry in fleet.app.ledger.attempts(one.id)
+    )
     print(
         f"\nsoak: seed {SEED}, {SECONDS:g} s, {TASKS} tasks, {len(given.calls)} calls, {len(given.culprits)} that kill "
-        f"their engine, {len(given.runs)} pipelines, {storm.starts} worker starts"
+        f"their engine, {len(called)} functions ({len(killed)} killed), {len(given.runs)} pipelines, "
+        f"{storm.starts} worker starts"
     )
     for kind, count in sorted(storm.faults.items()):
         print(f"  fault    {kind:<22}{count:>6}")
@@ -400,7 +434,7 @@ def test_a_storm_loses_nothing_and_runs_nothing_twice(fleet: TestFleet) -> None:
         print(f"  attempt  {kind:<22}{count:>6}")
     spans = spans_in(fleet.folder / "spans")
     promised(double_bookings(spans) == [], f"GPUs of two attempts at once: {double_bookings(spans)}")
-    asked = {task: number % 2 for number, task in enumerate(given.echoes)}
+    asked = {task: number % 2 for number, task in enumerate(given.echoes)} | dict.fromkeys(given.functions, 1)
     wrong = [one for one in spans if len(one.gpus) != asked.get(one.name.partition("/")[0], 0)]
     promised(wrong == [], f"attempts with other GPUs than they asked for: {wrong}")
     print(f"  {len(spans)} attempts seen to their end: without their GPUs 0, double-booked 0")

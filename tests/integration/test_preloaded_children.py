@@ -92,7 +92,7 @@ def test_a_preloaded_child_is_what_a_new_interpreter_is(
     start: Callable[..., Started], both: spawners.Spawners, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     preloaded = reported(start)
-    monkeypatch.setattr(both, "_preloaded_for", lambda *_: None)
+    monkeypatch.setattr(both, "_preloading_for", lambda *_: None)
     fresh_one = reported(start)
 
     assert (preloaded["preloaded"], fresh_one["preloaded"]) == (True, False)
@@ -129,9 +129,9 @@ def test_more_variables_than_there_is_room_to_show_reach_the_child(start: Callab
 
 
 def test_a_child_of_another_user_is_a_new_program(both: spawners.Spawners) -> None:
-    assert both._preloaded_for(PROGRAM, {}, {"user": None}) is not None
-    assert both._preloaded_for(PROGRAM, {}, {"user": [65534, 65534, []]}) is None
-    assert both._preloaded_for(("bwrap", *PROGRAM), {}, {"user": None}) is None
+    assert both._preloading_for(PROGRAM, {"user": None}) is not None
+    assert both._preloading_for(PROGRAM, {"user": [65534, 65534, []]}) is None
+    assert both._preloading_for(("bwrap", *PROGRAM), {"user": None}) is None
 
 
 def test_limits_hold_in_a_preloaded_child(start: Callable[..., Started]) -> None:
@@ -260,7 +260,7 @@ def test_without_a_locale_both_have_what_the_interpreter_sets(
     variables.pop("LANG", None)
 
     preloaded = reported(start)
-    monkeypatch.setattr(both, "_preloaded_for", lambda *_: None)
+    monkeypatch.setattr(both, "_preloading_for", lambda *_: None)
     fresh_one = reported(start)
 
     assert preloaded["preloaded"] and preloaded["alike"] == fresh_one["alike"]

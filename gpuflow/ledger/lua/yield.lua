@@ -10,6 +10,8 @@
 -- ARGV[10] cap of the event stream  ARGV[11] doorbell token seconds
 -- ARGV[12] 1: a warm session is to answer it by itself from now on
 -- ARGV[13] what the attempt has used, JSON (ledger.records.Usage), or ''
+-- ARGV[14] the message that takes the place of the one that was taken, or ''; with it ARGV[15] its list, ARGV[16] its tag,
+-- ARGV[17] its queue, ARGV[18] the requirement of that queue, JSON or '', ARGV[19] its hints (common.lua)
 --
 -- Returns 'queued'; 'cancel' (a user has asked for it: commit CANCELLED instead); 'refused': nothing was changed.
 local state, attempt, token = unpack(redis.call('HMGET', KEYS[1], 'state', 'attempt', 'owner_token'))
@@ -20,8 +22,16 @@ local cut = string.find(held, '\n', 1, true)
 local raw = redis.call('HGET', KEYS[5], ARGV[3])
 if string.sub(held, 1, cut - 1) ~= ARGV[2] or not raw then return 'refused' end
 if redis.call('HEXISTS', KEYS[1], 'cancel_requested') == 1 then return 'cancel' end
-local list = string.sub(held, cut + 1)
+local list, tag, side = string.sub(held, cut + 1), ARGV[3], 'front'
 local seconds = clock()
+if ARGV[14] ~= '' then
+  raw, list, tag, side = ARGV[14], ARGV[15], ARGV[16], 'back'
+  if ARGV[18] ~= '' then
+    raw = stamped(raw, seconds, ARGV[19])
+    register(KEYS[7], ARGV[17], ARGV[18], seconds)
+  end
+  redis.call('HSET', KEYS[1], 'message', raw, 'list', list, 'queue', ARGV[17])
+end
 remember(KEYS[1], KEYS[3], seconds, ARGV[4], ARGV[5], ARGV[6], ARGV[13])
 redis.call('HINCRBY', KEYS[1], ARGV[4] == 'failed' and 'failures' or 'preemptions', 1)
 redis.call('HSET', KEYS[1], 'state', 'QUEUED', 'updated_at', seconds)
@@ -40,9 +50,9 @@ local event = {event = 'state', state = 'QUEUED', attempt = tonumber(attempt), a
 if pause > 0 then
   event['delaySeconds'] = pause
   redis.call('HSET', KEYS[1], 'not_before', string.format('%.6f', seconds + pause))
-  delay(KEYS[7], KEYS[8], KEYS[9], ARGV[3], 'front', list, raw, pause, ARGV[11])
+  delay(KEYS[7], KEYS[8], KEYS[9], tag, side, list, raw, pause, ARGV[11])
 else
-  put(KEYS[7], list, 'front', raw, ARGV[11])
+  put(KEYS[7], list, side, raw, ARGV[11])
 end
 if ARGV[5] ~= '' then event['error'] = cjson.decode(ARGV[5]) end
 tell(KEYS[2], ARGV[10], event)

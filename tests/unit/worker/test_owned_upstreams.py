@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 from celery.exceptions import Ignore
 from redis.exceptions import ConnectionError as BrokerAway
 
-from gpuflow.worker.supervisor import Delivery
+from gpuflow.worker.steps import until_answered
+from gpuflow.worker.task_owner import TaskOwner
 
 
 class Away:
@@ -38,18 +40,17 @@ class Lease:
         pass
 
 
-def delivery(ledger: Away, lease: Lease) -> Delivery:
-    made = Delivery.__new__(Delivery)
-    made.id, made.tag, made.ledger = "mine", "tag", ledger  # type: ignore[assignment]
-    made.runtime = SimpleNamespace(leases=lease, app=SimpleNamespace(signer=None))  # type: ignore[assignment]
-    return made
+def owner(ledger: Away, lease: Lease) -> TaskOwner:
+    runtime: Any = SimpleNamespace(leases=lease, app=SimpleNamespace(signer=None, ledger=ledger))
+    told = partial(until_answered, runtime.leases, "tag", "mine")
+    return TaskOwner(runtime, SimpleNamespace(id="mine"), told)
 
 
 def test_a_broker_that_is_away_is_waited_for() -> None:
     many = [f"t{number}" for number in range(200)]
     ledger = Away({"mine": "ann", "theirs": "bob", **dict.fromkeys(many, "ann")}, failing=3)
 
-    found = delivery(ledger, Lease())._owned([*many, "theirs", "nobodys"], lambda: True)
+    found = owner(ledger, Lease()).of_the_same([*many, "theirs", "nobodys"], lambda: True)
 
     assert found == set(many)
     assert ledger.asked.count("mine") == 1
@@ -58,7 +59,7 @@ def test_a_broker_that_is_away_is_waited_for() -> None:
 def test_it_is_not_waited_for_when_nobody_wants_the_answer() -> None:
     left = [True, True]
     assert (
-        delivery(Away({"mine": "ann"}, failing=10**9), Lease())._owned(["t"], lambda: bool(left and left.pop()))
+        owner(Away({"mine": "ann"}, failing=10**9), Lease()).of_the_same(["t"], lambda: bool(left and left.pop()))
         == set()
     )
 
@@ -67,15 +68,15 @@ def test_an_attempt_that_has_lost_its_lease_leaves_no_trace() -> None:
     lease = Lease()
     lease.held = False
     with pytest.raises(Ignore):
-        delivery(Away({"mine": "ann"}, failing=1), lease)._owned(["t"], lambda: True)
+        owner(Away({"mine": "ann"}, failing=1), lease).of_the_same(["t"], lambda: True)
 
 
 def test_a_worker_that_stops_at_once_waits_for_no_broker() -> None:
     lease = Lease()
     lease.is_stopping = True
     with pytest.raises(Ignore):
-        delivery(Away({"mine": "ann"}, failing=10**9), lease)._owned(["t"], lambda: True)
+        owner(Away({"mine": "ann"}, failing=10**9), lease).of_the_same(["t"], lambda: True)
 
 
 def test_a_task_without_a_record_gets_nothing() -> None:
-    assert delivery(Away({"t": ""}, failing=0), Lease())._owned(["t", "mine"], lambda: True) == set()
+    assert owner(Away({"t": ""}, failing=0), Lease()).of_the_same(["t", "mine"], lambda: True) == set()
