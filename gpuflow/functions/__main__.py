@@ -83,16 +83,18 @@ def main() -> int:
         os.chdir(call.cwd)
     logging.basicConfig(level=call.log_level, stream=sys.stderr, format="[%(asctime)s: %(levelname)s] %(message)s")
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR2, _soft)
-    threading.Thread(target=_listen, args=(orders,), name="gpuflow-orders", daemon=True).start()
     emitter.status("working")
     again = Again(call)
     try:
-        result = answer(call, again, emitter)
+        try:  # a soft limit raises in here alone, also in what is imported first, and in hooks
+            signal.signal(signal.SIGUSR2, _soft)
+            threading.Thread(target=_listen, args=(orders,), name="gpuflow-orders", daemon=True).start()
+            result = answer(call, again, emitter)
+        finally:
+            signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         if again.call is not None:
             raise Retry("the task has asked for a retry")
     except Exception as error:  # noqa: BLE001  (whatever the function raises is how the task ends)
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         ended(error, again.call).leave(Path(request.output_dir))
         emitter.finish("failed", {"type": type(error).__name__, "message": str(error), "retryable": False, TOLD: True})
         return 1
@@ -107,7 +109,7 @@ def answer(call: Call, again: Again, emitter: Emitter) -> dict[str, Any]:
     args, kwargs = call.args_kwargs()
     with called(task, call, args, kwargs, again, emitter):
         value = task(*args, **kwargs)
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # what it returns is what it has done
         return {"value": plain(value), "children": plain([one.as_tuple() for one in task.request.children or ()])}
 
 

@@ -30,6 +30,13 @@ def test_the_limits_of_a_worker_hold_for_functions(fleet: TestFleet) -> None:
         send(fleet, "block").get(timeout=patient(30))
 
 
+def test_a_limit_interrupts_what_a_child_imports(fleet: TestFleet) -> None:
+    fleet.start_worker("w1", "--include", "team_slow")
+
+    with pytest.raises(SoftTimeLimitExceeded):
+        fleet.app.send_task("team_slow.never", soft_time_limit=1).get(timeout=patient(30))
+
+
 def test_two_functions_at_once_see_their_own_gpu_alone(fleet: TestFleet, tmp_path: Path) -> None:
     with Box(fleet, "two", "2xA100-80GB") as box:
         box.start("two", "--include", "team_functions")
