@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import Any, BinaryIO, Final, TextIO
 
 #: Schema number of the request and of every event; readers accept this one and the one before.
 PROTOCOL_SCHEMA: Final = 1
@@ -201,6 +201,15 @@ def parse_line(line: bytes | str, at: float | None = None) -> Event:
         why = f"lacks {', '.join(missing)}" if missing else f"status {raw.get('status')!r} is unknown"
         return Event(name="log", data={"message": text, "invalid": f"event {name!r} {why}"}, at=when)
     return Event(name=name, data=raw, at=when)
+
+
+def take_stdin() -> BinaryIO:
+    """Return the real stdin, on which the supervisor goes on to write; who reads standard input now finds it empty."""
+    stream = os.fdopen(os.dup(0), "rb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    return stream
 
 
 class Emitter:

@@ -6,7 +6,6 @@ see only an `Emitter`.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from typing import Any, BinaryIO
@@ -55,15 +54,6 @@ class SessionEmitter(Emitter):
             told, self.gone = self.gone, None
             if told is not None:
                 told()
-
-
-def take_stdin() -> BinaryIO:
-    """Return the real stdin for `listen`; whoever reads standard input after this finds it empty."""
-    stream = os.fdopen(os.dup(0), "rb")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    return stream
 
 
 def listen(stream: BinaryIO, hear: Hear) -> None:

@@ -20,7 +20,7 @@ from executors.cache import Holds
 from executors.data.shards import take_shard
 from executors.failures import classify
 from executors.merging import Result, children_of, joined
-from executors.sessions.channel import RequestEmitter, SessionEmitter, listen, take_stdin
+from executors.sessions.channel import RequestEmitter, SessionEmitter, listen
 from executors.sessions.children import answer_children
 from executors.sessions.engine import Engine, EngineDied, Loaded, make_engine
 from executors.sessions.inputs import check_input
@@ -29,7 +29,7 @@ from executors.sessions.lines import Abort, BadLine, Close, Open, Operation, Pin
 from executors.sessions.memory import grown_bytes, used_bytes
 from executors.sessions.requests import opened, read_request
 from executors.sessions.unused import unused, with_warnings
-from gpuflow.protocol import Emitter, Request
+from gpuflow.protocol import Emitter, Request, take_stdin
 
 ENDED: Final = 0
 FAILED: Final = 1

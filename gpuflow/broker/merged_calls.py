@@ -55,7 +55,7 @@ def run_message(caller: Mapping[str, Any], run_id: str, kwargs: Mapping[str, Any
     properties = {**caller["properties"], "correlation_id": run_id, "delivery_tag": str(uuid.uuid4()), "reply_to": ""}
     return {
         **{name: part for name, part in caller.items() if name in _PARTS},
-        "body": encoded([*arguments_of_caller, embed]),
+        "body": _encoded([*arguments_of_caller, embed]),
         "headers": {**caller["headers"], **_OF_THE_CALLER, **own},
         "properties": properties,
     }
@@ -129,8 +129,7 @@ def hints_text(hints: Mapping[str, Any]) -> str:
     return json.dumps(hints)[1:-1] + ", " if hints else ""
 
 
-def encoded(body: Any) -> str:
-    """Return a body as it stands in a message: arguments, keywords and what is embedded."""
+def _encoded(body: Any) -> str:
     return base64.b64encode(dumps(body).encode()).decode()
 
 
@@ -141,7 +140,6 @@ __all__ = [
     "RUN_HEADER",
     "arguments",
     "control_message",
-    "encoded",
     "hints_text",
     "is_readable",
     "read_message",

@@ -39,7 +39,7 @@ from gpuflow.functions.calls import (
 from gpuflow.importing import load
 from gpuflow.policy.secrets import is_never
 from gpuflow.process_guard import guard_memory
-from gpuflow.protocol import Emitter, Request
+from gpuflow.protocol import Emitter, Request, take_stdin
 
 # What every function needs: the process that children are forked from has it, too.
 load("gpuflow.celery_app")
@@ -73,7 +73,7 @@ def main() -> int:
     """Run one call to its end."""
     guard_memory()
     emitter = Emitter.claim_stdout()
-    orders = _claim_stdin()
+    orders = take_stdin()
     request = Request.from_json(orders.readline().decode("utf-8"))
     emitter.output_dir = request.output_dir
     call = Call.from_dict(request.spec["function"])
@@ -196,15 +196,6 @@ def ended(error: Exception, again: Mapping[str, Any] | None = None) -> Ending:
 
 def _soft(*_: Any) -> NoReturn:
     raise SoftTimeLimitExceeded
-
-
-def _claim_stdin() -> BinaryIO:
-    """Return what the worker writes; the function reads nothing from its stdin."""
-    stream = os.fdopen(os.dup(0), "rb")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    return stream
 
 
 def _listen(orders: BinaryIO) -> None:

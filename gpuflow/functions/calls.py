@@ -91,7 +91,6 @@ class Ending:
     flow: Mapping[str, Any] = field(default_factory=dict)
     exception: Mapping[str, Any] = field(default_factory=dict)
     traceback: str = ""
-    children: Sequence[Any] = ()
 
     FILE = ".function.end"
 

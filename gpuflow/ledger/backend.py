@@ -27,7 +27,7 @@ from gpuflow.broker.installed import installed
 from gpuflow.broker.merged_calls import FETCH_HEADER, RECORDED_HEADER, RUN_HEADER
 from gpuflow.broker.wire import needs_care, wrapped
 from gpuflow.errors import TaskFailed
-from gpuflow.functions.calls import FUNCTION_HEADER, is_of_function
+from gpuflow.functions.calls import EXCEPTION, FUNCTION_HEADER, is_of_function
 from gpuflow.ledger.joining import joining, joining_here
 from gpuflow.ledger.ledger import Holder, Ledger
 from gpuflow.ledger.result_consumer import PatientResultConsumer
@@ -426,7 +426,7 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
         wanted = self._state_for(exc, state)
         error = error_record(exc)
         if is_plain:  # its callers raise what the function has raised
-            error["celery"] = self.prepare_exception(exc)
+            error[EXCEPTION] = self.prepare_exception(exc)
         if self.ledger.commit(task_id, wanted, holder=holder, error=error):
             self._notify(task_id, wanted, request)
             return False

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, Literal, NoReturn
+from typing import Any, Final, NoReturn
 
 from celery import signature
 from celery.app.task import get_actual_ignore_result
@@ -23,7 +23,7 @@ from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded, Time
 from celery.result import result_from_tuple
 
 from gpuflow.artifacts.manifest import SealedResults
-from gpuflow.broker.publication import THE_SAME, Publication, holding
+from gpuflow.broker.publication import Publication, holding
 from gpuflow.celery_app import TASK_MODULES, GPUFlow
 from gpuflow.environments import Ready
 from gpuflow.errors import GPUFlowError, TaskFailed
@@ -311,7 +311,8 @@ class FunctionDelivery(Delivery):
         except Exception as refused:  # noqa: BLE001  (Celery's own: what cannot be sent again is rejected)
             self._reject(holder, outcome, {"reason": str(refused), "requeue": False})
         self._tell_retry(holder, cause)
-        self._back(holder, outcome, error, "failed", publication)
+        again = publication.arguments()
+        self._put_back(holder, outcome, "failed", error, publication.delay_seconds, instead=again)
         raise Retry(error["message"], exc=cause, when=publication.delay_seconds or None)
 
     def _publication(self, asked: Mapping[str, Any]) -> Publication:
@@ -336,8 +337,7 @@ class FunctionDelivery(Delivery):
         """Put the call back as it came, or let it go for good."""
         told = {"type": "Reject", "message": self._redactor.text(str(flow["reason"])), "retryable": True}
         if flow["requeue"]:
-            self._back(holder, outcome, told, "preempted")
-            raise Ignore
+            self._give_back(holder, outcome, "preempted", told, 0)
         self._ending = None
         try:
             self._finish(holder, TaskState.FAILED, {**told, "retryable": False}, outcome)
@@ -363,47 +363,16 @@ class FunctionDelivery(Delivery):
         error goes on to Celery, and to nobody else, as the record is gone.
         """
         answer = self._until_told(lambda: replace_task(self.ledger, self.id, holder))
-        self._unless(answer, holder, outcome)
+        if answer == "cancel":
+            self._cancel(holder, outcome)
+        if answer == "refused":
+            self._let_go()
         app = self.runtime.app
         signature(given(flow["signature"]), app=app).delay()
         seconds = max(1, app.ledger.retention_seconds)
         self._until_told(lambda: app.redis.set(app.keys.replaced(self.tag), "", ex=seconds))
         log.info("task_replaced", task=self.id, attempt=holder.attempt)
         raise Ignore
-
-    def _back(
-        self,
-        holder: Holder,
-        outcome: Outcome,
-        error: Mapping[str, Any],
-        reason: Literal["failed", "preempted"],
-        publication: Publication | None = None,
-    ) -> None:
-        self.runtime.leases.requeueing(self.tag)
-        answer = self._until_told(
-            lambda: self.ledger.give_back(
-                self.id,
-                holder,
-                self.tag,
-                reason=reason,
-                error=error,
-                log_tail=outcome.log_tail,
-                delay_seconds=publication.delay_seconds if publication is not None else 0.0,
-                usage=self._usage(),
-                instead=publication.arguments() if publication is not None else THE_SAME,
-            )
-        )
-        self._unless(answer, holder, outcome)
-        self.runtime.leases.forget(self.tag)
-        log.info("task_given_back", task=self.id, attempt=holder.attempt, why=error["type"], cause=error["message"])
-
-    def _unless(self, answer: str, holder: Holder, outcome: Outcome) -> None:
-        """Go on with what was done; else end the task as cancelled, or let go of what is somebody else's."""
-        if answer == "cancel":
-            cancelled = {"type": "Cancelled", "message": "cancelled by a user", "retryable": False}
-            self._finish(holder, TaskState.CANCELLED, cancelled, outcome)
-        if answer == "refused":
-            self._let_go()
 
 
 def _others(worker: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:

@@ -10,13 +10,14 @@ import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from celery.exceptions import Ignore
 from celery.utils.time import maybe_iso8601
 
 from gpuflow.broker.merged_calls import FETCH_HEADER, RUN_HEADER
 from gpuflow.errors import TaskCancelled
+from gpuflow.functions.calls import EXCEPTION
 from gpuflow.ledger.ledger import Holder, StartVerdict
 from gpuflow.ledger.records import TaskRecord, new_record_fields
 from gpuflow.ledger.states import TaskState
@@ -26,9 +27,6 @@ from gpuflow.worker.runtime import Runtime, current
 from gpuflow.worker.steps import until_answered
 
 log = get_logger("gpuflow.merged_tasks")
-
-#: Field of a record's error that holds the exception as Celery stores it.
-EXCEPTION: Final = "celery"
 
 _here = threading.local()
 

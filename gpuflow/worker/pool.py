@@ -98,6 +98,8 @@ class Job(ApplyResult):  # type: ignore[misc]
         runtime = find()
         if runtime is not None and runtime.stop(self.task_id, "cancelled", at_once=signum == signal.SIGKILL):
             return
+        if self.is_supervised and runtime is not None and self.thread_ident in runtime.begun:
+            return  # its attempt is over: nothing interrupts a supervisor that commits and tells the end
         if not self.done and self.thread_ident is not None:
             self.told = True
             raise_in_thread(self.thread_ident, SystemExit)

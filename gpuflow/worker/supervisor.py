@@ -22,6 +22,7 @@ from gpuflow.artifacts.manifest import SealedResults, digests_in, seal_results
 from gpuflow.artifacts.partial import file_digest
 from gpuflow.artifacts.store import Store
 from gpuflow.broker.merged_calls import FETCH_HEADER, RUN_HEADER
+from gpuflow.broker.publication import THE_SAME
 from gpuflow.errors import ArtifactError, GPUFlowError
 from gpuflow.fleet.gpu_locks import Hold
 from gpuflow.ledger.ledger import Holder, StartVerdict
@@ -490,11 +491,27 @@ class Delivery:
         *,
         alone: bool = False,
     ) -> NoReturn:
-        """Put the task back to its queue; raises Ignore, or TaskCancelled if a user wanted that meanwhile.
-
-        With `alone`, a warm session is to answer it by itself from now on.
-        """
+        """Put the task back to its queue; raises Ignore, or TaskCancelled if a user wanted that meanwhile."""
         avoid = self.runtime.worker_id if reason == "failed" and self._others_serve() else ""
+        self._put_back(holder, outcome, reason, error, delay_seconds, avoid=avoid, alone=alone)
+        raise Ignore
+
+    def _put_back(
+        self,
+        holder: Holder,
+        outcome: Outcome,
+        reason: Literal["failed", "preempted"],
+        error: Mapping[str, Any],
+        delay_seconds: float,
+        *,
+        avoid: str = "",
+        alone: bool = False,
+        instead: Sequence[str] = THE_SAME,
+    ) -> None:
+        """End the attempt, and let the task wait again. Raises TaskCancelled if a user wanted that meanwhile.
+
+        With `alone`, a warm session is to answer it by itself from now on; `instead` is what comes for its message.
+        """
         self.runtime.leases.requeueing(self.tag)
         answer = self._until_told(
             lambda: self.ledger.give_back(
@@ -509,11 +526,11 @@ class Delivery:
                 avoid_seconds=delay_seconds + AVOID_SECONDS,
                 alone=alone,
                 usage=self._usage(),
+                instead=instead,
             )
         )
         if answer == "cancel":
-            cancelled = {"type": "Cancelled", "message": "cancelled by a user", "retryable": False}
-            self._finish(holder, TaskState.CANCELLED, cancelled, outcome)
+            self._cancel(holder, outcome)
         self.runtime.leases.forget(self.tag)
         log.info(
             "task_given_back",
@@ -524,7 +541,11 @@ class Delivery:
             cause=error["message"],
             delay_seconds=round(delay_seconds, 1),
         )
-        raise Ignore
+
+    def _cancel(self, holder: Holder, outcome: Outcome) -> NoReturn:
+        """End the task as a user wants it, who asked for that in its last moment."""
+        cancelled = {"type": "Cancelled", "message": "cancelled by a user", "retryable": False}
+        self._finish(holder, TaskState.CANCELLED, cancelled, outcome)
 
     def _finish(self, holder: Holder, state: TaskState, error: Mapping[str, Any], outcome: Outcome) -> NoReturn:
         """Commit an end without result and raise it for Celery; Ignore when it is refused."""
