@@ -15,6 +15,8 @@ __version__ = "0.1.0"
 _HOME = {
     "app": "gpuflow.celery_app",
     "GPUFlow": "gpuflow.celery_app",
+    "batch": "gpuflow.functions.batching",
+    "BatchedCall": "gpuflow.functions.batching",
     "submit": "gpuflow.client",
     "submit_pipeline": "gpuflow.client",
     "get": "gpuflow.client",
@@ -46,6 +48,7 @@ _HOME = {
 __all__ = [
     "ArtifactError",
     "AuthError",
+    "BatchedCall",
     "BrokerUnavailable",
     "GPUFlow",
     "GPUFlowError",
@@ -61,6 +64,7 @@ __all__ = [
     "UnknownTask",
     "__version__",
     "app",
+    "batch",
     "explain",
     "get",
     "load_reference",
@@ -86,6 +90,7 @@ if TYPE_CHECKING:
         UnknownTask,
     )
     from gpuflow.explaining import explain
+    from gpuflow.functions.batching import BatchedCall, batch
     from gpuflow.local import local_fleet
     from gpuflow.spec import Template
 

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any, Final
 
 import redis
-from celery import Celery, signals
+from celery import Celery, Task, signals
 from celery.bin.base import CeleryOption, CLIContext
 from celery.utils import uuid
 from celery.utils.imports import symbol_by_name
@@ -30,8 +30,10 @@ from gpuflow.broker.merged_calls import RECORDED_HEADER, read_message, request_o
 from gpuflow.broker.priorities import DEFAULT_PRIORITY, PRIORITY_STEPS, SEPARATOR
 from gpuflow.broker.signed_messages import checked
 from gpuflow.broker.transport import RECORD_HEADER
-from gpuflow.errors import BrokerUnavailable, InvalidSettings
+from gpuflow.errors import BrokerUnavailable, InvalidSettings, InvalidTemplate
+from gpuflow.functions.batching import one_of
 from gpuflow.functions.calls import FUNCTION_HEADER
+from gpuflow.functions.warm_classes import is_warm_class, tasks_of
 from gpuflow.importing import end_quickly, load
 from gpuflow.ledger.backend import Attempts, LedgerBackend
 from gpuflow.ledger.eventlog import EventLog
@@ -48,7 +50,7 @@ from gpuflow.routing.families import CONTROL_QUEUE, SUPERVISED_TASKS
 from gpuflow.settings import Settings
 from gpuflow.signatures import SignatureRefused, Signer, signer_of, signing_options
 from gpuflow.submission import demand_header, function_header, plain_call_header, submission_header
-from gpuflow.task import check_resources, dispatched
+from gpuflow.task import check_options, dispatched
 from gpuflow.traces.context import TRACEPARENT
 from gpuflow.traces.recording import Submission, Traces, begin_traces
 
@@ -335,10 +337,27 @@ class GPUFlow(Celery):  # type: ignore[misc]
         if submission is not None and submission.span is not None and self.traces is not None:
             self.traces.submitted(submission)
 
+    def task(self, *args: Any, **options: Any) -> Any:
+        """Make a task of a function, as Celery does, or tasks of the methods of a class that stays loaded.
+
+        Raises InvalidTemplate for options that cannot be had together.
+        """
+        if args and is_warm_class(args[0], Task):
+            return tasks_of(self, args[0], options)
+        made = super().task(*args, **options)
+        if args:
+            return made
+        return lambda target: tasks_of(self, target, options) if is_warm_class(target, Task) else made(target)
+
     def _task_from_fun(self, fun: Any, name: str | None = None, base: Any = None, **options: Any) -> Any:
         """Make a task of a function, with what every task of the app has, whatever class the team gives it."""
+        if options.get("batch") is not None:
+            if options.get("bind") or options.get("pydantic"):
+                raise InvalidTemplate("batch: bind and pydantic are of one call, and the function is given a list of them")
+            options = {"typing": False, **options, "batched": staticmethod(fun)}
+            fun = one_of(fun, name or fun.__name__)
         task = super()._task_from_fun(fun, name=name, base=dispatched(base or self.Task), **options)
-        check_resources(task)
+        check_options(task)
         return task
 
     def register_task(self, task: Any, **options: Any) -> Any:
@@ -346,7 +365,7 @@ class GPUFlow(Celery):  # type: ignore[misc]
         made = task() if isinstance(task, type) else task
         kind: type = type(made)
         made.__class__ = dispatched(kind)
-        check_resources(made)
+        check_options(made)
         return super().register_task(made, **options)
 
     def _get_backend(self) -> Any:

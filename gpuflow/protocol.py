@@ -283,3 +283,25 @@ class Emitter:
             self.emit("finish", status=status)
         else:
             self.emit("finish", status=status, error=dict(error))
+
+
+class RequestEmitter(Emitter):
+    """Tells the events of one request of a session: each with its id, none after the request has ended."""
+
+    def __init__(self, parent: Emitter, request_id: str) -> None:
+        super().__init__(parent._stream)
+        self._parent = parent
+        self._id = request_id
+        self._ended = False
+
+    def emit(self, name: str, /, **data: Any) -> None:
+        """Write one event of the request."""
+        with self._lock:
+            if not self._ended:
+                self._ended = name == "finish"
+                self._parent.emit(name, **{**data, "id": self._id})
+
+    @property
+    def ended(self) -> bool:
+        """Whether its finish event has been written."""
+        return self._ended

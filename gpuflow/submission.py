@@ -27,6 +27,7 @@ from gpuflow.routing.offers import REPLICA_OF, asked_name, function_name
 from gpuflow.routing.queue_names import queue_name
 from gpuflow.routing.requirement import Requirement
 from gpuflow.routing.resources import asks_gpus, requirement_from_resources
+from gpuflow.routing.session_names import function_session_name
 from gpuflow.traces.context import TRACEPARENT
 from gpuflow.traces.recording import Submission, of_submit
 
@@ -248,11 +249,16 @@ def function_header(
         )
     spec = {"taskType": FUNCTION_TYPE, "function": {"name": name}}
     limit = options.get("time_limit") or getattr(task, "time_limit", None)
+    warm_name = getattr(task, "warm_name", "")
     return {
         "kind": "task",
         "id": options["task_id"],
         "requirement": demand["requirement"] if demand is not None else "",
-        "hints": {"x": asked_name(spec), **({} if limit is None else {"t": float(limit)})},
+        "hints": {
+            "x": asked_name(spec),
+            **({"s": function_session_name(warm_name, [demand["queue"]])} if warm_name and demand is not None else {}),
+            **({} if limit is None else {"t": float(limit)}),
+        },
         "fields": new_record_fields(name=name, task_type=FUNCTION_TYPE, spec=spec, requirement=requirement),
     }
 
@@ -295,6 +301,8 @@ def demand_header(app: GPUFlow, name: str, options: dict[str, Any]) -> dict[str,
     """
     task = _task_named(app, name, options)
     resources = options.pop("resources", None) or getattr(task, "resources", None)
+    if not resources and getattr(task, "warm_name", "") and not options.get("queue"):
+        resources = "cpu"  # a warm one is found by the queue of what it asks for
     if not resources:
         return None
     if not isinstance(resources, Mapping):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from functools import cache, cached_property
 from typing import Any, ClassVar
@@ -11,9 +12,14 @@ from celery.utils.imports import symbol_by_name
 
 from gpuflow.broker.merged_calls import RECORDED_HEADER
 from gpuflow.errors import InvalidTemplate
+from gpuflow.functions.batching import Batch
 from gpuflow.functions.calls import FUNCTION_HEADER
 from gpuflow.routing.families import CELERYS
 from gpuflow.routing.resources import asks_gpus
+from gpuflow.spec.units import duration_seconds
+
+#: Held while one task is loaded.
+_loading = threading.RLock()
 
 
 class RoutedTask(Task):  # type: ignore[misc]
@@ -38,6 +44,42 @@ class GPUTask(RoutedTask):
 
     #: Whether it runs in a child process of its own (`worker.functions`); None: where it asks for GPUs.
     child: bool | None = None
+    #: For how long the process of a call stays for further ones, idle: a duration such as "10m", or seconds; None: the
+    #: process ends with its call.
+    keep_warm: str | float | None = None
+    #: How calls of a warm task are answered together (`gpuflow.batch`); None: one after the other.
+    batch: Batch | None = None
+    #: The function of a batch.
+    batched: Callable[..., Any] | None = None
+    #: What tasks share that one loaded process answers: those of one class; None: each is by itself.
+    warm_as: str | None = None
+
+    def load(self) -> None:
+        """Load what the calls of a warm task need: called once in each process, before the first of them."""
+
+    @cached_property
+    def warm_name(self) -> str:
+        """What the calls have in common that one warm process answers; "" for a task that is not kept warm."""
+        return str(self.warm_as or self.name) if self.keep_warm else ""
+
+    @cached_property
+    def keep_seconds(self) -> float | None:
+        """For how long a warm process stays idle, in seconds; None for a task that is not kept warm."""
+        return duration_seconds(self.keep_warm) if self.keep_warm else None
+
+    @property
+    def loading_places(self) -> int:
+        """How many calls may wait while the first one loads; 0 for a task that is not kept warm."""
+        if not self.warm_name:
+            return 0
+        return self.batch.max_size if self.batch is not None else 1
+
+    def ensure_loaded(self) -> None:
+        """Load what the calls need, once in this process."""
+        with _loading:
+            if not self.__dict__.get("_is_loaded"):
+                self.load()
+                self._is_loaded = True
 
     @cached_property
     def in_child(self) -> bool:
@@ -46,13 +88,16 @@ class GPUTask(RoutedTask):
 
     def runs_in_child(self, asks: bool) -> bool:
         """Whether a call runs in a child, that `asks` for GPUs or not. Merged ones share the worker's process."""
-        return not self.merge and not self.name.startswith(CELERYS) and (asks if self.child is None else self.child)
+        wanted = (asks or bool(self.keep_warm)) if self.child is None else self.child
+        return not self.merge and not self.name.startswith(CELERYS) and wanted
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the task where it stands, or, merged with equal calls, by its record."""
         request = self.request
         if not request.called_directly and not request.is_eager and request.get(RECORDED_HEADER):
             return symbol_by_name("gpuflow.worker.merged_tasks:run")(self, args, kwargs)
+        if self.warm_name:
+            self.ensure_loaded()
         return super().__call__(*args, **kwargs)
 
 
@@ -90,10 +135,28 @@ def dispatched(base: type) -> type:
     return type(base.__name__, bases, {"__module__": base.__module__, "__doc__": base.__doc__})
 
 
-def check_resources(task: Any) -> None:
+def check_options(task: Any) -> None:
     """Raise InvalidTemplate for a task that asks for what cannot be asked for: at its registration, not at a call."""
-    if isinstance(task, GPUTask) and task.resources:
-        try:
-            task.in_child  # noqa: B018  (what it raises)
-        except InvalidTemplate as error:
-            raise InvalidTemplate(f"task {task.name}: {error}") from None
+    if not isinstance(task, GPUTask):
+        return
+    try:
+        _check_warm(task)
+        task.in_child  # noqa: B018  (what it raises)
+    except InvalidTemplate as error:
+        raise InvalidTemplate(f"task {task.name}: {error}") from None
+
+
+def _check_warm(task: GPUTask) -> None:
+    if task.batch is not None and (not isinstance(task.batch, Batch) or not task.keep_warm):
+        raise InvalidTemplate("batch is what gpuflow.batch(max_size, max_wait) returns, beside keep_warm")
+    if not task.keep_warm:
+        return
+    try:
+        seconds = task.keep_seconds
+    except ValueError as error:
+        raise InvalidTemplate(f"keep_warm {task.keep_warm!r} {error}") from None
+    if not seconds:
+        raise InvalidTemplate(f"keep_warm {task.keep_warm!r} keeps nothing; give a time, or leave it out")
+    for other, is_given in (("merge", bool(task.merge)), ("child=False", task.child is False)):
+        if is_given:
+            raise InvalidTemplate(f"keep_warm and {other} exclude each other: a merged call, and one of a thread, has no process")

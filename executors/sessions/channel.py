@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 from executors.base import plain
 from executors.sessions.lines import MAX_BYTES, BadLine, too_long
+from gpuflow import protocol
 from gpuflow.protocol import Emitter
 
 #: Called with each line; None at the end of the input, the refusal of a line that was too long.
@@ -20,24 +21,11 @@ Hear = Callable[[bytes | BadLine | None], None]
 _PASSED_OVER = 1 << 20
 
 
-class RequestEmitter(Emitter):
-    """Tells the events of one request: each with its id, none after the request has ended."""
-
-    def __init__(self, parent: Emitter, request_id: str) -> None:
-        super().__init__(parent._stream)
-        self._parent = parent
-        self._id = request_id
-        self._ended = False
-
-    def emit(self, name: str, /, **data: Any) -> None:
-        """Write one event of the request."""
-        with self._lock:
-            if not self._ended:
-                self._ended = name == "finish"
-                self._parent.emit(name, **{**data, "id": self._id})
+class RequestEmitter(protocol.RequestEmitter):
+    """Tells the events of one request; its result value as strict JSON can hold it."""
 
     def result(self, value: Any) -> None:
-        """Give the result value as strict JSON can hold it."""
+        """Give the result value."""
         super().result(plain(value))
 
 

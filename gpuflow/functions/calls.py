@@ -21,6 +21,10 @@ from gpuflow.protocol import whole_text
 FUNCTION_HEADER: Final = "gpuflow_function"
 #: Event by which a child sets Celery's state of its task.
 STATE_EVENT: Final = "celery_state"
+#: The event by which a warm one tells that it takes another number of calls from now on.
+PLACES: Final = "places"
+#: The error of calls of a warm one that are to be made elsewhere: they were not answered, by no fault of theirs.
+CLOSING: Final = "SessionClosing"
 #: The line on a child's stdin that tells it of its soft time limit.
 SOFT_LIMIT: Final = b"soft time limit"
 #: Field of a record's error that holds the exception as Celery stores it.

@@ -47,6 +47,11 @@ def session_name(spec: Mapping[str, Any], asks: Sequence[str] = ()) -> str:
     return _digest(parts)
 
 
+def function_session_name(warm_name: str, asks: Sequence[str]) -> str:
+    """Return the name of the sessions that keep a team's function warm; `warm_name` is what its calls share."""
+    return _digest(["function", warm_name, sorted(asks)])
+
+
 def _container_name(spec: Mapping[str, Any], asks: Sequence[str]) -> str:
     """Return the name for a request to a container: everything but the request itself counts."""
     section = spec.get("container")

@@ -30,6 +30,7 @@ from gpuflow.worker.recent_models import RecentModels
 from gpuflow.worker.reserving import Reserving
 from gpuflow.worker.sessions.neighbours import Neighbours
 from gpuflow.worker.sessions.table import Sessions
+from gpuflow.worker.sessions.warm import LOADING_PLACES
 from gpuflow.worker.slots import Allocation, Limits, SlotClass
 
 #: So many demand queues are named in one pop at most.
@@ -221,7 +222,10 @@ class Admission:
         if sessions is not None:
             allocation.slot, allocation.session = "replica" if replica else "request", session
             in_turn = task_type_of(asked) in WARM_TASK_TYPES
-            sessions.expect(session, tag, hold, requirement, in_turn=in_turn, replica=replica)
+            places = self._offering.loading_places(asked) if self._offering is not None else LOADING_PLACES
+            sessions.expect(
+                session, tag, hold, requirement, in_turn=in_turn, loading_places=places, replica=replica
+            )
         else:
             allocation.requirement, allocation.hold = requirement, hold
         self.limits.jobs_taken += 1

@@ -17,12 +17,12 @@ from typing import Any, Final
 
 from redis.exceptions import RedisError
 
-from gpuflow.functions.calls import SOFT_LIMIT, STATE_EVENT
+from gpuflow.functions.calls import STATE_EVENT
 from gpuflow.ledger.ledger import Holder, Ledger
 from gpuflow.logs import get_logger
 from gpuflow.protocol import FUNCTION_TYPE, Event, Request, parse_line
 from gpuflow.secrets import Redactor, known
-from gpuflow.worker.child import Child, ChildEnd, Work
+from gpuflow.worker.child import ChildEnd, Work
 from gpuflow.worker.child_log import ChildLog
 from gpuflow.worker.event_budget import MAX_ARTIFACTS, MAX_PROGRESS_BYTES, EventBudget
 from gpuflow.worker.given_result import GivenResult, ResultLost, shown_piece
@@ -139,8 +139,8 @@ class Attempt:
         if reason == "soft_timeout" and self._is_function:
             with self._lock:
                 self._soft, child = True, self._child
-            if isinstance(child, Child):
-                child.say(SOFT_LIMIT)
+            if child is not None:
+                child.soft_limit()
             return
         now = time.monotonic()
         with self._lock:
@@ -187,8 +187,8 @@ class Attempt:
                     if self._stop is not None:
                         child.kill()
                     soft = self._soft
-                if soft and isinstance(child, Child):
-                    child.say(SOFT_LIMIT)
+                if soft:
+                    child.soft_limit()
                 self._follow(child, child_log, started)
         except BaseException as error:
             if self._child is not None:

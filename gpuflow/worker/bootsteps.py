@@ -163,11 +163,11 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
             taken,
             gpus=bool(capability.gpus),
             sessions=sessions is not None,
-            functions=[
-                name
+            functions={
+                name: getattr(task, "loading_places", 0)
                 for name, task in app.tasks.items()
                 if not name.startswith(CELERYS) and task.__module__ not in TASK_MODULES
-            ],
+            },
         )
         neighbours = Neighbours(app.redis, app.keys, machine_gpus.group(), worker.worker_id)
         table.gate = admission = Admission(

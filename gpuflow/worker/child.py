@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, Protocol
 
+from gpuflow.functions.calls import SOFT_LIMIT
 from gpuflow.protocol import MAX_LINE_BYTES
 from gpuflow.worker.cgroups import GroupEnd
 from gpuflow.worker.confinement import UNCONFINED, Confinement
@@ -52,6 +53,9 @@ class Work(Protocol):
     @property
     def held_up_seconds(self) -> float:
         """How long it has waited for others before it could begin; that counts for no time limit."""
+
+    def soft_limit(self) -> None:
+        """Tell a function that its soft time limit is over."""
 
     def notice(self) -> None:
         """Tell it that it is to end soon and to go on elsewhere."""
@@ -175,10 +179,10 @@ class Child:
             while rest:
                 rest = rest[os.write(self._stdin, rest) :]
 
-    def say(self, line: bytes) -> None:
-        """Write one line to its stdin, if it still reads."""
+    def soft_limit(self) -> None:
+        """Tell a function that its soft time limit is over, if it still reads."""
         with contextlib.suppress(OSError):
-            self.send(line)
+            self.send(SOFT_LIMIT)
 
     def end_input(self) -> None:
         """Close its stdin: a session then ends at once."""

@@ -28,7 +28,7 @@ from gpuflow.celery_app import TASK_MODULES, GPUFlow
 from gpuflow.environments import Ready
 from gpuflow.errors import GPUFlowError, TaskFailed
 from gpuflow.fleet.gpu_locks import Hold
-from gpuflow.functions.calls import EXCEPTION, TOLD, Call, Ending, given, raised
+from gpuflow.functions.calls import CLOSING, EXCEPTION, TOLD, Call, Ending, given, raised
 from gpuflow.ledger.ledger import Holder, StartVerdict
 from gpuflow.ledger.records import new_record_fields
 from gpuflow.ledger.replacing import replace_task
@@ -169,13 +169,14 @@ class FunctionDelivery(Delivery):
             raise GPUFlowError(
                 f"task {self.task.name} asks for GPUs, and came by a queue that gives none; send it without `queue`"
             )
+        warm = {"name": self.task.warm_name, "keep_seconds": self.task.keep_seconds}
         self._attempt_number = attempt
         self._redactor = redactor_of([self.spec], {}, {**own, **environment}, settings)
         return Prepared(
             request=Request(
                 task_id=self.id,
                 task_type=FUNCTION_TYPE,
-                spec={**self.spec, "function": replace(self._call(attempt), environ=own).to_dict()},
+                spec={**self.spec, "function": {**replace(self._call(attempt), environ=own).to_dict(), "warm": warm}},
                 output_dir=str(output_dir),
                 attempt=attempt,
                 gpus=tuple(hold.uuids),
@@ -270,6 +271,8 @@ class FunctionDelivery(Delivery):
                 self._ignore(holder, outcome)
             if kind == "reject":
                 self._reject(holder, outcome, ending.flow)
+        if error.get("type") == CLOSING and outcome.stop is None:
+            self._give_back(holder, outcome, "preempted", error, 0)
         if outcome.began and outcome.stop is None and error.get("type") != "CannotStart":
             error["retryable"] = False
         self.failures = max(0, self.failures - int(self.request.retries or 0))

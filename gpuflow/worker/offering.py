@@ -7,7 +7,7 @@ admission takes by it, the registry tells it, and the supervisor starts children
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from gpuflow.routing.offers import (
     WARM_TASK_TYPES,
     Offers,
     function_name,
+    is_function,
     parts_of,
     with_code,
     with_replicas,
@@ -26,6 +27,7 @@ from gpuflow.routing.offers import (
 from gpuflow.settings import Settings
 from gpuflow.worker.child_python import ChildPython, python_of
 from gpuflow.worker.secret_sources import offered_secrets
+from gpuflow.worker.sessions.warm import LOADING_PLACES
 
 log = get_logger("gpuflow.worker")
 
@@ -33,7 +35,8 @@ log = get_logger("gpuflow.worker")
 class Offering:
     """The offers of one worker. `task_types` are those that it may run; a user's with the environment that it names.
 
-    `sessions` says whether it keeps models loaded, `functions` are the Celery tasks of the team that it has.
+    `sessions` says whether it keeps models loaded, `functions` are the Celery tasks of the team that it has, with the
+    number of calls that may wait while one is loaded; 0: it is not kept warm.
     """
 
     def __init__(
@@ -43,12 +46,12 @@ class Offering:
         *,
         gpus: bool,
         sessions: bool = False,
-        functions: Iterable[str] = (),
+        functions: Mapping[str, int] | None = None,
     ) -> None:
         self._settings = settings
         self._keeps_sessions = sessions
         self._task_types = dict(task_types)
-        self._functions = frozenset(map(function_name, functions))
+        self._functions = {function_name(name): places for name, places in (functions or {}).items()}
         self._kinds = (False, True) if gpus else (False,)
         self._lock = threading.Lock()
         self._stands: dict[bool, Snapshot] = {}
@@ -82,7 +85,8 @@ class Offering:
                 gpus: with_replicas(found, lambda name, of=stands[gpus]: self._keeps(of, name))  # type: ignore[misc]
                 for gpus, found in offers.items()
             }
-        offers = {gpus: replace(found, names=found.names | self._functions) for gpus, found in offers.items()}
+        own = frozenset(self._functions)
+        offers = {gpus: replace(found, names=found.names | own) for gpus, found in offers.items()}
         secrets = offered_secrets(self._settings)
         with self._lock:
             changed = bool(self._offers) and (offers, secrets) != (self._offers, self.secrets)
@@ -97,10 +101,19 @@ class Offering:
         return python_of(spec, stands, named=self._task_types.get(str(spec["taskType"])))
 
     def keeps_warm(self, asked: str, *, gpus: bool) -> bool:
-        """Whether what runs here for such an ask (`routing.offers`) can be kept warm."""
+        """Whether what runs here for such an ask (`routing.offers`) can be kept warm.
+
+        A function is not in a sandbox: what a call leaves for its worker there, the next one could read.
+        """
+        if is_function(asked):
+            return self._keeps_sessions and self._settings.isolate == "none" and self.loading_places(asked) > 0
         with self._lock:
             stands = self._stands[gpus and self._kinds[-1]]
         return self._keeps(stands, asked)
+
+    def loading_places(self, asked: str) -> int:
+        """Return how many requests of such an ask may wait while what answers them is loaded."""
+        return self._functions.get(asked, 0) if is_function(asked) else LOADING_PLACES
 
     def _keeps(self, stands: Snapshot, asked: str) -> bool:
         task_type, engine, environment = parts_of(asked)

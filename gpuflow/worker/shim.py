@@ -138,7 +138,7 @@ def start_child(
 
 def become(argv: list[str], environment: dict[str, str]) -> None:
     """Make this process what `argv` would be before it runs its module: to itself, and to who looks at it."""
-    sys.argv[1:] = []
+    sys.argv[1:] = argv[argv.index("-m") + 2 :]
     sys.orig_argv[:] = argv
     coerced = os.environ.get(_SET_BY_PYTHON)
     os.environ.clear()

@@ -36,7 +36,8 @@ _LONGEST_SECONDS: Final = 3600.0
 #: What preloaded children run, by how a new interpreter would run it.
 _EXECUTORS: Final = "executors"
 _MODULES: Final[Mapping[tuple[str, ...], str]] = {
-    (sys.executable, "-P", "-m", module): module for module in (_EXECUTORS, "gpuflow.functions")
+    (sys.executable, "-P", "-m", *words): words[0]
+    for words in ((_EXECUTORS,), ("gpuflow.functions",), ("gpuflow.functions", "session"))
 }
 #: Variables that the interpreter, the loader and the C library read once, when a program starts; globs.
 _READ_AT_START: Final = (

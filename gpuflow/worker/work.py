@@ -21,7 +21,7 @@ from gpuflow.worker.engine_sockets import own_sockets
 from gpuflow.worker.outcome import HandedBack
 from gpuflow.worker.preparation import Prepared
 from gpuflow.worker.runtime import Runtime
-from gpuflow.worker.sessions.opening import opening_of, serves_one_owner
+from gpuflow.worker.sessions.opening import function_opening, opening_of, serves_one_owner, warm_call
 from gpuflow.worker.slots import Allocation
 from gpuflow.worker.task_limits import LimitPlan, Runner
 from gpuflow.worker.task_owner import OWNER
@@ -58,7 +58,8 @@ def begin_of(
         if prepared.request.spec.get(REPLICA_OF):
             raise HandedBack("this worker keeps no model of its kind loaded any more")
         return lambda: _own_child(allocation, python, prepared, plan or LimitPlan())
-    if python.engine not in WARM_ENGINES and prepared.request.task_type not in WARM_TASK_TYPES:
+    of_function = prepared.request.task_type == FUNCTION_TYPE
+    if not of_function and python.engine not in WARM_ENGINES and prepared.request.task_type not in WARM_TASK_TYPES:
         raise HandedBack("its environment has changed since it was taken")
     bound = owner() if serves_one_owner(prepared.settings, prepared.request.spec) else None
     if bound == OWNER and prepared.request.spec.get(REPLICA_OF):
@@ -67,12 +68,15 @@ def begin_of(
             "(GPUFLOW_ISOLATE, or code that the model brings); serve it for one: gpuflow serve MODEL --owner OWNER",
             setting="GPUFLOW_ISOLATE",
         )
-    opening = opening_of(python, prepared, owner=bound, worker_id=runtime.worker_id)
+    if of_function:
+        opening, request = function_opening(python, prepared, owner=bound), warm_call(prepared.request)
+    else:
+        opening, request = opening_of(python, prepared, owner=bound, worker_id=runtime.worker_id), prepared.request
 
     def ask() -> Work:
         if opening.confinement.user is not None:  # the folders of a session of containers stay the worker's
             hand_over(prepared.settings, prepared.output_dir)
-        return sessions.ask(tag, prepared.request, opening, alone=alone)
+        return sessions.ask(tag, request, opening, alone=alone)
 
     return ask
 

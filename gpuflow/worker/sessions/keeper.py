@@ -84,7 +84,7 @@ class Keeper:
         if now - warm.pinged_at >= PING_SECONDS:
             warm.pinged_at = now
             session.ping()
-        if now - session.heard_at > SILENT_SECONDS:
+        if not session.of_function and now - session.heard_at > SILENT_SECONDS:
             session.kill(f"it has said nothing for {SILENT_SECONDS:g} s")
         elif session.disobeys(now):
             session.kill("it did not end a request that was aborted")

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -38,6 +38,8 @@ _OF_TASK: Final = frozenset(
 _LOADED: Final = ("taskType", "model", "env", "embedding", "secrets")
 #: Fields of a prepared container section that are of one task: its request, and what its container would be called.
 _OF_CONTAINER_REQUEST: Final = frozenset({"request", "metrics", "run", "lock", "exchange", "no_engine"})
+#: Fields of a call that its process has from the first one.
+_OF_PROCESS: Final = frozenset({"environ", "path"})
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]+")
 _TITLE_CHARACTERS: Final = 60
 
@@ -58,6 +60,7 @@ class Opening:
     variables: str
     at_end: Sequence[str] = ()
     confinement: Confinement = UNCONFINED
+    of_function: bool = False
     #: Makes what it sees at the place of all results; None: it is not sandboxed.
     view: Callable[[], View] | None = None
 
@@ -96,6 +99,27 @@ def opening_of(python: ChildPython, prepared: Prepared, *, owner: str | None = N
     )
 
 
+def function_opening(python: ChildPython, prepared: Prepared, *, owner: str | None) -> Opening:
+    """Return how the session of a team's function would be begun by one of its calls."""
+    opening = opening_of(python, prepared, owner=owner)
+    function = prepared.request.spec["function"]
+    name = str(function["warm"]["name"])
+    line = {"op": "open", "name": name, "keep_seconds": function["warm"]["keep_seconds"], "call": function}
+    return replace(
+        opening,
+        title=_safe(name),
+        line=json.dumps(line),
+        variables=hashlib.sha256(f"{opening.variables}{json.dumps(function['environ'])}".encode()).hexdigest(),
+        of_function=True,
+    )
+
+
+def warm_call(request: Request) -> Request:
+    """Return the request of a call to a session of its function, which has path and variables already."""
+    function = {name: value for name, value in request.spec["function"].items() if name not in _OF_PROCESS}
+    return replace(request, spec={**request.spec, "function": function})
+
+
 def _weights(request: Request) -> str:
     """Return where the weights of a checkpoint are: brought here anew, they are another folder of the same name."""
     return request.checkpoint_path or ""
@@ -110,7 +134,11 @@ def _container(request: Request) -> dict[str, Any]:
 def _title(request: Request) -> str:
     source = (request.spec.get("model") or {}).get("source") or {}
     name = (request.spec.get("container") or {}).get("preset") or source.get("identifier") or "model"
-    return _UNSAFE.sub("-", str(name)).strip("-.")[-_TITLE_CHARACTERS:] or "model"
+    return _safe(str(name))
+
+
+def _safe(name: str) -> str:
+    return _UNSAFE.sub("-", name).strip("-.")[-_TITLE_CHARACTERS:] or "model"
 
 
 def _line(python: ChildPython, request: Request) -> str:

@@ -7,10 +7,15 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from gpuflow.errors import GPUFlowError
+from gpuflow.functions.calls import CLOSING
 from gpuflow.worker.child import ChildEnd, LineKind
+
+
+#: What a session may be told of a request that is open on it.
+RequestOrder = Literal["soft", "abort"]
 
 
 class AtEnd(Protocol):
@@ -22,8 +27,19 @@ class AtEnd(Protocol):
 class SessionRequest:
     """An open request. The session's thread feeds it (`put`, `end`), the attempt's thread reads it."""
 
-    def __init__(self, id: str, *, alone: bool = False, replica: bool = False, at_end: AtEnd | None = None) -> None:
+    def __init__(
+        self,
+        id: str,
+        *,
+        alone: bool = False,
+        replica: bool = False,
+        of_function: bool = False,
+        at_end: AtEnd | None = None,
+    ) -> None:
         self.id = id
+        #: It is a call of a team's function, which ends as its process does while it `works`.
+        self.of_function = of_function
+        self.works = False
         #: It is never sent to the engine: it keeps the session loaded until it is given up, or the session ends.
         self.replica = replica
         self._at_end = at_end
@@ -31,7 +47,8 @@ class SessionRequest:
         #: It may be what killed its last engine: nothing else is answered beside it.
         self.alone = alone
         self._shim_pid: int | None = None
-        self._abort: Callable[[str], None] | None = None
+        self._order: Callable[[RequestOrder, str], None] | None = None
+        self._soft = False
         self._lines: queue.SimpleQueue[tuple[LineKind, bytes] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._finished = False
@@ -57,13 +74,15 @@ class SessionRequest:
         """Note that it goes to the engine now."""
         self._due_at = time.monotonic()
 
-    def sent(self, shim_pid: int, abort: Callable[[str], None]) -> None:
-        """Note where it is answered, and by what it is ended there."""
+    def sent(self, shim_pid: int, order: Callable[[RequestOrder, str], None]) -> None:
+        """Note where it is answered, and by what its session is told of it."""
         with self._lock:
-            self._shim_pid, self._abort = shim_pid, abort
-            unwanted = self._unwanted
+            self._shim_pid, self._order = shim_pid, order
+            unwanted, soft = self._unwanted, self._soft
+        if soft:
+            order("soft", self.id)
         if unwanted:
-            abort(self.id)
+            order("abort", self.id)
 
     def put(self, kind: LineKind, line: bytes) -> None:
         """Pass on one line."""
@@ -90,8 +109,12 @@ class SessionRequest:
         error = {"type": "ReplicaMoved", "message": why, "retryable": True}
         self.end({"event": "finish", "status": "failed", "error": error}, beside=1)
 
-    def never_began(self, end: ChildEnd) -> None:
-        """End it because the process of its session has ended without a word."""
+    def goes_back(self, why: str) -> None:
+        """End a call that was not answered: it is made elsewhere."""
+        self.end({"event": "finish", "status": "failed", "error": {"type": CLOSING, "message": why, "retryable": True}})
+
+    def ended_with(self, end: ChildEnd) -> None:
+        """End it as the process of its session has ended: that is its own end."""
         with self._lock:
             if self._finished:
                 return
@@ -99,6 +122,13 @@ class SessionRequest:
         self._lines.put(None)
 
     # -- the attempt's side -------------------------------------------------------------------------------------
+
+    def soft_limit(self) -> None:
+        """Tell the session that the soft time limit of this call is over."""
+        with self._lock:
+            self._soft, order = True, self._order
+        if order is not None:
+            order("soft", self.id)
 
     def notice(self) -> None:
         """Do nothing: a request is answered soon, and has no state that could go on elsewhere. A replica ends."""
@@ -118,9 +148,9 @@ class SessionRequest:
     def _give_up(self) -> None:
         with self._lock:
             self._unwanted = True
-            abort = self._abort
-        if abort is not None:
-            abort(self.id)
+            order = self._order
+        if order is not None:
+            order("abort", self.id)
 
     def read(self, timeout_seconds: float) -> Iterator[tuple[LineKind, bytes]]:
         """Yield its lines until its end, and a tick at least every timeout."""

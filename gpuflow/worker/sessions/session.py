@@ -12,17 +12,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from gpuflow.functions.calls import PLACES
 from gpuflow.logs import get_logger
 from gpuflow.protocol import REPLICA_UNIT, Request
 from gpuflow.secrets import Redactor, known
 from gpuflow.worker.child import Child
 from gpuflow.worker.child_log import ChildLog
 from gpuflow.worker.outcome import ending
-from gpuflow.worker.sessions.request import SessionRequest
+from gpuflow.worker.sessions.request import RequestOrder, SessionRequest
 
 log = get_logger("gpuflow.sessions")
 
@@ -89,7 +90,10 @@ class Session:
         log_max_bytes: int,
         redactor: Redactor,
         on_end: Callable[[Session], None],
+        of_function: bool = False,
     ) -> None:
+        #: It answers calls of a team's function: one that keeps the interpreter to itself may be silent for long.
+        self.of_function = of_function
         self.told = Told()
         self.state: State = "loading"
         self.used_at = time.monotonic()
@@ -142,7 +146,7 @@ class Session:
             else:
                 self._unsent.append((asked, line))
                 self._send_due()
-        asked.sent(self.shim_pid, self._abort)
+        asked.sent(self.shim_pid, self._order)
         return True
 
     def move_replicas(self, why: str) -> None:
@@ -184,7 +188,7 @@ class Session:
         """Whether it seems to hang: then it is given no more requests."""
         with self._lock:
             late = any(now - at > SUSPECT_ABORT_SECONDS for at in self._aborted.values())
-        return late or now - self.heard_at > SUSPECT_SECONDS
+        return late or (not self.of_function and now - self.heard_at > SUSPECT_SECONDS)
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -206,6 +210,12 @@ class Session:
 
     def _tell(self, operation: Mapping[str, Any]) -> None:
         self._outbox.put(json.dumps(operation).encode())
+
+    def _order(self, order: RequestOrder, id: str) -> None:
+        if order == "abort":
+            self._abort(id)
+        else:
+            self._tell({"op": order, "id": id})
 
     def _abort(self, id: str) -> None:
         with self._lock:
@@ -247,8 +257,17 @@ class Session:
             self._unsent.clear()
         self._outbox.put(None)
         why = self._why or f"it ended with {ending(end)}"
+        working = [request for request in left if request.works or not self.ready_at]
         for request in left:
-            if self._began or self._killed:
+            if request.of_function and not self._killed and request in working:
+                # What ends a process is the failure of the call that it worked on.
+                if len(working) == 1 or not self.ready_at:
+                    request.ended_with(end)
+                else:
+                    request.died(f"{why}; its log is {self._log_path}", beside=len(working) - 1)
+            elif request.of_function:
+                request.goes_back(why)
+            elif self._began or self._killed:
                 # A model that cannot be loaded is nobody's fault and everybody's failure.
                 if not self.ready_at or request.replica:
                     beside = 0
@@ -256,7 +275,7 @@ class Session:
                     beside = len(sent) - 1 if request in sent else max(1, len(sent))
                 request.died(f"{why}; its log is {self._log_path}", beside=beside)
             else:
-                request.never_began(end)
+                request.ended_with(end)
         log.info("session_ended", model=self.told.model, exit=end.exit_code, signal=end.signal, failed=len(left))
         self._on_end(self)
 
@@ -301,7 +320,10 @@ class Session:
             request.died(f"it was told to end; its log is {self._log_path}")  # by a signal of somebody else
         elif name == "finish":
             request.end(event, beside=beside)
+        elif request.of_function and name == "log":
+            request.put("log", str(event.get("message")).encode(errors="replace"))
         else:
+            request.works = request.works or (name == "worker" and event.get("status") == "working")
             request.put("event", json.dumps(event).encode())
 
     def _beside(self, finish: Mapping[str, Any]) -> int:
@@ -322,6 +344,8 @@ class Session:
                 replicas = [asked for asked in self._open.values() if asked.replica]
             for asked in replicas:
                 asked.put("event", _LOADED)
+        elif name == PLACES:
+            self.told = replace(self.told, max_requests=Told.read(event).max_requests)
         elif name == "closing":
             with self._lock:
                 if self.state == "ready":

@@ -16,7 +16,7 @@ from typing import Any
 
 from gpuflow.fleet.gpu_locks import Hold
 from gpuflow.logs import get_logger
-from gpuflow.protocol import Request
+from gpuflow.protocol import FUNCTION_TYPE, Request
 from gpuflow.routing.requirement import Requirement
 from gpuflow.worker.child import Child
 from gpuflow.worker.engine_sockets import own_sockets
@@ -26,7 +26,7 @@ from gpuflow.worker.sessions.logs import new_log
 from gpuflow.worker.sessions.opening import Opening
 from gpuflow.worker.sessions.request import AtEnd, SessionRequest
 from gpuflow.worker.sessions.session import Session
-from gpuflow.worker.sessions.warm import Warm
+from gpuflow.worker.sessions.warm import LOADING_PLACES, Warm
 
 log = get_logger("gpuflow.sessions")
 
@@ -112,13 +112,17 @@ class Sessions:
         requirement: Requirement | None,
         *,
         in_turn: bool = False,
+        loading_places: int = LOADING_PLACES,
         replica: bool = False,
     ) -> None:
         """Keep a place in a session that is to be opened, by whichever of its messages comes first; it has `hold`.
 
-        One that answers `in_turn` has one place at a time; a `replica` keeps it loaded.
+        One that answers `in_turn` has one place at a time, another one so many while it loads; a `replica` keeps it
+        loaded.
         """
-        warm = Warm(name=name, hold=hold, requirement=requirement, in_turn=in_turn, places={tag})
+        warm = Warm(
+            name=name, hold=hold, requirement=requirement, in_turn=in_turn, loading_places=loading_places, places={tag}
+        )
         warm.replica = tag if replica else None
         with self._lock:
             self._warm.append(warm)
@@ -220,7 +224,11 @@ class Sessions:
             warm.view.admit(request)
         at_end = None if replica else _at_end(warm, request)
         asked = SessionRequest(
-            f"{request.task_id}#{next(self._numbers)}", alone=alone and not replica, replica=replica, at_end=at_end
+            f"{request.task_id}#{next(self._numbers)}",
+            alone=alone and not replica,
+            replica=replica,
+            of_function=request.task_type == FUNCTION_TYPE,
+            at_end=at_end,
         )
         if not session.send(asked, request):
             raise HandedBack("the warm session that was to answer it has ended")
@@ -262,6 +270,7 @@ class Sessions:
             log_max_bytes=self._log_max_bytes,
             redactor=opening.redactor,
             on_end=self._ended,
+            of_function=opening.of_function,
         )
         with self._lock:
             self.loads += 1

@@ -24,6 +24,7 @@ class Warm:
     It is expected, without a process, until the first of these messages begins it. One that is `leaving` gives no
     place away and is closed with the last request; `closed_at` is when that was (monotonic seconds). One that answers
     `in_turn` has a single place, also while it loads: what comes later waits in its queue, where order holds.
+    `loading_places` is how many requests may wait while it loads.
     `replica` is the message of a replica of a served model: its place takes none of the engine's, and as long as it
     lasts the session is not ended for others.
     """
@@ -35,6 +36,7 @@ class Warm:
     variables: str = ""
     view: View | None = None
     in_turn: bool = False
+    loading_places: int = LOADING_PLACES
     places: set[str] = field(default_factory=set)
     replica: str | None = None
     leaving: bool = False
@@ -73,7 +75,7 @@ class Warm:
         if self.leaving or (self.in_turn and self.places):
             return False
         if self.session is None or self.session.state == "loading":
-            return self.requests < LOADING_PLACES
+            return self.requests < self.loading_places
         return (
             self.session.state == "ready"
             and self.requests < self.session.told.max_requests

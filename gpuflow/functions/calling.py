@@ -1,0 +1,195 @@
+"""Calls a team's function in its child, with everything that Celery has around a call, and tells how that ended.
+
+Both kinds of child do it by this: the one of a single call (`gpuflow.functions.__main__`), and the one that stays warm
+(`gpuflow.functions.warm`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from celery import _state, signals
+from celery.app.trace import setup_worker_optimizations
+from celery.exceptions import Ignore, Reject, Retry
+
+from gpuflow.functions.calls import STATE_EVENT, TOLD, Call, Ending, given, own_options, plain, stored, trace_of
+from gpuflow.importing import load
+from gpuflow.policy.secrets import is_never
+from gpuflow.protocol import Emitter
+
+# What every function needs: the process that children are forked from has it, too.
+load("gpuflow.celery_app")
+
+#: Within it, a soft limit may interrupt; until what it yields is called.
+Interruptible = Callable[[], AbstractContextManager[Callable[[], None]]]
+
+
+class Replaced(Ignore):  # type: ignore[misc]
+    """The function has replaced itself by a signature."""
+
+    def __init__(self, signature: Mapping[str, Any]) -> None:
+        super().__init__("replaced by another task")
+        self.signature = signature
+
+
+class Again:
+    """What a call sends under its own id: its retry, which the worker sends for it."""
+
+    def __init__(self, call: Call) -> None:
+        self._of = call
+        self.call: dict[str, Any] | None = None
+
+    def __call__(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
+        """Say whether a call is that, and keep it; the last one counts."""
+        is_own = options.get("task_id") == self._of.request.get("id") and name == self._of.name
+        if not is_own or not options.get("retries"):
+            return False
+        self.call = {"args": plain(list(args or ())), "kwargs": plain(dict(kwargs)), "options": own_options(options)}
+        return True
+
+
+def become(call: Call) -> None:
+    """Make this process what its worker is: its variables, its path, its folder, its level of logging."""
+    os.environ.update(call.environ)
+    sys.path[:] = call.path
+    with contextlib.suppress(OSError):  # a sandbox does not show it
+        os.chdir(call.cwd)
+    logging.basicConfig(level=call.log_level, stream=sys.stderr, format="[%(asctime)s: %(levelname)s] %(message)s")
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
+def begin(call: Call) -> Any:
+    """Import what the worker has of the team's, and return the task that a call names, loaded.
+
+    Raises ImportError, LookupError, and what its modules and its `load` raise.
+    """
+    task = find(call)
+    signals.worker_process_init.send(sender=None)
+    if task.warm_name:
+        task.ensure_loaded()
+    return task
+
+
+def find(call: Call) -> Any:
+    """Return the task that a call names. Raises ImportError, LookupError, and what its modules raise."""
+    home, _, attribute = call.app.partition(":")
+    apps = []
+    if home:
+        with contextlib.suppress(ImportError, AttributeError):
+            apps.append(getattr(importlib.import_module(home), attribute))
+    for app in apps:
+        signals.import_modules.send(sender=app)  # Celery's fixup of Django sets that up then
+    for module in call.modules:
+        importlib.import_module(module)
+    apps += sorted(_state._get_active_apps(), key=lambda one: call.name in one._tasks, reverse=True)
+    for app in apps:
+        app.finalize(auto=True)
+        if call.name in app.tasks:
+            setup_worker_optimizations(app, call.request.get("hostname"))
+            for name in filter(is_never, list(os.environ)):  # the app has read them; what it starts may not
+                del os.environ[name]
+            return app.tasks[call.name]
+    raise LookupError(f"{', '.join(call.modules)} registers no task {call.name}")
+
+
+def conduct(
+    call: Call, output_dir: str, emitter: Emitter, task_of: Callable[[], Any], interruptible: Interruptible
+) -> bool:
+    """Make a call and tell how it ended; return whether it completed. `task_of` returns its task, or raises."""
+    again = Again(call)
+    try:
+        with interruptible() as over:  # a soft limit raises in here alone, also in what is imported first, and in hooks
+            result = _answer(task_of(), call, again, emitter, over)
+        if again.call is not None:
+            raise Retry("the task has asked for a retry")
+    except Exception as error:  # noqa: BLE001  (whatever the function raises is how the task ends)
+        fail(error, output_dir, emitter, again.call)
+        return False
+    emitter.result(result)
+    emitter.finish("completed")
+    return True
+
+
+def fail(error: Exception, output_dir: str, emitter: Emitter, again: Mapping[str, Any] | None = None) -> None:
+    """Tell that a call has ended by an exception, or by a word to Celery that is one."""
+    _ended(error, again).leave(Path(output_dir))
+    emitter.finish("failed", {"type": type(error).__name__, "message": str(error), "retryable": False, TOLD: True})
+
+
+def _answer(task: Any, call: Call, again: Again, emitter: Emitter, over: Callable[[], None]) -> dict[str, Any]:
+    """Return what the function returns, and the results of what it has called. Raises what it raises."""
+    args, kwargs = call.args_kwargs()
+    with _called(task, call, args, kwargs, again, emitter):
+        value = task(*args, **kwargs)
+        over()  # what it returns is what it has done
+        return {"value": plain(value), "children": plain([one.as_tuple() for one in task.request.children or ()])}
+
+
+@contextmanager
+def _called(
+    task: Any, call: Call, args: list[Any], kwargs: dict[str, Any], again: Again, emitter: Emitter
+) -> Iterator[None]:
+    """Make a task what it is in Celery's own processes: its request, the current task, its signals and hooks.
+
+    What Celery would send for it, the worker sends: its retry, and what it is replaced by.
+    """
+    own_id = call.request.get("id")
+
+    def update_state(task_id: str | None = None, state: str | None = None, meta: Any = None, **more: Any) -> None:
+        if task_id in (None, own_id):
+            emitter.emit(STATE_EVENT, state=state, meta=plain(meta))
+        else:
+            task.backend.store_result(task_id, meta, state, **more)
+
+    def on_replace(signature: Any) -> NoReturn:
+        raise Replaced(plain(signature))
+
+    task.app.requeues_run = again
+    task.update_state, task.on_replace = update_state, on_replace
+    _state._task_stack.push(task)
+    request = {name: given(value) for name, value in call.request.items()}
+    task.push_request(**{**request, "args": args, "kwargs": kwargs}, called_directly=False, is_eager=False)
+    about = {"task_id": own_id, "task": task, "args": args, "kwargs": kwargs}
+    signals.task_prerun.send(sender=task, **about)
+    state, value = "FAILURE", None
+    try:
+        task.before_start(own_id, args, kwargs)
+        yield
+        state = "SUCCESS"
+    except Exception as error:
+        state = "RETRY" if isinstance(error, Retry) else "IGNORED" if isinstance(error, Ignore) else state
+        value = error
+        raise
+    finally:
+        signals.task_postrun.send(sender=task, **about, retval=value, state=state)
+        task.pop_request()
+        _state._task_stack.pop()
+
+
+def _ended(error: Exception, again: Mapping[str, Any] | None) -> Ending:
+    """Return how a call ended that returned nothing: an exception, or a word to Celery that is one.
+
+    `again` is the retry that it has asked for: that counts, however it went on.
+    """
+    if isinstance(error, Replaced):
+        return Ending(flow={"kind": "replace", "signature": error.signature})
+    if isinstance(error, Ignore):
+        return Ending(flow={"kind": "ignore"})
+    if isinstance(error, Reject):
+        return Ending(flow={"kind": "reject", "reason": str(error.reason), "requeue": bool(error.requeue)})
+    traceback.print_exception(error)
+    cause = error.exc if isinstance(error, Retry) and isinstance(error.exc, BaseException) else error
+    if again is None and not isinstance(error, Retry):
+        return Ending(exception=stored(error), traceback=trace_of(error))
+    flow = {"kind": "retry", "call": again, "message": str(error)}
+    return Ending(flow=flow, exception=stored(cause), traceback=trace_of(error))

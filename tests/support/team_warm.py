@@ -1,0 +1,93 @@
+"""Functions of a team that stay warm, as a worker is given them by --include. Each says which process answered."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from gpuflow import BatchedCall, app, batch
+
+_loads = 0
+
+
+@app.task(resources="any", keep_warm="10m")
+def where(text: str = "") -> dict[str, Any]:
+    """Say which process answers, on which GPUs, and how often it was called."""
+    global _loads
+    _loads += 1
+    print(f"asked for {text}")
+    return {"pid": os.getpid(), "calls": _loads, "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"), "text": text}
+
+
+@app.task(keep_warm="10m")
+def on_cpu() -> int:
+    """Answer without a GPU."""
+    return os.getpid()
+
+
+@app.task(keep_warm="1s")
+def briefly() -> int:
+    """Answer, and idle out soon."""
+    return os.getpid()
+
+
+@app.task(keep_warm="10m", bind=True, max_retries=3)
+def end(self: Any, how: str, path: str = "") -> Any:
+    """End in one of the ways in which a call can end."""
+    if how == "exit":
+        sys.exit(3)
+    if how == "segfault":
+        ctypes.string_at(0)
+    if how == "raise":
+        raise ValueError("not that")
+    if how == "sleep":
+        Path(path).write_text(str(os.getpid()))
+        time.sleep(600)
+    if how == "retry" and not self.request.retries:
+        raise self.retry(countdown=0)
+    return {"pid": os.getpid(), "retries": self.request.retries, "id": self.request.id}
+
+
+@app.task(keep_warm="10m", batch=batch(8, "100ms"))
+def together(calls: list[BatchedCall]) -> list[Any]:
+    """Answer calls together; a negative number is refused, and a very negative one refuses the whole batch."""
+    if any(call.args[0] < -10 for call in calls):
+        raise ValueError("one of them is far too small")
+    return [
+        ValueError("too small") if call.args[0] < 0 else {"double": 2 * call.args[0], "size": len(calls)}
+        for call in calls
+    ]
+
+
+@app.task(resources="any", keep_warm="10m")
+class Model:
+    """Two methods of one loaded object."""
+
+    def load(self) -> None:
+        """Load."""
+        self.loaded_in = os.getpid()
+        self.words = {"a": 1, "b": 2}
+
+    def value(self, word: str) -> tuple[int, int]:
+        """Return the value of a word."""
+        return self.loaded_in, self.words[word]
+
+    def total(self, *, factor: int = 1) -> tuple[int, int]:
+        """Return the sum."""
+        return self.loaded_in, factor * sum(self.words.values())
+
+
+@app.task(keep_warm="10m")
+class Broken:
+    """One that cannot be loaded."""
+
+    def load(self) -> None:
+        """Fail."""
+        raise LookupError("no weights here")
+
+    def answer(self) -> None:
+        """Do nothing."""
