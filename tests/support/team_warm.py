@@ -9,6 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from celery import Task
+from celery.exceptions import SoftTimeLimitExceeded
+
 from gpuflow import BatchedCall, app, batch
 
 _loads = 0
@@ -46,7 +49,10 @@ def end(self: Any, how: str, path: str = "") -> Any:
         raise ValueError("not that")
     if how == "sleep":
         Path(path).write_text(str(os.getpid()))
-        time.sleep(600)
+        try:
+            time.sleep(600)
+        except SoftTimeLimitExceeded:
+            return {"pid": os.getpid(), "stopped": "softly"}
     if how == "retry" and not self.request.retries:
         raise self.retry(countdown=0)
     return {"pid": os.getpid(), "retries": self.request.retries, "id": self.request.id}
@@ -63,7 +69,19 @@ def together(calls: list[BatchedCall]) -> list[Any]:
     ]
 
 
-@app.task(resources="any", keep_warm="10m")
+@app.task(keep_warm="10m")
+def says(text: str) -> None:
+    """Print what it is given."""
+    print(text)
+
+
+@app.task
+def count(values: list[Any]) -> int:
+    """Count."""
+    return len(values)
+
+
+@app.task(keep_warm="10m")
 class Model:
     """Two methods of one loaded object."""
 
@@ -91,3 +109,36 @@ class Broken:
 
     def answer(self) -> None:
         """Do nothing."""
+
+
+@app.task(resources="any", keep_warm="10m")
+def waits(name: str, folder: str) -> list[Any]:
+    """Say that it has begun, and wait until it is let go."""
+    Path(folder, f"{name}.begun").touch()
+    while not Path(folder, f"{name}.go").exists():
+        time.sleep(0.01)
+    return [os.getpid(), os.environ.get("CUDA_VISIBLE_DEVICES")]
+
+
+@app.task(resources="any:2")
+def both() -> str | None:
+    """Say which GPUs a call has that asks for two."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+class Loading(Task):  # type: ignore[misc]
+    """A class of tasks of a team that loads what its tasks need."""
+
+    def load(self) -> None:
+        """Load."""
+        self.loaded_in = os.getpid()
+
+
+@app.task(base=Loading, bind=True, keep_warm="10m", autoretry_for=(OSError,), retry_kwargs={"countdown": 0, "max_retries": 2})
+def of_class(self: Any, folder: str, fails: int = 0) -> list[int]:
+    """Fail so many times, and say where it was loaded."""
+    tries = len(list(Path(folder).iterdir()))
+    Path(folder, str(tries)).touch()
+    if tries < fails:
+        raise OSError("not yet")
+    return [os.getpid(), self.loaded_in, self.request.retries]

@@ -75,9 +75,10 @@ class Sessions:
             return tuple(there.difference(warm.name for warm in self._warm if warm.has_place(now)))
 
     def here(self) -> tuple[str, ...]:
-        """Return the names of all sessions that will go on to answer, with a place now or not."""
+        """Return the names of all sessions that will go on to answer soon, with a place now or not."""
+        now = time.monotonic()
         with self._lock:
-            return tuple({warm.name for warm in self._warm if not warm.leaving})
+            return tuple({warm.name for warm in self._warm if not warm.leaving and warm.answers_soon(now)})
 
     def kept(self) -> dict[str, bool]:
         """Return the names of the sessions that replicas of served models keep loaded: name -> whether on GPUs."""

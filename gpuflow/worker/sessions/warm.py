@@ -82,6 +82,12 @@ class Warm:
             and not self.session.is_suspect(now)
         )
 
+    def answers_soon(self, now: float) -> bool:
+        """Whether what has no place in it now will have one soon: not where it works on a call that may take hours."""
+        session = self.session
+        is_long = session is not None and session.of_function and session.ready_at > 0 and session.told.max_requests == 1
+        return not is_long or self.has_place(now)
+
     def may_keep(self, now: float) -> bool:
         """Whether a replica could begin to keep it loaded."""
         if self.leaving or self.in_turn or self.replica is not None:
