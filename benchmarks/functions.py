@@ -135,7 +135,11 @@ def measure(rounds: int, calls: int, folder: Path) -> list[dict[str, Any]]:
                 harness.row(name, found["ours"], found["peer"], "calls/s", more_is_better=True, peer_name=peer_name)
             )
 
-        row("cold_calls", {"ours": lambda: cold_rate(ours.cold, calls), "peer": lambda: cold_rate(peer.cold, calls)}, PREFORK)
+        row(
+            "cold_calls",
+            {"ours": lambda: cold_rate(ours.cold, calls), "peer": lambda: cold_rate(peer.cold, calls)},
+            PREFORK,
+        )
         for name in ("warm", "empty"):
             mine_of, its_of = getattr(ours, name), getattr(peer, name)
             row(
@@ -154,7 +158,7 @@ def measure(rounds: int, calls: int, folder: Path) -> list[dict[str, Any]]:
         harness.progress("memory_back")
         idled_out(tree)
         rows.append(
-            harness.row("memory_back", memory_mib(tree), before, "MiB", more_is_better=False, peer_name="before the calls")
+            harness.row("memory_back", memory_mib(tree), before, "MiB", more_is_better=False, peer_name="before")
         )
     finally:
         harness.stop(workers)

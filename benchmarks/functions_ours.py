@@ -6,6 +6,7 @@ import os
 import time
 
 from functions_work import BATCH_SECONDS, CALL_SECONDS, embed, make_model
+
 from gpuflow import BatchedCall, batch
 from gpuflow.celery_app import app
 

@@ -353,7 +353,7 @@ class GPUFlow(Celery):  # type: ignore[misc]
         """Make a task of a function, with what every task of the app has, whatever class the team gives it."""
         if options.get("batch") is not None:
             if options.get("bind") or options.get("pydantic"):
-                raise InvalidTemplate("batch: bind and pydantic are of one call, and the function is given a list of them")
+                raise InvalidTemplate("batch: the function is given many calls; bind and pydantic are of one")
             options = {"typing": False, **options, "batched": staticmethod(fun)}
             fun = one_of(fun, name or fun.__name__)
         task = super()._task_from_fun(fun, name=name, base=dispatched(base or self.Task), **options)

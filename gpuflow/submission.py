@@ -249,7 +249,7 @@ def function_header(
         )
     spec = {"taskType": FUNCTION_TYPE, "function": {"name": name}}
     limit = options.get("time_limit") or getattr(task, "time_limit", None)
-    warm_name = getattr(task, "warm_name", "")
+    warm_name = _warm_name(task)
     return {
         "kind": "task",
         "id": options["task_id"],
@@ -267,6 +267,11 @@ def _runs_in_child(task: Any, asks: bool) -> bool:
     """Whether a call of a task runs in a child; not one of a class that knows nothing of that."""
     decide = getattr(task, "runs_in_child", None)
     return decide is not None and bool(decide(asks))
+
+
+def _warm_name(task: Any) -> str:
+    """Return what the calls of a task share that stays warm; "" for one that does not, or is not known here."""
+    return str(getattr(task, "warm_name", ""))
 
 
 def _task_named(app: GPUFlow, name: str, options: Mapping[str, Any]) -> Any:
@@ -301,7 +306,7 @@ def demand_header(app: GPUFlow, name: str, options: dict[str, Any]) -> dict[str,
     """
     task = _task_named(app, name, options)
     resources = options.pop("resources", None) or getattr(task, "resources", None)
-    if not resources and getattr(task, "warm_name", "") and not options.get("queue"):
+    if not resources and _warm_name(task) and not options.get("queue"):
         resources = "cpu"  # a warm one is found by the queue of what it asks for
     if not resources:
         return None

@@ -159,4 +159,4 @@ def _check_warm(task: GPUTask) -> None:
         raise InvalidTemplate(f"keep_warm {task.keep_warm!r} keeps nothing; give a time, or leave it out")
     for other, is_given in (("merge", bool(task.merge)), ("child=False", task.child is False)):
         if is_given:
-            raise InvalidTemplate(f"keep_warm and {other} exclude each other: a merged call, and one of a thread, has no process")
+            raise InvalidTemplate(f"keep_warm and {other} exclude each other: it is a process of its own that stays")

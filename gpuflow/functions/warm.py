@@ -1,7 +1,7 @@
 """The child of a function that stays warm: `python -m gpuflow.functions session`, begun by the first of its calls.
 
 It imports and loads once, and answers calls on its main thread, one after the other, or those of a batch together. To
-its worker it is a session (docs/reference/sessions.md): a line of JSON for each order, events with the id of their call.
+its worker it is a session (docs/reference/sessions.md): a line of JSON an order, events with the id of their call.
 What cannot be interrupted without ending the process (a call that is aborted) ends it; the other calls go back.
 """
 
@@ -91,7 +91,7 @@ class _Server:
         """Load, and answer calls until it is closed."""
         opening = json.loads(self._orders.readline())
         call = Call.from_dict(opening["call"])
-        sys.stdout = sys.stderr = self._printed  # type: ignore[assignment]
+        sys.stdout = sys.stderr = self._printed
         become(call)
         signal.signal(signal.SIGUSR2, self._interrupt)
         threading.Thread(target=self._listen, name="gpuflow-orders", daemon=True).start()
@@ -284,16 +284,15 @@ class _Server:
 
     def _abort(self, id: str) -> None:
         with self._changed:
-            asked = self._no_more(id)
-            if asked is None:
-                working = self._working.get(id)
-                if working is None or working.emitter.ended:
-                    return
+            asked, working = self._no_more(id), self._working.get(id)
+            is_over = working is None or working.emitter.ended
+            if not is_over:
                 self._closing = True
                 left = [*(one for one in self._working.values() if one.id != id), *self._waiting]
                 self._waiting.clear()
         if asked is not None:
             asked.emitter.finish("cancelled")
+        if working is None or is_over:
             return
         for one in left:
             _go_back(one, "the process has ended with another call")
@@ -334,8 +333,8 @@ class _Server:
         """Give a line to the logs of the calls that it is of; False: of none."""
         emitters = getattr(self._of_thread, "emitters", None) or [one.emitter for one in list(self._working.values())]
         for emitter in emitters:
-            for begin in range(0, len(line) or 1, _LINE_CHARACTERS):
-                emitter.emit("log", message=line[begin : begin + _LINE_CHARACTERS], stream="stderr")
+            for at in range(0, len(line) or 1, _LINE_CHARACTERS):
+                emitter.emit("log", message=line[at : at + _LINE_CHARACTERS], stream="stderr")
         return bool(emitters)
 
 

@@ -1,4 +1,4 @@
-"""A class whose methods are tasks, answered by one object that is loaded once: `@app.task(keep_warm="10m")` on a class."""
+"""A class whose methods are tasks, answered by one loaded object: `@app.task(keep_warm="10m")` on a class."""
 
 from __future__ import annotations
 

@@ -223,9 +223,7 @@ class Admission:
             allocation.slot, allocation.session = "replica" if replica else "request", session
             in_turn = task_type_of(asked) in WARM_TASK_TYPES
             places = self._offering.loading_places(asked) if self._offering is not None else LOADING_PLACES
-            sessions.expect(
-                session, tag, hold, requirement, in_turn=in_turn, loading_places=places, replica=replica
-            )
+            sessions.expect(session, tag, hold, requirement, in_turn=in_turn, loading_places=places, replica=replica)
         else:
             allocation.requirement, allocation.hold = requirement, hold
         self.limits.jobs_taken += 1

@@ -134,7 +134,7 @@ class Loading(Task):  # type: ignore[misc]
         self.loaded_in = os.getpid()
 
 
-@app.task(base=Loading, bind=True, keep_warm="10m", autoretry_for=(OSError,), retry_kwargs={"countdown": 0, "max_retries": 2})
+@app.task(base=Loading, bind=True, keep_warm="10m", autoretry_for=(OSError,), retry_kwargs={"countdown": 0})
 def of_class(self: Any, folder: str, fails: int = 0) -> list[int]:
     """Fail so many times, and say where it was loaded."""
     tries = len(list(Path(folder).iterdir()))

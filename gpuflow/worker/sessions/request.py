@@ -13,7 +13,6 @@ from gpuflow.errors import GPUFlowError
 from gpuflow.functions.calls import CLOSING
 from gpuflow.worker.child import ChildEnd, LineKind
 
-
 #: What a session may be told of a request that is open on it.
 RequestOrder = Literal["soft", "abort"]
 

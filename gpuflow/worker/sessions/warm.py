@@ -85,8 +85,9 @@ class Warm:
     def answers_soon(self, now: float) -> bool:
         """Whether what has no place in it now will have one soon: not where it works on a call that may take hours."""
         session = self.session
-        is_long = session is not None and session.of_function and session.ready_at > 0 and session.told.max_requests == 1
-        return not is_long or self.has_place(now)
+        if session is None or not session.of_function or not session.ready_at:
+            return True
+        return session.told.max_requests > 1 or self.has_place(now)
 
     def may_keep(self, now: float) -> bool:
         """Whether a replica could begin to keep it loaded."""
