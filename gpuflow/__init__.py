@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "app": "gpuflow.celery_app",
+    "context": "gpuflow.context",
     "GPUFlow": "gpuflow.celery_app",
     "submit": "gpuflow.client",
     "submit_pipeline": "gpuflow.client",
@@ -61,6 +62,7 @@ __all__ = [
     "UnknownTask",
     "__version__",
     "app",
+    "context",
     "explain",
     "get",
     "load_reference",
@@ -70,6 +72,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from gpuflow import context
     from gpuflow.celery_app import GPUFlow, app
     from gpuflow.client import PipelineRun, Task, get, load_reference, submit, submit_pipeline
     from gpuflow.errors import (
@@ -94,7 +97,7 @@ def __getattr__(name: str) -> Any:
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'gpuflow' has no attribute {name!r}")
-    value = getattr(load(home), name)
+    value = load(home) if home == f"gpuflow.{name}" else getattr(load(home), name)
     globals()[name] = value
     return value
 

@@ -7,13 +7,16 @@ from functools import cache, cached_property
 from typing import Any, ClassVar
 
 from celery import Task
+from celery.exceptions import Reject
 from celery.utils.imports import symbol_by_name
 
 from gpuflow.broker.merged_calls import RECORDED_HEADER
-from gpuflow.errors import InvalidTemplate
+from gpuflow.context import Stopped
+from gpuflow.errors import GPUFlowError, InvalidTemplate
 from gpuflow.functions.calls import FUNCTION_HEADER
 from gpuflow.routing.families import CELERYS
 from gpuflow.routing.resources import asks_gpus
+from gpuflow.surroundings import here, is_child
 
 
 class RoutedTask(Task):  # type: ignore[misc]
@@ -63,11 +66,23 @@ class Dispatched:
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the task, in a child if its message says so."""
+        """Run the task, in a child if its message says so.
+
+        In a thread, one that ends because its worker does goes back to its queue.
+        """
         task: Any = self
         if _goes_to_child(task.request):
             return symbol_by_name("gpuflow.worker.functions:run")(task, args, kwargs)
-        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        if task.request.called_directly or task.request.is_eager:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        try:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        except Stopped as stop:
+            if is_child():
+                raise
+            if not here().should_stop():
+                raise GPUFlowError(f"context.Stopped ({stop}) was raised, and should_stop() says no") from stop
+            raise Reject(str(stop), requeue=True) from stop
 
     def before_start(self, task_id: str, args: Any, kwargs: Any) -> None:
         """Do what the team's class does before a call."""

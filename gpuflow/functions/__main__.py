@@ -24,7 +24,10 @@ from celery import _state, signals
 from celery.app.trace import setup_worker_optimizations
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 
+from gpuflow.context import Stopped
+from gpuflow.errors import GPUFlowError
 from gpuflow.functions.calls import (
+    NOTICE,
     SOFT_LIMIT,
     STATE_EVENT,
     TOLD,
@@ -39,10 +42,14 @@ from gpuflow.functions.calls import (
 from gpuflow.importing import load
 from gpuflow.policy.secrets import is_never
 from gpuflow.process_guard import guard_memory
-from gpuflow.protocol import Emitter, Request, take_stdin
+from gpuflow.protocol import PREEMPTED, Emitter, Request, take_stdin
+from gpuflow.surroundings import InChild, begin_child
 
 # What every function needs: the process that children are forked from has it, too.
 load("gpuflow.celery_app")
+
+#: Exit code of a call that was told to end, and has.
+STOPPED = 143
 
 
 class Replaced(Ignore):  # type: ignore[misc]
@@ -76,6 +83,7 @@ def main() -> int:
     orders = take_stdin()
     request = Request.from_json(orders.readline().decode("utf-8"))
     emitter.output_dir = request.output_dir
+    child = begin_child(request, emitter)
     call = Call.from_dict(request.spec["function"])
     os.environ.update(call.environ)
     sys.path[:] = call.path
@@ -88,27 +96,38 @@ def main() -> int:
     try:
         try:  # a soft limit raises in here alone, also in what is imported first, and in hooks
             signal.signal(signal.SIGUSR2, _soft)
-            threading.Thread(target=_listen, args=(orders,), name="gpuflow-orders", daemon=True).start()
-            result = answer(call, again, emitter)
+            threading.Thread(target=_listen, args=(orders, child), name="gpuflow-orders", daemon=True).start()
+            result = answer(call, again, emitter, child)
         finally:
             signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         if again.call is not None:
             raise Retry("the task has asked for a retry")
+    except Stopped as stop:
+        emitter.finish("cancelled", {"type": PREEMPTED, "message": str(stop), "retryable": True})
+        return STOPPED
     except Exception as error:  # noqa: BLE001  (whatever the function raises is how the task ends)
         ended(error, again.call).leave(Path(request.output_dir))
         emitter.finish("failed", {"type": type(error).__name__, "message": str(error), "retryable": False, TOLD: True})
         return 1
+    if child.is_cancelled:  # it has cleaned up: what it returned then is no result
+        emitter.finish("cancelled")
+        return STOPPED
     emitter.result(result)
     emitter.finish("completed")
     return 0
 
 
-def answer(call: Call, again: Again, emitter: Emitter) -> dict[str, Any]:
+def answer(call: Call, again: Again, emitter: Emitter, child: InChild) -> dict[str, Any]:
     """Return what the function returns, and the results of what it has called. Raises what it raises."""
     task = find(call)
     args, kwargs = call.args_kwargs()
     with called(task, call, args, kwargs, again, emitter):
-        value = task(*args, **kwargs)
+        try:
+            value = task(*args, **kwargs)
+        except Stopped as stop:
+            if not child.should_stop():
+                raise GPUFlowError(f"context.Stopped ({stop}) was raised, and should_stop() says no") from stop
+            raise
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # what it returns is what it has done
         return {"value": plain(value), "children": plain([one.as_tuple() for one in task.request.children or ()])}
 
@@ -198,12 +217,14 @@ def _soft(*_: Any) -> NoReturn:
     raise SoftTimeLimitExceeded
 
 
-def _listen(orders: BinaryIO) -> None:
+def _listen(orders: BinaryIO, child: InChild) -> None:
     """Pass on what the worker says while the function runs. A signal interrupts a call that waits."""
     main_thread = threading.main_thread().ident
     for line in orders:
         if line.strip() == SOFT_LIMIT and main_thread is not None:
             signal.pthread_kill(main_thread, signal.SIGUSR2)
+        if line.strip() == NOTICE:
+            child.noticed = True
 
 
 def leave(code: int) -> NoReturn:
