@@ -51,6 +51,7 @@ from gpuflow.submission import demand_header, function_header, plain_call_header
 from gpuflow.task import check_resources, dispatched
 from gpuflow.traces.context import TRACEPARENT
 from gpuflow.traces.recording import Submission, Traces, begin_traces
+from gpuflow.typed_arguments import TypedArguments
 
 #: An answer that has not come in so many seconds, or in a quarter of a lease, does not come: the line is dead.
 ANSWER_SECONDS: Final = 30.0
@@ -339,6 +340,8 @@ class GPUFlow(Celery):  # type: ignore[misc]
         """Make a task of a function, with what every task of the app has, whatever class the team gives it."""
         task = super()._task_from_fun(fun, name=name, base=dispatched(base or self.Task), **options)
         check_resources(task)
+        if task._dump_pydantic_arguments is not None and task.typed_arguments is None:
+            task.typed_arguments = TypedArguments(fun, bound=bool(options.get("bind")), options=options)
         return task
 
     def register_task(self, task: Any, **options: Any) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache, cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from celery import Task
 from celery.exceptions import Reject
@@ -16,7 +18,11 @@ from gpuflow.errors import GPUFlowError, InvalidTemplate
 from gpuflow.functions.calls import FUNCTION_HEADER
 from gpuflow.routing.families import CELERYS
 from gpuflow.routing.resources import asks_gpus
-from gpuflow.surroundings import here, is_child
+from gpuflow.surroundings import here, is_child, is_worker
+from gpuflow.typed_arguments import TypedArguments
+
+#: Of a thread of a worker: how many calls of tasks run in it, one in the other.
+_calls: Final = threading.local()
 
 
 class RoutedTask(Task):  # type: ignore[misc]
@@ -65,8 +71,13 @@ class Dispatched:
     Its `before_start` and `__call__` do in the child; what Celery calls when it has ended runs in the worker.
     """
 
+    #: What arguments a task with `pydantic=True` takes.
+    typed_arguments: TypedArguments | None = None
+    #: Whether those are checked where a call is sent, too. Where validators need what only workers have: False.
+    check_arguments: bool = True
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the task, in a child if its message says so.
+        """Run the task, in a child if its message says so. Raises InvalidTemplate for arguments that it does not take.
 
         In a thread, one that ends because its worker does goes back to its queue.
         """
@@ -75,8 +86,11 @@ class Dispatched:
             return symbol_by_name("gpuflow.worker.functions:run")(task, args, kwargs)
         if task.request.called_directly or task.request.is_eager:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        if self.typed_arguments is not None:
+            self.typed_arguments.check(task, args, kwargs)
         try:
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+            with _calling():
+                return super().__call__(*args, **kwargs)  # type: ignore[misc]
         except Stopped as stop:
             if is_child():
                 raise
@@ -84,11 +98,37 @@ class Dispatched:
                 raise GPUFlowError(f"context.Stopped ({stop}) was raised, and should_stop() says no") from stop
             raise Reject(str(stop), requeue=True) from stop
 
+    def apply_async(self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
+        """Send a call. Raises InvalidTemplate, with the fields, for arguments that the task does not take.
+
+        What follows a task (its links, the body of a chord) is sent by a worker, and fails where it runs.
+        """
+        task: Any = self
+        if self.typed_arguments is not None and self.check_arguments and (not is_worker() or _is_calling()):
+            args, kwargs = task._dump_pydantic_arguments(args, kwargs)
+            if isinstance(args or (), list | tuple) and isinstance(kwargs or {}, Mapping):
+                self.typed_arguments.check(task, args or (), kwargs or {})
+        return super().apply_async(args, kwargs, *more, **options)  # type: ignore[misc]
+
     def before_start(self, task_id: str, args: Any, kwargs: Any) -> None:
         """Do what the team's class does before a call."""
         task: Any = self
         if not _goes_to_child(task.request):
             super().before_start(task_id, args, kwargs)  # type: ignore[misc]
+
+
+@contextmanager
+def _calling() -> Iterator[None]:
+    _calls.depth = getattr(_calls, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _calls.depth -= 1
+
+
+def _is_calling() -> bool:
+    """Whether a function of a task runs in this thread, and not what follows it."""
+    return getattr(_calls, "depth", 0) > 0
 
 
 def _goes_to_child(request: Any) -> bool:

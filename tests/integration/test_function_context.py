@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from celery import chain
 
-from gpuflow.errors import TaskCancelled
+from gpuflow.errors import InvalidTemplate, TaskCancelled
 from gpuflow.handles import Task
 from tests.support.boxes import Box
 from tests.support.fleet import TestFleet, WorkerProcess
@@ -102,6 +102,35 @@ def test_a_task_in_a_thread_tells_and_asks_too(served: TestFleet, tmp_path: Path
     folder = str(served.results / sent.id / "attempt-1")
     expected = {"task_id": sent.id, "attempt": 1, "gpus": [], "stop": False, "read": "in a thread", "folder": folder}
     assert told[0] == expected
+
+
+def test_models_are_arguments_and_results(served: TestFleet) -> None:
+    for name in ("doubled", "doubled_in_thread"):
+        assert send(served, name, {"x": 4}).get(timeout=patient(30)) == {"doubled": 8}
+        sent = send(served, name, {"x": "no", "y": 1})
+        with pytest.raises(InvalidTemplate, match=r"argument request\.x: .*integer.*; argument request\.y: Extra"):
+            sent.get(timeout=patient(30))
+        assert sent.state == "FAILURE"
+
+
+def test_arguments_that_are_not_valid_are_not_tried_again(served: TestFleet) -> None:
+    sent = send(served, "doubled", {})  # of a function that is retried whatever it raises
+
+    with pytest.raises(InvalidTemplate, match="Field required"):
+        sent.get(timeout=patient(30))
+
+    assert served.app.ledger.get(sent.id).attempt == 1
+
+
+def test_a_result_that_the_next_task_does_not_take_fails_that_one(served: TestFleet) -> None:
+    """The worker sends what follows: that cannot be refused there without a failure of what has succeeded."""
+    makes, doubled = (served.app.signature(f"team_context.{name}") for name in ("tells_nothing", "doubled_in_thread"))
+
+    sent = chain(makes.clone(()), doubled).apply_async()
+
+    with pytest.raises(InvalidTemplate, match="argument request"):
+        sent.get(timeout=patient(30))
+    assert sent.parent.get(timeout=patient(30)) == "nothing"
 
 
 def test_gpus_are_those_of_the_claim(fleet: TestFleet) -> None:

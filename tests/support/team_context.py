@@ -8,7 +8,20 @@ import time
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict
+
 from gpuflow import app, context
+
+
+class Request(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    x: int
+    name: str = "none"
+
+
+class Answer(BaseModel):
+    doubled: int
 
 
 def wait_for(path: str | Path) -> None:
@@ -22,6 +35,11 @@ def tells(until: str) -> str:
     context.log("a line of its own", rows=7, name="two words")
     wait_for(until)
     return "done"
+
+
+@app.task(child=True)
+def tells_nothing() -> str:
+    return "nothing"
 
 
 @app.task(child=True)
@@ -111,3 +129,13 @@ def thread_that_leaves(folder: str) -> str:
     while not context.should_stop():
         time.sleep(0.01)
     raise context.Stopped("elsewhere")
+
+
+@app.task(child=True, pydantic=True, autoretry_for=(Exception,), max_retries=3, default_retry_delay=0.1)
+def doubled(request: Request, times: int = 1) -> Answer:
+    return Answer(doubled=request.x * 2 * times)
+
+
+@app.task(pydantic=True)
+def doubled_in_thread(request: Request) -> Answer:
+    return Answer(doubled=request.x * 2)
