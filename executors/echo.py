@@ -17,7 +17,8 @@ from typing import Any, ClassVar, Final
 
 from executors import cancellation, limits
 from executors.base import Executor, ExecutorError, write_responses
-from executors.checkpoints import folder_of, mark_complete, to_resume
+from executors.checkpoints import folder_of, to_resume
+from gpuflow.checkpoints import mark_complete
 from gpuflow.policy.paths import check_file_name
 from gpuflow.protocol import Emitter, Request
 

@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "app": "gpuflow.celery_app",
+    "context": "gpuflow.context",
     "GPUFlow": "gpuflow.celery_app",
     "batch": "gpuflow.functions.batching",
     "BatchedCall": "gpuflow.functions.batching",
@@ -65,6 +66,7 @@ __all__ = [
     "__version__",
     "app",
     "batch",
+    "context",
     "explain",
     "get",
     "load_reference",
@@ -74,6 +76,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from gpuflow import context
     from gpuflow.celery_app import GPUFlow, app
     from gpuflow.client import PipelineRun, Task, get, load_reference, submit, submit_pipeline
     from gpuflow.errors import (
@@ -99,7 +102,7 @@ def __getattr__(name: str) -> Any:
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'gpuflow' has no attribute {name!r}")
-    value = getattr(load(home), name)
+    value = load(home) if home == f"gpuflow.{name}" else getattr(load(home), name)
     globals()[name] = value
     return value
 

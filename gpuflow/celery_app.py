@@ -53,6 +53,7 @@ from gpuflow.submission import demand_header, function_header, plain_call_header
 from gpuflow.task import check_options, dispatched
 from gpuflow.traces.context import TRACEPARENT
 from gpuflow.traces.recording import Submission, Traces, begin_traces
+from gpuflow.typed_arguments import TypedArguments
 
 #: An answer that has not come in so many seconds, or in a quarter of a lease, does not come: the line is dead.
 ANSWER_SECONDS: Final = 30.0
@@ -358,6 +359,8 @@ class GPUFlow(Celery):  # type: ignore[misc]
             fun = one_of(fun, name or fun.__name__)
         task = super()._task_from_fun(fun, name=name, base=dispatched(base or self.Task), **options)
         check_options(task)
+        if task._dump_pydantic_arguments is not None and task.typed_arguments is None:
+            task.typed_arguments = TypedArguments(fun, bound=bool(options.get("bind")), options=options)
         return task
 
     def register_task(self, task: Any, **options: Any) -> Any:

@@ -51,7 +51,8 @@ def _progress(data: Mapping[str, Any]) -> str:
     shown = ""
     if isinstance(metrics, Mapping):
         shown = " ".join(f"{name}={_short(value)}" for name, value in metrics.items())
-    return f"{data.get('current')}{total} {data.get('unit', 'step')} {shown}".rstrip()
+    told = f"{data.get('current')}{total} {data.get('unit', 'step')} {shown}".rstrip()
+    return f"{told}: {data['message']}" if data.get("message") else told
 
 
 def _short(value: object) -> str:

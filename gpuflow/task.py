@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache, cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from celery import Task
+from celery.exceptions import Reject
 from celery.utils.imports import symbol_by_name
 
 from gpuflow.broker.merged_calls import RECORDED_HEADER
-from gpuflow.errors import InvalidTemplate
+from gpuflow.context import Stopped
+from gpuflow.errors import GPUFlowError, InvalidTemplate
 from gpuflow.functions.batching import Batch
 from gpuflow.functions.calls import FUNCTION_HEADER
 from gpuflow.routing.families import CELERYS
 from gpuflow.routing.resources import asks_gpus
 from gpuflow.spec.units import duration_seconds
+from gpuflow.surroundings import here, is_child, is_worker
+from gpuflow.typed_arguments import TypedArguments
 
+#: Of a thread of a worker: how many calls of tasks run in it, one in the other.
+_calls: Final = threading.local()
 #: Held while one task is loaded.
-_loading = threading.RLock()
+_loading: Final = threading.RLock()
 
 
 class RoutedTask(Task):  # type: ignore[misc]
@@ -107,18 +114,64 @@ class Dispatched:
     Its `before_start` and `__call__` do in the child; what Celery calls when it has ended runs in the worker.
     """
 
+    #: What arguments a task with `pydantic=True` takes.
+    typed_arguments: TypedArguments | None = None
+    #: Whether those are checked where a call is sent, too. Where validators need what only workers have: False.
+    check_arguments: bool = True
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the task, in a child if its message says so."""
+        """Run the task, in a child if its message says so. Raises InvalidTemplate for arguments that it does not take.
+
+        In a thread, one that ends because its worker does goes back to its queue.
+        """
         task: Any = self
         if _goes_to_child(task.request):
             return symbol_by_name("gpuflow.worker.functions:run")(task, args, kwargs)
-        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        if task.request.called_directly or task.request.is_eager:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        if self.typed_arguments is not None:
+            self.typed_arguments.check(task, args, kwargs)
+        try:
+            with _calling():
+                return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        except Stopped as stop:
+            if is_child():
+                raise
+            if not here().should_stop():
+                raise GPUFlowError(f"context.Stopped ({stop}) was raised, and should_stop() says no") from stop
+            raise Reject(str(stop), requeue=True) from stop
+
+    def apply_async(self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
+        """Send a call. Raises InvalidTemplate, with the fields, for arguments that the task does not take.
+
+        What follows a task (its links, the body of a chord) is sent by a worker, and fails where it runs.
+        """
+        task: Any = self
+        if self.typed_arguments is not None and self.check_arguments and (not is_worker() or _is_calling()):
+            args, kwargs = task._dump_pydantic_arguments(args, kwargs)
+            if isinstance(args or (), list | tuple) and isinstance(kwargs or {}, Mapping):
+                self.typed_arguments.check(task, args or (), kwargs or {})
+        return super().apply_async(args, kwargs, *more, **options)  # type: ignore[misc]
 
     def before_start(self, task_id: str, args: Any, kwargs: Any) -> None:
         """Do what the team's class does before a call."""
         task: Any = self
         if not _goes_to_child(task.request):
             super().before_start(task_id, args, kwargs)  # type: ignore[misc]
+
+
+@contextmanager
+def _calling() -> Iterator[None]:
+    _calls.depth = getattr(_calls, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _calls.depth -= 1
+
+
+def _is_calling() -> bool:
+    """Whether a function of a task runs in this thread, and not what follows it."""
+    return getattr(_calls, "depth", 0) > 0
 
 
 def _goes_to_child(request: Any) -> bool:

@@ -2,7 +2,7 @@
 
 Where the user has not said when to save, the clock does: a training that a machine takes with it loses minutes.
 
-Called by the training executors. What a complete checkpoint is, `executors.checkpoints` says.
+Called by the training executors. What a complete checkpoint is, `gpuflow.checkpoints` says.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from typing import Any, Final
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from executors import cancellation
-from executors.checkpoints import Checkpoint, mark_complete, remove_old
+from executors.checkpoints import Checkpoint
 from executors.distributed.agreement import Votes, all_written, check_gradients, is_first
+from gpuflow.checkpoints import mark_complete, remove_old
 from gpuflow.protocol import Emitter, is_complete
 
 #: Time from one checkpoint to the next where the user has not said when to save, in seconds.

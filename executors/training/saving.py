@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from executors.base import write_json_atomically
-from executors.checkpoints import flush
+from gpuflow.checkpoints import flush
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -24,9 +24,10 @@ from celery.exceptions import SoftTimeLimitExceeded
 
 from gpuflow.functions import warm
 from gpuflow.functions.calling import become, begin, conduct
-from gpuflow.functions.calls import SOFT_LIMIT, Call
+from gpuflow.functions.calls import NOTICE, SOFT_LIMIT, Call
 from gpuflow.process_guard import guard_memory
 from gpuflow.protocol import Emitter, Request, take_stdin
+from gpuflow.surroundings import notice
 
 
 def main() -> int:
@@ -41,8 +42,7 @@ def main() -> int:
     call = Call.from_dict(request.spec["function"])
     become(call)
     emitter.status("working")
-    completed = conduct(call, request.output_dir, emitter, partial(begin, call), partial(_interruptible, orders))
-    return 0 if completed else 1
+    return conduct(call, request, emitter, partial(begin, call), partial(_interruptible, orders))
 
 
 @contextmanager
@@ -68,6 +68,8 @@ def _listen(orders: BinaryIO) -> None:
     for line in orders:
         if line.strip() == SOFT_LIMIT and main_thread is not None:
             signal.pthread_kill(main_thread, signal.SIGUSR2)
+        if line.strip() == NOTICE:
+            notice()
 
 
 def leave(code: int) -> NoReturn:

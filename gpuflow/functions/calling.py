@@ -16,20 +16,27 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from celery import _state, signals
 from celery.app.trace import setup_worker_optimizations
 from celery.exceptions import Ignore, Reject, Retry
 
+from gpuflow.context import Stopped
+from gpuflow.errors import GPUFlowError
 from gpuflow.functions.calls import STATE_EVENT, TOLD, Call, Ending, given, own_options, plain, stored, trace_of
 from gpuflow.importing import load
 from gpuflow.policy.secrets import is_never
-from gpuflow.protocol import Emitter
+from gpuflow.protocol import PREEMPTED, Emitter, Request
+from gpuflow.surroundings import InChild, begin_child
 
 # What every function needs: the process that children are forked from has it, too.
 load("gpuflow.celery_app")
 
+#: Exit codes of the child of one call. STOPPED: it was told to end, and has.
+COMPLETED: Final = 0
+FAILED: Final = 1
+STOPPED: Final = 143
 #: Within it, a soft limit may interrupt; until what it yields is called.
 Interruptible = Callable[[], AbstractContextManager[Callable[[], None]]]
 
@@ -103,21 +110,30 @@ def find(call: Call) -> Any:
 
 
 def conduct(
-    call: Call, output_dir: str, emitter: Emitter, task_of: Callable[[], Any], interruptible: Interruptible
-) -> bool:
-    """Make a call and tell how it ended; return whether it completed. `task_of` returns its task, or raises."""
-    again = Again(call)
+    call: Call, request: Request, emitter: Emitter, task_of: Callable[[], Any], interruptible: Interruptible
+) -> int:
+    """Make a call and tell how it ended; return the exit code of a child that made it.
+
+    `task_of` returns its task, or raises.
+    """
+    again, child = Again(call), begin_child(request, emitter)
     try:
         with interruptible() as over:  # a soft limit raises in here alone, also in what is imported first, and in hooks
-            result = _answer(task_of(), call, again, emitter, over)
+            result = _answer(task_of(), call, again, emitter, child, over)
         if again.call is not None:
             raise Retry("the task has asked for a retry")
+    except Stopped as stop:
+        emitter.finish("cancelled", {"type": PREEMPTED, "message": str(stop), "retryable": True})
+        return STOPPED
     except Exception as error:  # noqa: BLE001  (whatever the function raises is how the task ends)
-        fail(error, output_dir, emitter, again.call)
-        return False
+        fail(error, request.output_dir, emitter, again.call)
+        return FAILED
+    if child.is_cancelled:  # it has cleaned up: what it returned then is no result
+        emitter.finish("cancelled")
+        return STOPPED
     emitter.result(result)
     emitter.finish("completed")
-    return True
+    return COMPLETED
 
 
 def fail(error: Exception, output_dir: str, emitter: Emitter, again: Mapping[str, Any] | None = None) -> None:
@@ -126,11 +142,18 @@ def fail(error: Exception, output_dir: str, emitter: Emitter, again: Mapping[str
     emitter.finish("failed", {"type": type(error).__name__, "message": str(error), "retryable": False, TOLD: True})
 
 
-def _answer(task: Any, call: Call, again: Again, emitter: Emitter, over: Callable[[], None]) -> dict[str, Any]:
+def _answer(
+    task: Any, call: Call, again: Again, emitter: Emitter, child: InChild, over: Callable[[], None]
+) -> dict[str, Any]:
     """Return what the function returns, and the results of what it has called. Raises what it raises."""
     args, kwargs = call.args_kwargs()
     with _called(task, call, args, kwargs, again, emitter):
-        value = task(*args, **kwargs)
+        try:
+            value = task(*args, **kwargs)
+        except Stopped as stop:
+            if not child.should_stop():
+                raise GPUFlowError(f"context.Stopped ({stop}) was raised, and should_stop() says no") from stop
+            raise
         over()  # what it returns is what it has done
         return {"value": plain(value), "children": plain([one.as_tuple() for one in task.request.children or ()])}
 

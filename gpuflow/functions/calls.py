@@ -27,6 +27,8 @@ PLACES: Final = "places"
 CLOSING: Final = "SessionClosing"
 #: The line on a child's stdin that tells it of its soft time limit.
 SOFT_LIMIT: Final = b"soft time limit"
+#: The line that tells it that its attempt is to end soon, and another one goes on.
+NOTICE: Final = b"notice"
 #: Field of a record's error that holds the exception as Celery stores it.
 EXCEPTION: Final = "celery"
 #: Field of the error of a finish whose child has left an `Ending`.

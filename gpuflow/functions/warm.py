@@ -24,10 +24,12 @@ from typing import Any, BinaryIO, Final
 
 from celery.exceptions import SoftTimeLimitExceeded
 
+from gpuflow.context import Stopped
 from gpuflow.functions.batching import Batch, BatchedCall, WrongBatch, answers
 from gpuflow.functions.calling import become, begin, conduct, fail
-from gpuflow.functions.calls import CLOSING, PLACES, Call
+from gpuflow.functions.calls import CLOSING, NOTICE, PLACES, SOFT_LIMIT, Call
 from gpuflow.protocol import Emitter, Request, RequestEmitter
+from gpuflow.surroundings import begin_child, notice, terminate
 
 #: The word on the command line that makes a child one.
 SESSION: Final = "session"
@@ -60,7 +62,7 @@ class _Asked:
 
     id: str
     call: Call
-    output_dir: str
+    request: Request
     emitter: RequestEmitter
     came: float = field(default_factory=time.monotonic)
 
@@ -84,6 +86,9 @@ class _Server:
         self._soft: set[str] = set()
         self._interruptible: frozenset[str] = frozenset()
         self._late: set[str] = set()
+        #: Calls whose attempts are to end: they go on elsewhere, or not at all.
+        self._noticed: set[str] = set()
+        self._ending: set[str] = set()
         self._printed = _Printed(self._told)
         self._of_thread = threading.local()
 
@@ -162,33 +167,47 @@ class _Server:
         else:
             task = app.tasks[calls[0].call.name]
             for asked, item in zip(calls, self._together(task, calls), strict=True):
+                if isinstance(item, Stopped) and asked.id not in self._noticed | self._ending:
+                    _go_back(asked, "its batch was told to end")
+                    continue
                 with _giving(task, item):
                     self._conduct(app, asked)
         self._printed.end()
         with self._changed:
             self._working.clear()
             self._served += len(calls)
-        self._soft.clear()
-        self._late.clear()
+        for ids in (self._soft, self._late, self._noticed, self._ending):
+            ids.clear()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a call may have held it off
 
     def _conduct(self, app: Any, asked: _Asked) -> None:
         self._of_thread.emitters = [asked.emitter]
         limits = partial(self._interrupting, [asked])
-        conduct(asked.call, asked.output_dir, asked.emitter, lambda: app.tasks[asked.call.name], limits)
+        conduct(asked.call, asked.request, asked.emitter, lambda: self._task(app, asked), limits)
         self._printed.end()
         self._of_thread.emitters = None
+
+    def _task(self, app: Any, asked: _Asked) -> Any:
+        """Return the task of a call that is about to be made; its surroundings know what it was told before."""
+        if asked.id in self._noticed:
+            notice()
+        if asked.id in self._ending:
+            terminate()
+        return app.tasks[asked.call.name]
 
     def _together(self, task: Any, calls: Sequence[_Asked]) -> list[Any]:
         """Return what the function gives for each of some calls, an exception for one that fails.
 
-        Where it raises, each is made by itself, so that the bad one fails alone.
+        Where it raises, each is made by itself, so that the bad one fails alone. The surroundings are those of the
+        first.
         """
+        begin_child(calls[0].request, calls[0].emitter)
         try:
             with self._interrupting(calls) as over:
                 given = answers(task.batched, [_batched(asked.call) for asked in calls], task.name)
                 over()
                 return given
-        except WrongBatch as error:
+        except (WrongBatch, Stopped) as error:
             return [error] * len(calls)
         except Exception as error:  # noqa: BLE001  (it is how the call ends)
             if len(calls) == 1:
@@ -247,10 +266,12 @@ class _Server:
         match order.get("op"):
             case "run":
                 self._run(str(order["id"]), Request.from_json(json.dumps(order["request"])))
-            case "soft":
-                self._limit(str(order["id"]))
+            case "say":
+                self._say(str(order["id"]), str(order["word"]).encode())
             case "abort":
                 self._abort(str(order["id"]))
+            case "end":
+                self._end(str(order["id"]))
             case "ping":
                 self._sign(order.get("n"))
             case "close":
@@ -258,18 +279,29 @@ class _Server:
                     self._closing = True
                     self._changed.notify_all()
             case other:
-                raise ValueError(f"op is {other!r}; it must be one of run, soft, abort, ping, close")
+                raise ValueError(f"op is {other!r}; it must be one of run, say, abort, end, ping, close")
 
     def _run(self, id: str, request: Request) -> None:
         emitter = RequestEmitter(self._emitter, id)
         emitter.output_dir = request.output_dir
-        asked = _Asked(id, Call.from_dict(request.spec["function"]), request.output_dir, emitter)
+        asked = _Asked(id, Call.from_dict(request.spec["function"]), request, emitter)
         with self._changed:
             if not self._closing:
                 self._waiting.append(asked)
                 self._changed.notify_all()
                 return
         _go_back(asked, "it takes no more calls")
+
+    def _say(self, id: str, word: bytes) -> None:
+        if word == SOFT_LIMIT:
+            self._limit(id)
+        with self._changed:
+            asked = self._no_more(id) if word == NOTICE else None
+            if word == NOTICE and id in self._working:
+                self._noticed.add(id)
+                notice()
+        if asked is not None:
+            _go_back(asked, "its worker is about to end")
 
     def _limit(self, id: str) -> None:
         """End a call by its soft limit: one that waits at once."""
@@ -283,6 +315,15 @@ class _Server:
             self._fail(asked, SoftTimeLimitExceeded())
 
     def _abort(self, id: str) -> None:
+        """End a call: one that asks whether it is to end is told so, another one ends with the process."""
+        with self._changed:
+            if id in self._working and terminate():
+                self._ending.add(id)
+                return
+        self._end(id)
+
+    def _end(self, id: str) -> None:
+        """End a call now."""
         with self._changed:
             asked, working = self._no_more(id), self._working.get(id)
             is_over = working is None or working.emitter.ended
@@ -324,7 +365,7 @@ class _Server:
 
     def _fail(self, asked: _Asked, error: Exception) -> None:
         self._of_thread.emitters = [asked.emitter]
-        fail(error, asked.output_dir, asked.emitter)
+        fail(error, asked.request.output_dir, asked.emitter)
         self._of_thread.emitters = None
 
     # -- what is printed --------------------------------------------------------------------------------------------

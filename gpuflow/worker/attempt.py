@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from redis.exceptions import RedisError
 
-from gpuflow.functions.calls import STATE_EVENT
+from gpuflow.functions.calls import NOTICE, SOFT_LIMIT, STATE_EVENT
 from gpuflow.ledger.ledger import Holder, Ledger
 from gpuflow.logs import get_logger
 from gpuflow.protocol import FUNCTION_TYPE, Event, Request, parse_line
@@ -140,7 +140,7 @@ class Attempt:
             with self._lock:
                 self._soft, child = True, self._child
             if child is not None:
-                child.soft_limit()
+                child.say(SOFT_LIMIT)
             return
         now = time.monotonic()
         with self._lock:
@@ -159,13 +159,20 @@ class Attempt:
             elif reason == "preempted":
                 if first:
                     self._terminate_at = now + self._notice_seconds
-                    if self._child is not None:
-                        self._child.notice()
+                    self._notice(self._child)
             elif self._kill_at is None:
                 self._terminate_at = None
                 self._kill_at = now + self._grace_seconds
                 if self._child is not None:
                     self._child.terminate()
+
+    def _notice(self, child: Work | None) -> None:
+        """Tell the child that it is to end soon. One of a function ignores the signal, and hears of it by its stdin."""
+        if child is not None:
+            child.notice()
+        if self._is_function and child is not None:
+            # It may not have read its request yet: who stops all attempts of a worker does not wait for that.
+            threading.Thread(target=child.say, args=(NOTICE,), name="gpuflow-notice", daemon=True).start()
 
     def run(self) -> Outcome:
         """Start the child, follow it to its end, and say how it ended. Nothing of it is left then."""
@@ -188,7 +195,7 @@ class Attempt:
                         child.kill()
                     soft = self._soft
                 if soft:
-                    child.soft_limit()
+                    child.say(SOFT_LIMIT)
                 self._follow(child, child_log, started)
         except BaseException as error:
             if self._child is not None:

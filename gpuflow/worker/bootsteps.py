@@ -34,6 +34,7 @@ from gpuflow.routing.capability import Capability
 from gpuflow.routing.families import CELERYS, CONTROL_QUEUE, NOTICE_QUEUES, TASK_OF_TYPE
 from gpuflow.settings.model import MOST_COST
 from gpuflow.spec.user_types import registered, usable
+from gpuflow.surroundings import serve_threads
 from gpuflow.worker.admission import Admission
 from gpuflow.worker.consumer import fail_unreadable
 from gpuflow.worker.demands import Demands
@@ -56,6 +57,7 @@ from gpuflow.worker.slots import Limits
 from gpuflow.worker.spot_notices import SpotNotices
 from gpuflow.worker.stopping import Stopper
 from gpuflow.worker.task_limits import limits_of
+from gpuflow.worker.thread_context import of_this_thread
 from gpuflow.worker.user_environments import environments_of
 
 log = get_logger("gpuflow.worker")
@@ -208,6 +210,7 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
         install(runtime)
         app.publishes_again = publishes_again
         app.requeues_run = requeues_run
+        serve_threads(of_this_thread)
         task_postrun.connect(_forget_attempt, weak=False)
 
     def start(self, worker: Any) -> None:

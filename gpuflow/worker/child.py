@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, Protocol
 
-from gpuflow.functions.calls import SOFT_LIMIT
 from gpuflow.protocol import MAX_LINE_BYTES
 from gpuflow.worker.cgroups import GroupEnd
 from gpuflow.worker.confinement import UNCONFINED, Confinement
@@ -54,8 +53,8 @@ class Work(Protocol):
     def held_up_seconds(self) -> float:
         """How long it has waited for others before it could begin; that counts for no time limit."""
 
-    def soft_limit(self) -> None:
-        """Tell a function that its soft time limit is over."""
+    def say(self, word: bytes) -> None:
+        """Tell a function something while it runs (`functions.calls`: SOFT_LIMIT, NOTICE)."""
 
     def notice(self) -> None:
         """Tell it that it is to end soon and to go on elsewhere."""
@@ -179,10 +178,10 @@ class Child:
             while rest:
                 rest = rest[os.write(self._stdin, rest) :]
 
-    def soft_limit(self) -> None:
-        """Tell a function that its soft time limit is over, if it still reads."""
+    def say(self, word: bytes) -> None:
+        """Write one line to its stdin, if it still reads."""
         with contextlib.suppress(OSError):
-            self.send(SOFT_LIMIT)
+            self.send(word)
 
     def end_input(self) -> None:
         """Close its stdin: a session then ends at once."""

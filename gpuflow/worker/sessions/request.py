@@ -7,14 +7,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from gpuflow.errors import GPUFlowError
 from gpuflow.functions.calls import CLOSING
 from gpuflow.worker.child import ChildEnd, LineKind
-
-#: What a session may be told of a request that is open on it.
-RequestOrder = Literal["soft", "abort"]
 
 
 class AtEnd(Protocol):
@@ -46,8 +43,9 @@ class SessionRequest:
         #: It may be what killed its last engine: nothing else is answered beside it.
         self.alone = alone
         self._shim_pid: int | None = None
-        self._order: Callable[[RequestOrder, str], None] | None = None
-        self._soft = False
+        self._abort: Callable[[str], None] | None = None
+        self._tell: Callable[[Mapping[str, Any]], None] | None = None
+        self._unsaid: list[bytes] = []
         self._lines: queue.SimpleQueue[tuple[LineKind, bytes] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._finished = False
@@ -63,6 +61,11 @@ class SessionRequest:
         return (self._due_at or time.monotonic()) - self._asked_at
 
     @property
+    def is_killed(self) -> bool:
+        """Whether its attempt waits for its end no longer."""
+        return self._killed
+
+    @property
     def shim_pid(self) -> int | None:
         """The shim of the session, once it has been sent there."""
         return self._shim_pid
@@ -73,15 +76,15 @@ class SessionRequest:
         """Note that it goes to the engine now."""
         self._due_at = time.monotonic()
 
-    def sent(self, shim_pid: int, order: Callable[[RequestOrder, str], None]) -> None:
-        """Note where it is answered, and by what its session is told of it."""
+    def sent(self, shim_pid: int, abort: Callable[[str], None], tell: Callable[[Mapping[str, Any]], None]) -> None:
+        """Note where it is answered, by what it is ended there, and by what the session is told of it."""
         with self._lock:
-            self._shim_pid, self._order = shim_pid, order
-            unwanted, soft = self._unwanted, self._soft
-        if soft:
-            order("soft", self.id)
+            self._shim_pid, self._abort, self._tell = shim_pid, abort, tell
+            unwanted, unsaid = self._unwanted, self._unsaid
+        for word in unsaid:
+            self.say(word)
         if unwanted:
-            order("abort", self.id)
+            abort(self.id)
 
     def put(self, kind: LineKind, line: bytes) -> None:
         """Pass on one line."""
@@ -122,12 +125,14 @@ class SessionRequest:
 
     # -- the attempt's side -------------------------------------------------------------------------------------
 
-    def soft_limit(self) -> None:
-        """Tell the session that the soft time limit of this call is over."""
+    def say(self, word: bytes) -> None:
+        """Tell the function something that is called by this request."""
         with self._lock:
-            self._soft, order = True, self._order
-        if order is not None:
-            order("soft", self.id)
+            tell = self._tell
+            if tell is None:
+                self._unsaid.append(word)
+        if tell is not None:
+            tell({"op": "say", "id": self.id, "word": word.decode()})
 
     def notice(self) -> None:
         """Do nothing: a request is answered soon, and has no state that could go on elsewhere. A replica ends."""
@@ -147,9 +152,9 @@ class SessionRequest:
     def _give_up(self) -> None:
         with self._lock:
             self._unwanted = True
-            order = self._order
-        if order is not None:
-            order("abort", self.id)
+            abort = self._abort
+        if abort is not None:
+            abort(self.id)
 
     def read(self, timeout_seconds: float) -> Iterator[tuple[LineKind, bytes]]:
         """Yield its lines until its end, and a tick at least every timeout."""

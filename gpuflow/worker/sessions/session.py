@@ -23,7 +23,7 @@ from gpuflow.secrets import Redactor, known
 from gpuflow.worker.child import Child
 from gpuflow.worker.child_log import ChildLog
 from gpuflow.worker.outcome import ending
-from gpuflow.worker.sessions.request import RequestOrder, SessionRequest
+from gpuflow.worker.sessions.request import SessionRequest
 
 log = get_logger("gpuflow.sessions")
 
@@ -146,7 +146,7 @@ class Session:
             else:
                 self._unsent.append((asked, line))
                 self._send_due()
-        asked.sent(self.shim_pid, self._order)
+        asked.sent(self.shim_pid, self._abort, self._tell)
         return True
 
     def move_replicas(self, why: str) -> None:
@@ -211,16 +211,12 @@ class Session:
     def _tell(self, operation: Mapping[str, Any]) -> None:
         self._outbox.put(json.dumps(operation).encode())
 
-    def _order(self, order: RequestOrder, id: str) -> None:
-        if order == "abort":
-            self._abort(id)
-        else:
-            self._tell({"op": order, "id": id})
-
     def _abort(self, id: str) -> None:
         with self._lock:
             if id not in self._open or id in self._aborted:
                 return
+            asked = self._open[id]
+            order = "end" if asked.of_function and asked.is_killed else "abort"
             waiting = next((one for one in self._unsent if one[0].id == id), None)
             here = self._open[id] if waiting or self._open[id].replica else None
             if here is not None:
@@ -228,12 +224,14 @@ class Session:
                 if waiting is not None:
                     self._unsent.remove(waiting)
                     self._send_due()
-            else:
+            elif (
+                not asked.of_function or asked.is_killed
+            ):  # a function may save what it has, as long as its attempt lets it
                 self._aborted[id] = time.monotonic()
         if here is not None:
             here.end({"event": "finish", "status": "cancelled"})
         else:
-            self._tell({"op": "abort", "id": id})
+            self._tell({"op": order, "id": id})
 
     def _write(self) -> None:
         while (line := self._outbox.get()) is not None:
@@ -316,7 +314,7 @@ class Session:
                 self.used_at = time.monotonic()
         if request is None:
             return
-        if name == "finish" and event.get("status") == "cancelled" and wanted:
+        if name == "finish" and event.get("status") == "cancelled" and wanted and not request.of_function:
             request.died(f"it was told to end; its log is {self._log_path}")  # by a signal of somebody else
         elif name == "finish":
             request.end(event, beside=beside)

@@ -11,7 +11,8 @@ from unittest import mock
 import pytest
 
 from executors.base import ExecutorError
-from executors.checkpoints import mark_complete, remove_old, to_resume
+from executors.checkpoints import to_resume
+from gpuflow.checkpoints import mark_complete, remove_old
 from gpuflow.protocol import CHECKPOINT_MARKER, complete_checkpoints
 
 FILES = {"model.bin", "optimizer.bin"}
