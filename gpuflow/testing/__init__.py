@@ -11,7 +11,6 @@ from gpuflow.testing.fixtures import (
     pytest_addoption,
     pytest_configure,
     pytest_runtest_makereport,
-    pytest_unconfigure,
 )
 from gpuflow.testing.fleet import SimulatedMachine, TestFleet, TestWorker
 from gpuflow.testing.server import TestServer
@@ -29,5 +28,4 @@ __all__ = [
     "pytest_addoption",
     "pytest_configure",
     "pytest_runtest_makereport",
-    "pytest_unconfigure",
 ]

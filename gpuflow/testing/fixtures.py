@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Generator, Iterator
 from typing import Final
 
@@ -10,6 +11,7 @@ import pytest
 from gpuflow.celery_app import GPUFlow, app
 from gpuflow.errors import GPUFlowError
 from gpuflow.testing import eager
+from gpuflow.testing.environment import without_addresses
 from gpuflow.testing.fleet import TestFleet
 from gpuflow.testing.pointing import nowhere, point
 from gpuflow.testing.server import TestServer
@@ -29,15 +31,12 @@ def pytest_configure(config: pytest.Config) -> None:
         timeout = float(text)
     except ValueError:
         raise pytest.UsageError(f"gpuflow_timeout: {text!r} is no number of seconds; set one, such as 60") from None
-    config.stash[_SERVER] = TestServer(app, timeout=timeout)
-    point(app, nowhere())
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    """End what an interrupted session has left."""
-    server = config.stash.get(_SERVER, None)
-    if server is not None:
-        server.close()
+    server = config.stash[_SERVER] = TestServer(app, timeout=timeout)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(without_addresses())
+        stack.callback(server.close)  # first: what an interrupted session has left
+        point(app, nowhere())
+        config.add_cleanup(stack.pop_all().close)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -22,8 +22,8 @@ from gpuflow.fleet.registry import Fleet, WorkerState
 from gpuflow.ledger.records import TaskRecord
 from gpuflow.ledger.states import FINAL
 from gpuflow.settings import Settings
-from gpuflow.testing.environment import import_path, without_settings
-from gpuflow.testing.simulated_gpus import SimGpu, gpu_uuid, machine_gpus, simulated_machine, write_machine
+from gpuflow.testing.environment import for_worker, import_path
+from gpuflow.testing.simulated_gpus import SimGpu, gpu_uuid, machine_gpus, mig_uuid, simulated_machine, write_machine
 
 if TYPE_CHECKING:
     from gpuflow.testing.server import TestServer
@@ -37,7 +37,10 @@ _STOP_SIGNALS: Final = ((signal.SIGQUIT, 10.0), (signal.SIGTERM, 2.0))
 
 
 class SimulatedMachine:
-    """A machine of a test, with its GPUs; workers on the same one share them. `env` gives it to a process."""
+    """A machine of a test; workers on the same one share its GPUs.
+
+    `uuids`: those of its GPUs and MIG slices, as CUDA_VISIBLE_DEVICES names them. `env` gives it to a process.
+    """
 
     def __init__(self, folder: Path, gpus: str | Sequence[str | SimGpu], library: Path | None) -> None:
         self._state = folder / "nvml.state"
@@ -54,7 +57,10 @@ class SimulatedMachine:
         With `hang_ms` every call of the driver takes so long.
         """
         write_machine(self._state, gpus, hang_ms=hang_ms)
-        self.uuids = [gpu.uuid or gpu_uuid(index) for index, gpu in enumerate(machine_gpus(gpus))]
+        self.uuids = []
+        for index, gpu in enumerate(machine_gpus(gpus)):
+            slices = [mig_uuid(index, number) for number in range(len(gpu.slices))]
+            self.uuids += slices or [gpu.uuid or gpu_uuid(index)]
 
 
 class TestWorker:
@@ -234,7 +240,7 @@ class TestFleet:
 
     def _environment(self, machine: SimulatedMachine, env: Mapping[str, str], folder: Path) -> dict[str, str]:
         settings = self._server.environment
-        base = {**without_settings(os.environ), **settings, **machine.env, "PYTHONPATH": import_path(), **env}
+        base = {**for_worker(os.environ), **settings, **machine.env, "PYTHONPATH": import_path(), **env}
         loaded = Settings.load(env=base, cwd=folder)
         return process_environment(loaded, self.url, base, folder, own_broker=True)
 
