@@ -10,6 +10,7 @@ from typing import Any, Final
 from gpuflow.celery_app import GPUFlow
 from gpuflow.local import close_connections
 from gpuflow.settings import Settings
+from gpuflow.submission_checks import forget
 
 #: What Celery makes of the address of the broker, beside what gpuflow does.
 _MADE_BY_CELERY: Final = ("amqp", "control", "events")
@@ -41,6 +42,7 @@ def point(app: GPUFlow, settings: Settings) -> None:
     for name in (*mine, *_MADE_BY_CELERY):
         app.__dict__.pop(name, None)
     forget_backend(app)
+    forget(app)
     app._pool = None
     if app.configured:
         defaults = app._defaults()

@@ -95,6 +95,7 @@ class TestServer:
             raise GPUFlowError(
                 "a fleet is in use already, by a fixture of a wider scope; use that one, or move the test elsewhere"
             )
+        point(self.app, self.settings)  # with nothing that it remembers of the fleet before
         fleet = TestFleet(self)
         self.fleet_in_use = fleet
         try:

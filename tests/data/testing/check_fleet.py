@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from jobs import block, gpus, in_thread, say
 
-from gpuflow import BrokerUnavailable, GPUFlowError, app, submit
+from gpuflow import BrokerUnavailable, GPUFlowError, NoCapableWorker, app, submit
 from gpuflow.settings import Settings, env_names
+from gpuflow.spec import parse
+from gpuflow.submission_checks import problems_at_submit
 from gpuflow.testing import SimGpu
 
 
@@ -53,6 +55,21 @@ def test_each_begins_with_an_empty_server(gpuflow_fleet: Any, number: int) -> No
     assert gpuflow_fleet.record(sent).state == "QUEUED"
     with pytest.raises(AssertionError, match=r"within 0 s.*QUEUED"):
         gpuflow_fleet.wait(sent, "RUNNING", within=0)
+    warnings = problems_at_submit(app, parse({"taskType": "echo", "echo": {"output": 1}}))
+    assert len(warnings) == 1, "told in each test, though it was in the one before"
+
+
+@pytest.mark.parametrize("workers", [1, 0])
+def test_nothing_is_remembered_of_the_fleet_before(gpuflow_fleet: Any, workers: int) -> None:
+    for _ in range(workers):
+        gpuflow_fleet.start_worker()
+    template = {"taskType": "echo", "echo": {"output": 1}, "resources": {"accelerators": "cpu"}}
+
+    if workers:
+        assert submit(template, fail_fast=True).get(timeout=gpuflow_fleet.timeout)["output"] == 1
+    else:
+        with pytest.raises(NoCapableWorker):
+            submit(template, fail_fast=True)
 
 
 def test_a_task_is_waited_for_and_read(gpuflow_fleet: Any) -> None:
