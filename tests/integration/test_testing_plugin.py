@@ -96,7 +96,7 @@ def test_a_fleet_is_clean_and_of_the_test_alone(project: Project) -> None:
 
     code, output = project.run("check_fleet.py", **DEVELOPER)
 
-    assert (code, passed(output)) == (0, 13), output
+    assert (code, passed(output)) == (0, 14), output
     assert list(project.temporary.iterdir()) == []
 
 

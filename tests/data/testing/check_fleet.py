@@ -105,6 +105,15 @@ def test_machines_have_the_gpus_that_were_asked_for(gpuflow_fleet: Any, tmp_path
         gpuflow_fleet.start_worker("jobs", machine=["A1000"])
 
 
+def test_a_machine_without_gpus_takes_none_of_the_developer(gpuflow_fleet: Any) -> None:
+    there = gpuflow_fleet.machine("A100-80GB")  # what a driver finds, as on a developer's own machine
+    worker = gpuflow_fleet.start_worker("jobs", env=there.env)
+
+    assert worker.machine.uuids == [] and len(there.uuids) == 1
+    with pytest.raises(NoCapableWorker):
+        submit({"taskType": "echo", "echo": {"output": 1}, "resources": {"accelerators": "A100:1"}}, fail_fast=True)
+
+
 def test_a_machine_changes_under_its_workers(gpuflow_fleet: Any) -> None:
     cards = [SimGpu(model="A100-80GB", slices=["3g.40gb", "1g.10gb"]), SimGpu(model="A100-40GB", uuid="GPU-mine")]
     worker = gpuflow_fleet.start_worker("jobs", machine=cards)
