@@ -62,7 +62,14 @@ def local_fleet(
 
 
 def _disconnect(app: GPUFlow) -> None:
-    """Close all connections of the app; kombu's pools, which are of the process, would keep theirs."""
+    """End an app that no one uses any more."""
+    close_connections(app)
+    app.close()
+    app.redis.close()
+
+
+def close_connections(app: GPUFlow) -> None:
+    """Close all Celery connections of the app; kombu's pools, which are of the process, would keep theirs."""
     producers = app.amqp.producer_pool
     own = (producers, producers.connections, app.pool)
     app.backend.result_consumer.stop()
@@ -71,8 +78,6 @@ def _disconnect(app: GPUFlow) -> None:
     for kept in (pools.connections, producer_pools):
         for address in [address for address, pool in kept.items() if any(pool is one for one in own)]:
             dict.pop(kept, address)  # by the key itself: `del` takes the connection of which that was made
-    app.close()
-    app.redis.close()
 
 
 def _tended(cluster: LocalCluster) -> AbstractContextManager[None]:

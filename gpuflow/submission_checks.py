@@ -94,6 +94,11 @@ def problems_at_submit(app: GPUFlow, template: Template, *, fail_fast: bool = Fa
     return found
 
 
+def forget(app: GPUFlow) -> None:
+    """Forget what was read of the fleet of an app, and what was said of it: it has another server now."""
+    _known.pop(app, None)
+
+
 def can_serve(app: GPUFlow, template: Template) -> bool:
     """Whether live workers can serve every stage, now or when they are less busy. Raises redis errors."""
     workers = _workers(app, fresh=True)

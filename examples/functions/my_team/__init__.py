@@ -1,0 +1,1 @@
+"""A team's own package, with functions that run on a fleet of gpuflow."""
