@@ -75,7 +75,6 @@ class InChild:
 
     def __init__(self, request: Request, emitter: Emitter) -> None:
         self._request, self._emitter = request, emitter
-        self._pid = os.getpid()
         #: The worker gave notice: the attempt is to end soon, and another one goes on.
         self.noticed = False
         self._terminated = False
@@ -122,18 +121,21 @@ class InChild:
             self._holds_sigterm = True
             if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
                 signal.signal(signal.SIGTERM, self._on_sigterm)
+                os.register_at_fork(after_in_child=self._let_go)
         return self.noticed or self._terminated
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether it was told to end without a notice: by a user, its time limit, or a worker that stops at once."""
+        """Whether it was told to end without a notice: by a user, or a worker that stops at once."""
         return self._terminated and not self.noticed
 
     def _on_sigterm(self, number: int, _frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a process that the function has forked ends as any other
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
         self._terminated = True
+
+    def _let_go(self) -> None:
+        """Let a process that the function has forked end by SIGTERM as any other."""
+        if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class Outside:

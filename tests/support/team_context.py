@@ -122,6 +122,15 @@ def in_thread(until: str) -> dict[str, Any]:
 
 @app.task
 def thread_that_leaves(folder: str) -> str:
+    return leave_once(folder)
+
+
+@app.task(merge=True)
+def merged_that_leaves(folder: str) -> str:
+    return leave_once(folder)
+
+
+def leave_once(folder: str) -> str:
     begun = Path(folder, "begun")
     if begun.exists():
         return "again"
