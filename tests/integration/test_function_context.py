@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from datetime import date
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -133,6 +134,23 @@ def test_a_result_that_the_next_task_does_not_take_fails_that_one(served: TestFl
     with pytest.raises(InvalidTemplate, match="argument request"):
         sent.get(timeout=patient(30))
     assert sent.parent.get(timeout=patient(30)) == "nothing"
+
+
+def test_large_arguments_go_by_the_store(served: TestFleet) -> None:
+    @served.app.task(name="team_context.measures", child=True, shared=False)
+    def measures(text: str, *, day: date) -> None: ...
+
+    served.app.finalize()
+    size = 3 << 20
+    before = served.broker.client.info("memory")["used_memory_dataset"]
+
+    sent = measures.delay("x" * size, day=date(2026, 3, 1))
+
+    assert sent.get(timeout=patient(30)) == [size, "2026-03-01", size]
+    assert served.broker.client.info("memory")["used_memory_dataset"] - before < size
+    record = served.app.ledger.get(sent.id)
+    reference = record.spec["function"]["arguments"]["$artifact"]
+    assert reference["bytes"] > size and "/uploads/" in reference["url"] and record.attempt == 2
 
 
 def test_gpus_are_those_of_the_claim(fleet: TestFleet) -> None:
