@@ -49,7 +49,13 @@ from gpuflow.process_guard import guard_process
 from gpuflow.routing.families import CONTROL_QUEUE, SUPERVISED_TASKS
 from gpuflow.settings import Settings
 from gpuflow.signatures import SignatureRefused, Signer, signer_of, signing_options
-from gpuflow.submission import demand_header, function_header, plain_call_header, submission_header
+from gpuflow.submission import (
+    demand_header,
+    function_header,
+    plain_call_header,
+    submission_header,
+    with_large_arguments,
+)
 from gpuflow.task import check_options, dispatched
 from gpuflow.traces.context import TRACEPARENT
 from gpuflow.traces.recording import Submission, Traces, begin_traces
@@ -316,6 +322,7 @@ class GPUFlow(Celery):  # type: ignore[misc]
             if call is not None:
                 options["headers"] = {**(options.get("headers") or {}), RECORD_HEADER: call, RECORDED_HEADER: 1}
             elif function is not None:
+                args, kwargs = with_large_arguments(self, name, args, kwargs, function)
                 ours = {RECORD_HEADER: function, RECORDED_HEADER: 1, FUNCTION_HEADER: 1}
                 options["headers"] = {**(options.get("headers") or {}), **ours}
             elif demand is not None:

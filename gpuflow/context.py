@@ -84,8 +84,8 @@ __all__ = [
 class Stopped(BaseException):
     """The function ends early because `should_stop()` said so; the message says what is saved.
 
-    Its attempt is given back, and another one goes on, with `resume_from`; after a cancel or a time limit that is the
-    end. Raised though nobody asked for it, it is a failure. No `except Exception` and no `autoretry_for` catches it.
+    Its attempt is given back, and another one goes on, with `resume_from`; after a cancel that is the end. Raised
+    though nobody asked for it, it is a failure. No `except Exception` and no `autoretry_for` catches it.
     """
 
 
@@ -199,12 +199,12 @@ def checkpoint(step: int | str | None = None, *, keep: int = 2) -> Iterator[Path
 
 
 def should_stop() -> bool:
-    """Say whether the attempt is to end: its worker hands it back, a user cancels it, or its time is over.
+    """Say whether the attempt is to end: its worker hands it back, or stops at once, or a user cancels it.
 
-    Ask often: between steps, not in each. Then save what is worth it, and raise `Stopped`. There are GPUFLOW_NOTICE_SEC
-    seconds after a notice, and GPUFLOW_GRACE_SEC more, which is all that there is after a cancel or a time limit.
-    A function that has asked once, on its main thread, is not ended by SIGTERM before that. A worker that only drains
-    lets what runs finish, and says nothing here.
+    It costs next to nothing: ask between steps. Then save what is worth it, and raise `Stopped`. There are
+    GPUFLOW_NOTICE_SEC seconds after a notice, and GPUFLOW_GRACE_SEC more, which is all that there is after a cancel. A
+    function that has asked once, on its main thread, is not ended by SIGTERM before that. A worker that only drains
+    lets what runs finish, and says nothing here. A soft time limit raises, as in Celery, and a hard one ends it.
     """
     return here().should_stop()
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gpuflow import __version__
 from gpuflow.artifacts.destination import data_store
+from gpuflow.artifacts.large_arguments import ARGUMENTS, refer_arguments
 from gpuflow.artifacts.large_values import refer_large
 from gpuflow.broker.wire import portable
 from gpuflow.errors import InvalidTemplate
@@ -261,6 +262,21 @@ def function_header(
         },
         "fields": new_record_fields(name=name, task_type=FUNCTION_TYPE, spec=spec, requirement=requirement),
     }
+
+
+def with_large_arguments(
+    app: GPUFlow, name: str, args: Sequence[Any] | None, kwargs: Mapping[str, Any], header: dict[str, Any]
+) -> tuple[Sequence[Any] | None, dict[str, Any]]:
+    """Return the arguments of a function as they are sent: large ones as a reference, which its record names too.
+
+    `header` is that of `function_header`. Raises ArtifactError when the store fails.
+    """
+    reference = refer_arguments(name, args, kwargs, lambda: data_store(app.settings, app.broker_address()))
+    if reference is None:
+        return args, dict(kwargs)
+    spec = json.loads(header["fields"]["spec"])
+    header["fields"]["spec"] = json.dumps({**spec, "function": {**spec["function"], "arguments": reference}})
+    return (), {ARGUMENTS: reference}
 
 
 def _runs_in_child(task: Any, asks: bool) -> bool:

@@ -75,7 +75,6 @@ class InChild:
 
     def __init__(self, request: Request, emitter: Emitter) -> None:
         self._request, self._emitter = request, emitter
-        self._pid = os.getpid()
         #: The worker gave notice: the attempt is to end soon, and another one goes on.
         self.noticed = False
         self._terminated = False
@@ -120,8 +119,7 @@ class InChild:
         """
         if not self._holds_sigterm and threading.current_thread() is threading.main_thread():
             self._holds_sigterm = True
-            if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-                signal.signal(signal.SIGTERM, self._on_sigterm)
+            _hold_sigterm()
         return self.noticed or self._terminated
 
     @property
@@ -135,14 +133,8 @@ class InChild:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether it was told to end without a notice: by a user, its time limit, or a worker that stops at once."""
+        """Whether it was told to end without a notice: by a user, or a worker that stops at once."""
         return self._terminated and not self.noticed
-
-    def _on_sigterm(self, number: int, _frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a process that the function has forked ends as any other
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        self._terminated = True
 
 
 class Outside:
@@ -224,6 +216,7 @@ class Outside:
 
 class _Process:
     child: InChild | None = None
+    is_told_of_forks = False
     of_thread: Callable[[], Surroundings | None] | None = None
     outside = Outside()
 
@@ -247,6 +240,26 @@ def terminate() -> bool:
         return False
     child.terminate()
     return True
+
+
+def _hold_sigterm() -> None:
+    """Let SIGTERM be a word to the function that runs; on the main thread."""
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _on_sigterm)
+        if not _Process.is_told_of_forks:
+            _Process.is_told_of_forks = True
+            os.register_at_fork(after_in_child=let_sigterm_through)
+
+
+def let_sigterm_through() -> None:
+    """Let SIGTERM end this process again: one that the function has forked, and a warm one between its calls."""
+    if signal.getsignal(signal.SIGTERM) is _on_sigterm:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _on_sigterm(_number: int, _frame: FrameType | None) -> None:
+    if _Process.child is not None:
+        _Process.child.terminate()
 
 
 def serve_threads(find: Callable[[], Surroundings | None]) -> None:

@@ -29,7 +29,7 @@ from gpuflow.functions.batching import Batch, BatchedCall, WrongBatch, answers
 from gpuflow.functions.calling import become, begin, conduct, fail
 from gpuflow.functions.calls import CLOSING, NOTICE, PLACES, SOFT_LIMIT, Call
 from gpuflow.protocol import Emitter, Request, RequestEmitter
-from gpuflow.surroundings import begin_child, notice, terminate
+from gpuflow.surroundings import begin_child, let_sigterm_through, notice, terminate
 
 #: The word on the command line that makes a child one.
 SESSION: Final = "session"
@@ -178,7 +178,7 @@ class _Server:
             self._served += len(calls)
         for ids in (self._soft, self._late, self._noticed, self._ending):
             ids.clear()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a call may have held it off
+        let_sigterm_through()
 
     def _conduct(self, app: Any, asked: _Asked) -> None:
         self._of_thread.emitters = [asked.emitter]

@@ -22,7 +22,10 @@ from celery.app.task import get_actual_ignore_result
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded, TimeLimitExceeded
 from celery.result import result_from_tuple
 
+from gpuflow.artifacts.large_arguments import load_arguments
 from gpuflow.artifacts.manifest import SealedResults
+from gpuflow.artifacts.references import References
+from gpuflow.artifacts.task_policy import task_hosts
 from gpuflow.broker.publication import Publication, holding
 from gpuflow.celery_app import TASK_MODULES, GPUFlow
 from gpuflow.environments import Ready
@@ -115,6 +118,7 @@ class FunctionDelivery(Delivery):
     def __init__(self, runtime: Runtime, task: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         super().__init__(runtime, task, {"taskType": FUNCTION_TYPE, "function": {"name": task.name}})
         self.task = task
+        self._given = (args, kwargs)
         self.call = Call.of(
             task,
             args,
@@ -194,12 +198,21 @@ class FunctionDelivery(Delivery):
         )
 
     def _call(self, attempt: int) -> Call:
-        """Return the call as this attempt tells the child of it: whether an earlier one did not come to its end."""
+        """Return the call as this attempt tells the child of it: whether an earlier one did not come to its end.
+
+        Raises ArtifactError for arguments that lie in a store and cannot be had.
+        """
         info = dict(self.call.request.get("delivery_info") or {})
         history = self._until_told(lambda: self.ledger.attempts(self.id)) if attempt > 1 else []
         again = bool(history) and history[-1].outcome in ("lost", "preempted")
         told = {**info, "redelivered": bool(info.get("redelivered")) or again}
-        return replace(self.call, request={**self.call.request, "delivery_info": told})
+        settings = self.runtime.app.settings
+        arguments = load_arguments(*self._given, References(settings, hosts=task_hosts(settings)))
+        return replace(
+            self.call,
+            request={**self.call.request, "delivery_info": told},
+            arguments=self.call.arguments if arguments is None else arguments,
+        )
 
     def exception(self, state: TaskState, error: dict[str, Any]) -> Exception:
         """Return the exception of the function, where it raised one, or Celery's of a limit."""

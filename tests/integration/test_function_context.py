@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from datetime import date
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import pytest
 from celery import chain
@@ -14,6 +16,7 @@ from celery import chain
 from gpuflow.errors import InvalidTemplate, TaskCancelled
 from gpuflow.handles import Task
 from tests.support.boxes import Box
+from tests.support.bubblewrap import need_bubblewrap
 from tests.support.fleet import TestFleet, WorkerProcess
 from tests.support.waiting import eventually, patient
 
@@ -133,6 +136,23 @@ def test_a_result_that_the_next_task_does_not_take_fails_that_one(served: TestFl
     assert sent.parent.get(timeout=patient(30)) == "nothing"
 
 
+def test_large_arguments_go_by_the_store(served: TestFleet) -> None:
+    @served.app.task(name="team_context.measures", child=True, shared=False)
+    def measures(text: str, *, day: date) -> None: ...
+
+    served.app.finalize()
+    size = 3 << 20
+    before = served.broker.client.info("memory")["used_memory_dataset"]
+
+    sent = measures.delay("x" * size, day=date(2026, 3, 1))
+
+    assert sent.get(timeout=patient(30)) == [size, "2026-03-01", size]
+    assert served.broker.client.info("memory")["used_memory_dataset"] - before < size
+    record = served.app.ledger.get(sent.id)
+    reference = record.spec["function"]["arguments"]["$artifact"]
+    assert reference["bytes"] > size and "/uploads/" in reference["url"] and record.attempt == 2
+
+
 def test_gpus_are_those_of_the_claim(fleet: TestFleet) -> None:
     with Box(fleet, "two", "2xA100-80GB") as box:
         box.start("two", *INCLUDE)
@@ -187,9 +207,26 @@ def test_after_a_kill_the_next_attempt_goes_on_from_the_newest_checkpoint(fleet:
     assert sorted(kept) == ["checkpoint-2", "checkpoint-3"]
 
 
-def test_a_task_in_a_thread_that_is_told_to_stop_goes_back_to_its_queue(fleet: TestFleet, tmp_path: Path) -> None:
+def test_an_isolated_function_tells_saves_and_makes_files(fleet: TestFleet, tmp_path: Path) -> None:
+    need_bubblewrap()
+    fleet.start_worker("w1", *INCLUDE, env={"GPUFLOW_ISOLATE": "bubblewrap"})
+
+    assert send(fleet, "works", 3, "/").get(timeout=patient(30)) == {"began": 0, "step": 3, "attempt": 1, "stop": False}
+    reference = send(fleet, "leaves", "a/b.txt").get(timeout=patient(30))
+    assert Path(unquote(urlsplit(reference["$artifact"]["url"]).path)).read_text() == "x"
+
+
+@pytest.mark.parametrize("name", ["thread_that_leaves", "merged_that_leaves"])
+def test_a_task_in_a_thread_that_is_told_to_stop_goes_back_to_its_queue(
+    fleet: TestFleet, tmp_path: Path, name: str
+) -> None:
     first = fleet.start_worker("w1", *INCLUDE, env=ENDING)
-    sent = send(fleet, "thread_that_leaves", str(tmp_path))
+
+    @fleet.app.task(name="team_context.merged_that_leaves", merge=True, shared=False)
+    def merged_that_leaves(folder: str) -> None: ...
+
+    fleet.app.finalize()
+    sent = send(fleet, name, str(tmp_path))
     eventually((tmp_path / "begun").exists, what="a task that runs")
     fleet.start_worker("w2", *INCLUDE, env=ENDING)
 

@@ -260,8 +260,8 @@ def test_what_cannot_be_asked_for_is_said_at_once(fleet: TestFleet) -> None:
 
     fleet.app.finalize()
     with pytest.raises(InvalidTemplate, match=r"task bad\.resources"):
-        fleet.app.task(name="bad.resources", resources="A100:many")(nothing)
-    task = fleet.app.task(name="good.one", child=True)(nothing)
+        fleet.app.task(name="bad.resources", resources="A100:many", shared=False)(nothing)
+    task = fleet.app.task(name="good.one", child=True, shared=False)(nothing)
     with pytest.raises(InvalidTemplate, match="names a folder"):
         task.apply_async(task_id="user:42")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,15 @@ def in_thread(until: str) -> dict[str, Any]:
 
 @app.task
 def thread_that_leaves(folder: str) -> str:
+    return leave_once(folder)
+
+
+@app.task(merge=True)
+def merged_that_leaves(folder: str) -> str:
+    return leave_once(folder)
+
+
+def leave_once(folder: str) -> str:
     begun = Path(folder, "begun")
     if begun.exists():
         return "again"
@@ -139,3 +149,10 @@ def doubled(request: Request, times: int = 1) -> Answer:
 @app.task(pydantic=True)
 def doubled_in_thread(request: Request) -> Answer:
     return Answer(doubled=request.x * 2)
+
+
+@app.task(bind=True, child=True, max_retries=1)
+def measures(self: Any, text: str, *, day: date) -> list[Any]:
+    if not self.request.retries:
+        raise self.retry(countdown=0)
+    return [len(text), day.isoformat(), len(self.request.args[0])]

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ import pytest
 import gpuflow
 from gpuflow import context, surroundings
 from gpuflow.errors import ArtifactError, GPUFlowError
+from gpuflow.event_text import message
 from gpuflow.protocol import Emitter, Request, complete_checkpoints, parse_line
 
 VARIABLES = ("OUTPUT_DIR", "CHECKPOINT_DIR", "RESUME_FROM", "TASK_ID", "ATTEMPT", "CUDA_VISIBLE_DEVICES")
@@ -269,3 +271,35 @@ def test_a_notice_alone_is_no_cancel(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert context.should_stop() and not child.is_cancelled
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_what_a_child_has_forked_ends_by_sigterm(tmp_path: Path) -> None:
+    program = f"""
+        import os, signal, sys
+        from gpuflow import context, surroundings
+        from gpuflow.protocol import Emitter, Request
+
+        request = Request(task_id="one", task_type="function", spec={{}}, output_dir="{tmp_path}/one/attempt-1")
+        surroundings.begin_child(request, Emitter(sys.stdout))
+        context.should_stop()
+        begun, begins = os.pipe()
+        pid = os.fork()
+        if not pid:
+            os.write(begins, b"x")
+            signal.pause()
+        os.read(begun, 1)
+        os.kill(pid, signal.SIGTERM)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), context.should_stop())
+    """
+
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True, timeout=60
+    )
+
+    assert done.stdout.splitlines()[-1] == "-15 False"
+
+
+def test_the_message_of_a_progress_stands_in_its_line() -> None:
+    data = {"current": 50, "total": 100, "unit": "%", "metrics": {"loss": 1.5}, "message": "half"}
+
+    assert message("progress", data) == "50/100 % loss=1.5: half"

@@ -70,6 +70,8 @@ MEMORY_FOR_A_WHILE = {**EVICTED_FOR_A_WHILE, "loaded": [(ASKS[9], True)], "asked
 class SessionOfTests:
     """As much of a loaded model as the pool looks at."""
 
+    of_function = False
+
     def __init__(self) -> None:
         self.state, self.running, self.used_at, self.ready_at = "ready", 0, 0.0, 0.0
         self.told = SimpleNamespace(
