@@ -110,6 +110,7 @@ def answer(call: Call, again: Again, emitter: Emitter) -> dict[str, Any]:
     with called(task, call, args, kwargs, again, emitter):
         value = task(*args, **kwargs)
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # what it returns is what it has done
+        value = task.backend.prepare_value(value)  # a result of another call is stored as its ids
         return {"value": plain(value), "children": plain([one.as_tuple() for one in task.request.children or ()])}
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from celery import chain, chord, group
 from celery.exceptions import TaskRevokedError, TimeLimitExceeded
+from celery.result import result_from_tuple
 
 from gpuflow.errors import InvalidTemplate
 from tests.support.fleet import TestFleet, WorkerProcess, running
@@ -241,6 +242,9 @@ def test_the_surface_of_celery_is_whole(fleet: TestFleet, worker: WorkerProcess)
     sent = send(fleet, "calls_another")
     other = sent.get(timeout=patient(30))
     assert [child.id for child in sent.children] == [other]
+
+    returned = result_from_tuple(send(fleet, "returns_a_call").get(timeout=patient(30)), app=fleet.app)
+    assert returned.get(timeout=patient(30)) == 4 and returned.parent.get(timeout=patient(30)) == 2
 
 
 def test_a_function_that_no_module_registers_is_a_failure_that_says_so(fleet: TestFleet, worker: WorkerProcess) -> None:
