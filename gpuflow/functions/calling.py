@@ -155,6 +155,7 @@ def _answer(
                 raise GPUFlowError(f"context.Stopped ({stop}) was raised, and should_stop() says no") from stop
             raise
         over()  # what it returns is what it has done
+        value = task.backend.prepare_value(value)  # a result of another call is stored as its ids
         return {"value": plain(value), "children": plain([one.as_tuple() for one in task.request.children or ()])}
 
 

@@ -82,7 +82,7 @@ class MergedTask:
         self.runtime.app.attempts.begin(self.id, self.holder)
         leases.begin(self.tag, self.id, started.attempt)
         self._until_told(lambda: self.ledger.report(self.id, holder))
-        value = self.task.run(*args, **kwargs)
+        value = self.task.backend.prepare_value(self.task.run(*args, **kwargs))
         result: dict[str, Any] = {VALUE: value}
         if self.is_run:
             calls = self._until_told(lambda: self.runtime.app.merger.store.calls(self.id))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from celery import chain, chord, group
 from celery.exceptions import TaskRevokedError, TimeLimitExceeded
+from celery.result import result_from_tuple
 
 from gpuflow.errors import InvalidTemplate
 from tests.support.fleet import TestFleet, WorkerProcess, running
@@ -136,6 +137,24 @@ def test_canvas_of_functions(fleet: TestFleet, worker: WorkerProcess) -> None:
         failing.apply_async().get(timeout=patient(30))
 
 
+@pytest.mark.filterwarnings("ignore:task_allow_error_cb_on_chord_header")
+@pytest.mark.parametrize("where", ["header", "header's chain", "header's group", "body", "body's chain"])
+def test_errbacks_of_a_chord_are_called_wherever_it_fails(
+    fleet: TestFleet, worker: WorkerProcess, tmp_path: Path, where: str
+) -> None:
+    names = {"one": ("add", (1, 1)), "fails": ("end", ("value",)), "total": ("total", ())}
+    one, fails, total = (fleet.app.signature(f"team_functions.{name}", args=args) for name, args in names.values())
+    one.set(immutable=True), fails.set(immutable=True)
+    failing = {"chain": chain(one, fails, one), "group": group(one, fails)}.get(where.rpartition(" ")[2], fails)
+    sent = chord([failing], total) if where.startswith("header") else chord([one], failing)
+    sent.link_error(fleet.app.signature("team_functions.note", args=(str(tmp_path),)))
+
+    with pytest.raises(Exception, match="not that"):
+        sent.apply_async().get(timeout=patient(30))
+
+    eventually(lambda: len(list(tmp_path.iterdir())) == 1, what="one call of the errback")
+
+
 @pytest.mark.parametrize(
     ("how", "result"), [("by a plain task", 23), ("by a function", 24), ("by itself", 24), ("by a chain", 25)]
 )
@@ -241,6 +260,9 @@ def test_the_surface_of_celery_is_whole(fleet: TestFleet, worker: WorkerProcess)
     sent = send(fleet, "calls_another")
     other = sent.get(timeout=patient(30))
     assert [child.id for child in sent.children] == [other]
+
+    returned = result_from_tuple(send(fleet, "returns_a_call").get(timeout=patient(30)), app=fleet.app)
+    assert returned.get(timeout=patient(30)) == 4 and returned.parent.get(timeout=patient(30)) == 2
 
 
 def test_a_function_that_no_module_registers_is_a_failure_that_says_so(fleet: TestFleet, worker: WorkerProcess) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from celery import chain, chord, group
+from celery.result import result_from_tuple
 
 from gpuflow.broker.merged_calls import CALLER_PRIORITY
 from gpuflow.broker.priorities import list_key
@@ -441,6 +442,8 @@ def test_a_teams_own_task_is_merged_by_its_arguments_or_its_key(fleet: TestFleet
     assert plain("merged_by_name", "ana", 3).get(timeout=patient(30)) == "hello ana"
     assert executed(fleet).count("ana") == 1
     assert fleet.state(sums[0].id) == "SUCCEEDED"
+    sent = [result_from_tuple(plain("merged_sending", 4).get(timeout=patient(30)), app=fleet.app) for _ in range(2)]
+    assert [one.get(timeout=patient(30)) for one in sent] == [8, 8]
 
 
 def test_the_exception_of_a_teams_own_task_reaches_each_caller(fleet: TestFleet, plain: Any) -> None:

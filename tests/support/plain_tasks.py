@@ -128,6 +128,11 @@ def merged_failure(message: str) -> None:
     raise Unlucky(message)
 
 
+@app.task(merge=True)
+def merged_sending(number: int) -> Any:
+    return add.delay(number, number)
+
+
 @app.task(bind=True, merge=True, max_retries=3)
 def merged_retry(self: Any, number: int) -> int:
     tries = app.redis.rpush("executed", str(number))

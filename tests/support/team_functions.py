@@ -230,6 +230,16 @@ def calls_another(self: Any) -> str:
     return str(add.delay(1, 1).id)
 
 
+@app.task(child=True)
+def returns_a_call() -> Any:
+    return (add.s(1, 1) | add.s(2))()
+
+
+@app.task(child=True)
+def note(task_id: str, folder: str) -> None:
+    Path(folder, task_id).touch()
+
+
 @app.task(bind=True, child=True)
 def header(self: Any) -> Any:
     return [self.request.my_header, self.request.get("gpuflow_function"), self.request.correlation_id]
