@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -55,4 +55,17 @@ def double_bookings(spans: Iterable[Span], capacity_mib: Mapping[str, int] | Non
             beside = [other for other in users if other.began_at <= one.began_at < other.ended_at]
             if sum(capacity if other.mib is None else other.mib for other in beside) > capacity:
                 found.append(f"{uuid}: {', '.join(other.name for other in beside)}")
+    return found
+
+
+def of_sessions(spans: Iterable[Span]) -> list[Span]:
+    """Return the spans of calls of warm functions as those of their processes: calls that overlap on a GPU share one."""
+    found: list[Span] = []
+    for one in sorted(spans, key=lambda one: one.began_at):
+        last = next((other for other in reversed(found) if other.gpus == one.gpus), None)
+        if last is not None and one.began_at < last.ended_at:
+            ended_at = max(last.ended_at, one.ended_at)
+            found[found.index(last)] = replace(last, name=f"{last.name}+{one.name}", ended_at=ended_at)
+        else:
+            found.append(one)
     return found

@@ -35,6 +35,11 @@ def on_gpu(number: int) -> list[int]:
     return [number, len(os.environ["CUDA_VISIBLE_DEVICES"].split(","))]
 
 
+@app.task(resources="A100:1", keep_warm="5s")
+def warm_on_gpu(number: int) -> list[int]:
+    return [number, len(os.environ["CUDA_VISIBLE_DEVICES"].split(","))]
+
+
 @app.task(child=True)
 def add(a: int, b: int) -> int:
     return a + b
