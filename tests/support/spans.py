@@ -59,7 +59,7 @@ def double_bookings(spans: Iterable[Span], capacity_mib: Mapping[str, int] | Non
 
 
 def of_sessions(spans: Iterable[Span]) -> list[Span]:
-    """Return the spans of calls of warm functions as those of their processes: calls that overlap on a GPU share one."""
+    """Return the spans of warm functions as those of their processes: calls that overlap on a GPU share one."""
     found: list[Span] = []
     for one in sorted(spans, key=lambda one: one.began_at):
         last = next((other for other in reversed(found) if other.gpus == one.gpus), None)
