@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from gpuflow.protocol import Emitter, Request
+from gpuflow.protocol import Emitter, Request, write_whole
 
 if TYPE_CHECKING:
     from executors.merging import MergedChild
@@ -89,16 +88,8 @@ def plain(value: Any) -> Any:
 def write_json_atomically(path: Path, value: Any) -> None:
     """Write `value` as strict JSON; the file appears whole, by rename, and is on disk then. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
-    try:
-        with fresh.open("w", encoding="utf-8") as file:
-            json.dump(plain(value), file, ensure_ascii=False, allow_nan=False, indent=1, default=str)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(path)
-    finally:
-        fresh.unlink(missing_ok=True)
+    text = json.dumps(plain(value), ensure_ascii=False, allow_nan=False, indent=1, default=str)
+    write_whole(path, f"{text}\n".encode(), synced=True)
 
 
 def write_responses(request: Request, emitter: Emitter, value: Mapping[str, Any]) -> None:

@@ -15,11 +15,10 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from gpuflow.protocol import CHECKPOINT_MARKER, complete_checkpoints
+from gpuflow.protocol import CHECKPOINT_MARKER, complete_checkpoints, write_whole
 
 _ATTEMPT: Final = re.compile(r"attempt-([0-9]+)")
 
@@ -30,7 +29,7 @@ def mark_complete(folder: Path, *, step: int, **more: Any) -> None:
     `more` stands beside the step in the marker: JSON, such as `max_steps`, the steps that there are in all.
     """
     flush(folder)
-    _write_json(folder / CHECKPOINT_MARKER, {"step": step, **more})
+    write_whole(folder / CHECKPOINT_MARKER, json.dumps({"step": step, **more}).encode() + b"\n", synced=True)
 
 
 def flush(folder: Path) -> None:
@@ -79,17 +78,3 @@ def _is_superseded(folder: Path) -> bool:
         return False
     others = [_ATTEMPT.fullmatch(entry.name) for entry in folder.parent.parent.iterdir()]
     return any(int(other[1]) > int(number[1]) for other in others if other)
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a file of JSON, which appears whole, by rename, and is on disk then. Raises OSError."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
-    try:
-        with fresh.open("w", encoding="utf-8") as file:
-            json.dump(value, file)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(path)
-    finally:
-        fresh.unlink(missing_ok=True)

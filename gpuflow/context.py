@@ -44,7 +44,7 @@ from urllib.parse import unquote, urlsplit
 
 from gpuflow.checkpoints import mark_complete, remove, remove_old
 from gpuflow.errors import ArtifactError, GPUFlowError
-from gpuflow.protocol import complete_checkpoints, is_complete
+from gpuflow.protocol import complete_checkpoints, is_complete, write_whole
 from gpuflow.surroundings import here
 
 if TYPE_CHECKING:
@@ -275,12 +275,7 @@ def _write(target: Path, content: Any) -> None:
         text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
         data = text.encode("utf-8", "surrogatepass")
     target.parent.mkdir(parents=True, exist_ok=True)
-    fresh = target.with_name(f".{target.name}.{os.getpid()}.new")
-    try:
-        fresh.write_bytes(data)
-        fresh.replace(target)
-    finally:
-        fresh.unlink(missing_ok=True)
+    write_whole(target, data)
 
 
 def _described(path: Path) -> dict[str, Any]:

@@ -203,6 +203,20 @@ def parse_line(line: bytes | str, at: float | None = None) -> Event:
     return Event(name=name, data=raw, at=when)
 
 
+def write_whole(path: Path, content: bytes, *, synced: bool = False) -> None:
+    """Write a file that appears whole, by rename; with `synced`, it is on disk then. Raises OSError."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        with fresh.open("wb") as file:
+            file.write(content)
+            if synced:
+                file.flush()
+                os.fsync(file.fileno())
+        fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
 def take_stdin() -> BinaryIO:
     """Return the real stdin, on which the supervisor goes on to write; who reads standard input now finds it empty."""
     stream = os.fdopen(os.dup(0), "rb")
