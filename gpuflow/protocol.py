@@ -239,6 +239,8 @@ class Emitter:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._lock = threading.Lock()
+        #: Whether a line was begun that has no end: a signal raised while it was written.
+        self._is_torn = False
 
     @classmethod
     def claim_stdout(cls) -> Emitter:
@@ -252,8 +254,10 @@ class Emitter:
         """Write one event."""
         line = Event(name=name, data=data).to_json()
         with self._lock:
-            self._stream.write(line + "\n")
+            torn, self._is_torn = self._is_torn, True
+            self._stream.write(f"\n{line}\n" if torn else f"{line}\n")
             self._stream.flush()
+            self._is_torn = False
 
     def status(self, status: str, message: str = "") -> None:
         """Say what the child is doing: loading, working, cleaning_up, ..."""

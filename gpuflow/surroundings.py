@@ -233,10 +233,10 @@ def notice() -> None:
         _Process.child.noticed = True
 
 
-def terminate() -> bool:
-    """Tell the child of an attempt to end, where it asks for that; say whether it does."""
+def terminate(*, asked: bool = True) -> bool:
+    """Tell the child of an attempt to end; with `asked`, only one that asks for that. Say whether it was told."""
     child = _Process.child
-    if child is None or not child.has_asked:
+    if child is None or (asked and not child.has_asked):
         return False
     child.terminate()
     return True

@@ -25,8 +25,6 @@ from gpuflow.typed_arguments import TypedArguments
 
 #: Of a thread of a worker: how many calls of tasks run in it, one in the other.
 _calls: Final = threading.local()
-#: Held while one task is loaded.
-_loading: Final = threading.RLock()
 
 
 class RoutedTask(Task):  # type: ignore[misc]
@@ -83,10 +81,14 @@ class GPUTask(RoutedTask):
 
     def ensure_loaded(self) -> None:
         """Load what the calls need, once in this process."""
-        with _loading:
+        with self.__dict__.setdefault("_loading", threading.RLock()):
             if not self.__dict__.get("_is_loaded"):
-                self.load()
-                self._is_loaded = True
+                self._is_loaded = True  # its `load` may call it
+                try:
+                    self.load()
+                except BaseException:
+                    self._is_loaded = False
+                    raise
 
     @cached_property
     def in_child(self) -> bool:

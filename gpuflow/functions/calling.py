@@ -37,6 +37,8 @@ load("gpuflow.celery_app")
 COMPLETED: Final = 0
 FAILED: Final = 1
 STOPPED: Final = 143
+#: Longest message of an error in an event; the whole of it goes by the file of the end.
+_MESSAGE_CHARACTERS: Final = 10_000
 #: Within it, a soft limit may interrupt; until what it yields is called.
 Interruptible = Callable[[], AbstractContextManager[Callable[[], None]]]
 
@@ -123,7 +125,7 @@ def conduct(
         if again.call is not None:
             raise Retry("the task has asked for a retry")
     except Stopped as stop:
-        emitter.finish("cancelled", {"type": PREEMPTED, "message": str(stop), "retryable": True})
+        emitter.finish("cancelled", {"type": PREEMPTED, "message": cut(stop), "retryable": True})
         return STOPPED
     except Exception as error:  # noqa: BLE001  (whatever the function raises is how the task ends)
         fail(error, request.output_dir, emitter, again.call)
@@ -137,9 +139,22 @@ def conduct(
 
 
 def fail(error: Exception, output_dir: str, emitter: Emitter, again: Mapping[str, Any] | None = None) -> None:
-    """Tell that a call has ended by an exception, or by a word to Celery that is one."""
-    _ended(error, again).leave(Path(output_dir))
-    emitter.finish("failed", {"type": type(error).__name__, "message": str(error), "retryable": False, TOLD: True})
+    """Tell that a call has ended by an exception, or by a word to Celery that is one.
+
+    Where the whole of it cannot be left for the worker, it is a failure all the same.
+    """
+    told = {"type": type(error).__name__, "message": cut(error), "retryable": False, TOLD: True}
+    try:
+        _ended(error, again).leave(Path(output_dir))
+    except OSError as cause:
+        told = {"type": "Failed", "message": cut(f"{told['type']}: {told['message']} ({cause})"), "retryable": False}
+    emitter.finish("failed", told)
+
+
+def cut(message: object) -> str:
+    """Return a message for an event, whose line has a bound."""
+    text = str(message)
+    return text if len(text) <= _MESSAGE_CHARACTERS else f"{text[:_MESSAGE_CHARACTERS]} ..."
 
 
 def _answer(
@@ -147,7 +162,7 @@ def _answer(
 ) -> dict[str, Any]:
     """Return what the function returns, and the results of what it has called. Raises what it raises."""
     args, kwargs = call.args_kwargs()
-    with _called(task, call, args, kwargs, again, emitter):
+    with _called(task, call, args, kwargs, again, emitter, over):
         try:
             value = task(*args, **kwargs)
         except Stopped as stop:
@@ -161,11 +176,18 @@ def _answer(
 
 @contextmanager
 def _called(
-    task: Any, call: Call, args: list[Any], kwargs: dict[str, Any], again: Again, emitter: Emitter
+    task: Any,
+    call: Call,
+    args: list[Any],
+    kwargs: dict[str, Any],
+    again: Again,
+    emitter: Emitter,
+    over: Callable[[], None],
 ) -> Iterator[None]:
     """Make a task what it is in Celery's own processes: its request, the current task, its signals and hooks.
 
-    What Celery would send for it, the worker sends: its retry, and what it is replaced by.
+    What Celery would send for it, the worker sends: its retry, and what it is replaced by. `over` is called when it has
+    ended.
     """
     own_id = call.request.get("id")
 
@@ -178,15 +200,17 @@ def _called(
     def on_replace(signature: Any) -> NoReturn:
         raise Replaced(plain(signature))
 
-    task.app.requeues_run = again
-    task.update_state, task.on_replace = update_state, on_replace
-    _state._task_stack.push(task)
-    request = {name: given(value) for name, value in call.request.items()}
-    task.push_request(**{**request, "args": args, "kwargs": kwargs}, called_directly=False, is_eager=False)
     about = {"task_id": own_id, "task": task, "args": args, "kwargs": kwargs}
-    signals.task_prerun.send(sender=task, **about)
+    request = {name: given(value) for name, value in call.request.items()}
+    stacks = ((_state._task_stack, len(_state._task_stack)), (task.request_stack, len(task.request_stack)))
+    requeues_run = task.app.requeues_run
     state, value = "FAILURE", None
     try:
+        task.app.requeues_run = again
+        task.update_state, task.on_replace = update_state, on_replace
+        _state._task_stack.push(task)
+        task.push_request(**{**request, "args": args, "kwargs": kwargs}, called_directly=False, is_eager=False)
+        signals.task_prerun.send(sender=task, **about)
         task.before_start(own_id, args, kwargs)
         yield
         state = "SUCCESS"
@@ -195,9 +219,14 @@ def _called(
         value = error
         raise
     finally:
+        over()
         signals.task_postrun.send(sender=task, **about, retval=value, state=state)
-        task.pop_request()
-        _state._task_stack.pop()
+        task.app.requeues_run = requeues_run
+        for name in ("update_state", "on_replace"):
+            vars(task).pop(name, None)
+        for stack, depth in stacks:
+            while len(stack) > depth:
+                stack.pop()
 
 
 def _ended(error: Exception, again: Mapping[str, Any] | None) -> Ending:

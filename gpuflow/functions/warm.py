@@ -26,7 +26,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 
 from gpuflow.context import Stopped
 from gpuflow.functions.batching import Batch, BatchedCall, WrongBatch, answers
-from gpuflow.functions.calling import become, begin, conduct, fail
+from gpuflow.functions.calling import Interruptible, become, begin, conduct, cut, fail
 from gpuflow.functions.calls import CLOSING, NOTICE, PLACES, SOFT_LIMIT, Call
 from gpuflow.protocol import Emitter, Request, RequestEmitter
 from gpuflow.surroundings import begin_child, let_sigterm_through, notice, terminate
@@ -89,6 +89,8 @@ class _Server:
         #: Calls whose attempts are to end: they go on elsewhere, or not at all.
         self._noticed: set[str] = set()
         self._ending: set[str] = set()
+        #: Those whose surroundings the process has now.
+        self._current: frozenset[str] = frozenset()
         self._printed = _Printed(self._told)
         self._of_thread = threading.local()
 
@@ -130,7 +132,7 @@ class _Server:
             self._waiting.clear()
         for asked in left:
             self._fail(asked, error)
-        self._emitter.finish("failed", {"type": type(error).__name__, "message": str(error), "retryable": False})
+        self._emitter.finish("failed", {"type": type(error).__name__, "message": cut(error), "retryable": False})
         return 1
 
     # -- the main thread --------------------------------------------------------------------------------------------
@@ -162,7 +164,7 @@ class _Server:
         started = time.monotonic()
         if self._batch is None:
             (asked,) = calls
-            self._conduct(app, asked)
+            self._conduct(app, asked, partial(self._interrupting, [asked]))
             self._note_seconds(time.monotonic() - started)
         else:
             task = app.tasks[calls[0].call.name]
@@ -171,29 +173,36 @@ class _Server:
                     _go_back(asked, "its batch was told to end")
                     continue
                 with _giving(task, item):
-                    self._conduct(app, asked)
+                    self._conduct(app, asked, _uninterrupted)
         self._printed.end()
         with self._changed:
             self._working.clear()
+            self._current = frozenset()
             self._served += len(calls)
         for ids in (self._soft, self._late, self._noticed, self._ending):
             ids.clear()
         let_sigterm_through()
 
-    def _conduct(self, app: Any, asked: _Asked) -> None:
+    def _conduct(self, app: Any, asked: _Asked, limits: Interruptible) -> None:
         self._of_thread.emitters = [asked.emitter]
-        limits = partial(self._interrupting, [asked])
         conduct(asked.call, asked.request, asked.emitter, lambda: self._task(app, asked), limits)
         self._printed.end()
         self._of_thread.emitters = None
 
     def _task(self, app: Any, asked: _Asked) -> Any:
         """Return the task of a call that is about to be made; its surroundings know what it was told before."""
-        if asked.id in self._noticed:
-            notice()
-        if asked.id in self._ending:
-            terminate()
+        self._begun([asked])
         return app.tasks[asked.call.name]
+
+    def _begun(self, calls: Sequence[_Asked]) -> None:
+        """Note of which calls the surroundings are now; they are told what these calls were told before."""
+        ids = frozenset(asked.id for asked in calls)
+        with self._changed:
+            self._current = ids
+            if ids & self._noticed:
+                notice()
+            if ids & self._ending:
+                terminate(asked=False)
 
     def _together(self, task: Any, calls: Sequence[_Asked]) -> list[Any]:
         """Return what the function gives for each of some calls, an exception for one that fails.
@@ -202,6 +211,8 @@ class _Server:
         first.
         """
         begin_child(calls[0].request, calls[0].emitter)
+        self._begun(calls)
+        self._of_thread.emitters = [asked.emitter for asked in calls]
         try:
             with self._interrupting(calls) as over:
                 given = answers(task.batched, [_batched(asked.call) for asked in calls], task.name)
@@ -213,6 +224,7 @@ class _Server:
             if len(calls) == 1:
                 return [error]
             traceback.print_exception(error)
+            self._printed.end()
             return [
                 SoftTimeLimitExceeded() if asked.id in self._late else self._together(task, [asked])[0]
                 for asked in calls
@@ -299,7 +311,8 @@ class _Server:
             asked = self._no_more(id) if word == NOTICE else None
             if word == NOTICE and id in self._working:
                 self._noticed.add(id)
-                notice()
+                if id in self._current:
+                    notice()
         if asked is not None:
             _go_back(asked, "its worker is about to end")
 
@@ -317,13 +330,13 @@ class _Server:
     def _abort(self, id: str) -> None:
         """End a call: one that asks whether it is to end is told so, another one ends with the process."""
         with self._changed:
-            if id in self._working and terminate():
+            if id in self._working and (id not in self._current or terminate()):
                 self._ending.add(id)
                 return
         self._end(id)
 
     def _end(self, id: str) -> None:
-        """End a call now."""
+        """End a call now. One that is not here has ended, whatever was heard of that."""
         with self._changed:
             asked, working = self._no_more(id), self._working.get(id)
             is_over = working is None or working.emitter.ended
@@ -331,9 +344,9 @@ class _Server:
                 self._closing = True
                 left = [*(one for one in self._working.values() if one.id != id), *self._waiting]
                 self._waiting.clear()
-        if asked is not None:
-            asked.emitter.finish("cancelled")
         if working is None or is_over:
+            emitter = asked.emitter if asked is not None else RequestEmitter(self._emitter, id)
+            emitter.finish("cancelled")
             return
         for one in left:
             _go_back(one, "the process has ended with another call")
@@ -420,6 +433,12 @@ class _Printed(io.TextIOBase):
     def _line(self, line: str) -> None:
         if not self._tell(line):
             os.write(2, f"{line}\n".encode(errors="replace"))
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[Callable[[], None]]:
+    """Let nothing interrupt a call whose result is there."""
+    yield lambda: None
 
 
 @contextmanager

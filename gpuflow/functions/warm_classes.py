@@ -20,6 +20,10 @@ class WarmClass:
         self.__doc__ = cls.__doc__
         vars(self).update(tasks)
 
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
+        """Let a class that is made of this one be made of the class itself."""
+        return (self.cls,)
+
     def __repr__(self) -> str:
         return f"<{self.cls.__qualname__}: tasks {', '.join(self.tasks)}>"
 
@@ -29,19 +33,24 @@ class _Loaded:
 
     def __init__(self, cls: type) -> None:
         self._cls = cls
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._object: Any = None
 
     def get(self) -> Any:
         """Return it. Raises what its constructor and its `load` raise."""
         with self._lock:
             if self._object is None:
-                made = self._cls()
-                load = getattr(made, "load", None)
-                if load is not None:
-                    load()
-                self._object = made
+                self._object = self._cls()  # its `load` may call its own tasks
+                try:
+                    getattr(self._object, "load", _nothing)()
+                except BaseException:
+                    self._object = None
+                    raise
             return self._object
+
+
+def _nothing() -> None:
+    """Load nothing."""
 
 
 def is_warm_class(target: Any, base: type) -> bool:
@@ -50,7 +59,10 @@ def is_warm_class(target: Any, base: type) -> bool:
 
 
 def tasks_of(app: Any, cls: type, options: Mapping[str, Any]) -> WarmClass:
-    """Register a task for each public method of a class but `load`. Raises InvalidTemplate for one without any."""
+    """Register a task for each public method of a class but `load`; static and class methods are none.
+
+    Raises InvalidTemplate for one without any.
+    """
     name = f"{cls.__module__}.{cls.__qualname__}"
     if not options.get("keep_warm"):
         raise InvalidTemplate(f"class {name} is decorated as a task; say for how long it stays loaded: keep_warm='10m'")
@@ -60,6 +72,7 @@ def tasks_of(app: Any, cls: type, options: Mapping[str, Any]) -> WarmClass:
         attribute: function
         for attribute, function in inspect.getmembers(cls, inspect.isfunction)
         if not attribute.startswith("_") and attribute != "load"
+        if inspect.isfunction(inspect.getattr_static(cls, attribute))
     }
     if not methods:
         raise InvalidTemplate(f"class {name} has no public method beside load: nothing of it can be called")

@@ -269,8 +269,11 @@ class FunctionDelivery(Delivery):
     def _end(self, holder: Holder, outcome: Outcome) -> dict[str, Any]:
         """End it: a function whose child began is tried again only where it says so itself."""
         error = dict(outcome.error or {})
-        if not (error.pop(TOLD, False) and outcome.stop is None):
+        told = error.pop(TOLD, False) and outcome.stop is None
+        if not told:
             self._forget_ending()
+            if error.get("type") == CLOSING and outcome.stop is None:
+                self._give_back(holder, outcome, "preempted", error, 0)
         else:
             self._ending = ending = self._told()
             if ending.exception:
@@ -284,9 +287,7 @@ class FunctionDelivery(Delivery):
                 self._ignore(holder, outcome)
             if kind == "reject":
                 self._reject(holder, outcome, ending.flow)
-        if error.get("type") == CLOSING and outcome.stop is None:
-            self._give_back(holder, outcome, "preempted", error, 0)
-        if outcome.began and outcome.stop is None and error.get("type") != "CannotStart":
+        if outcome.began and outcome.stop is None and (told or error.get("type") != "CannotStart"):
             error["retryable"] = False
         self.failures = max(0, self.failures - int(self.request.retries or 0))
         return super()._end(holder, replace(outcome, error=error or None))

@@ -184,6 +184,54 @@ def test_what_a_call_prints_is_in_its_own_log(fleet: TestFleet, worker: WorkerPr
         assert said in text and other not in text
 
 
+@pytest.mark.parametrize("kind", ["long", "SessionClosing", "EngineDied"])
+def test_whatever_an_exception_is_called_and_says_the_call_fails_once(
+    fleet: TestFleet, worker: WorkerProcess, kind: str
+) -> None:
+    sent = send(fleet, "raises", kind)
+
+    with pytest.raises(Exception, match="xxx" if kind == "long" else "of the team"):
+        sent.get(timeout=patient(30))
+
+    record = fleet.app.ledger.get(sent.id)
+    assert (record.state, record.attempt) == ("FAILED", 1)
+    assert answer(fleet, "raises", "nothing") == "nothing"
+
+
+def test_calls_of_a_list_that_are_made_alone_print_alone(fleet: TestFleet, worker: WorkerProcess) -> None:
+    sent = {word: send(fleet, "prints", word) for word in ("alpha", "beta")}
+    for word, one in sent.items():
+        assert one.get(timeout=patient(30)) == word
+
+    for word, other in (("alpha", "beta"), ("beta", "alpha")):
+        text = "\n".join(str(event.data) for event in fleet.app.event_log.read(sent[word].id))
+        assert f"given {word}" in text and f"given {other}" not in text
+
+
+def test_one_that_asks_is_told_to_end_and_its_process_stays(
+    fleet: TestFleet, worker: WorkerProcess, tmp_path: Path
+) -> None:
+    path = tmp_path / "one"
+    sent = send(fleet, "stops", str(path))
+    eventually(path.exists, what="a call")
+
+    fleet.app.cancel_task(sent.id)
+
+    eventually(lambda: fleet.state(sent.id) == "CANCELLED", what="its end")
+    assert path.read_text() == "asked"
+    ended = len(sessions(worker, "ended"))
+    again = send(fleet, "stops", str(tmp_path / "two"))
+    eventually((tmp_path / "two").exists, what="another call")
+    assert len(sessions(worker, "ended")) == ended
+    fleet.app.cancel_task(again.id)
+    eventually(lambda: fleet.state(again.id) == "CANCELLED", what="its end")
+
+
+def test_a_load_may_call_its_own_tasks(fleet: TestFleet, worker: WorkerProcess) -> None:
+    assert answer(fleet, "Calls.double", 4) == 8
+    assert f"{PREFIX}.Calls.helper" not in fleet.app.tasks
+
+
 def test_gpus_are_kept_by_the_process_and_given_to_who_needs_them(fleet: TestFleet, tmp_path: Path) -> None:
     with Box(fleet, "two", "2xA100-80GB") as box:
         on_two = box.start("two", "--include", PREFIX)

@@ -12,7 +12,7 @@ from typing import Any
 from celery import Task
 from celery.exceptions import SoftTimeLimitExceeded
 
-from gpuflow import BatchedCall, app, batch
+from gpuflow import BatchedCall, app, batch, context
 
 _loads = 0
 
@@ -142,3 +142,58 @@ def of_class(self: Any, folder: str, fails: int = 0) -> list[int]:
     if tries < fails:
         raise OSError("not yet")
     return [os.getpid(), self.loaded_in, self.request.retries]
+
+
+class SessionClosing(Exception):
+    """An exception of a team that has the name of one of ours."""
+
+
+class EngineDied(Exception):
+    """Likewise."""
+
+
+@app.task(keep_warm="10m")
+def raises(kind: str) -> str:
+    """Raise what is hard to tell."""
+    if kind == "long":
+        raise ValueError("x" * 9_000_000)
+    if kind in ("SessionClosing", "EngineDied"):
+        raise globals()[kind]("of the team")
+    return kind
+
+
+@app.task(keep_warm="10m", batch=batch(2, "200ms"))
+def prints(calls: list[BatchedCall]) -> list[str]:
+    """Refuse lists, and print what a single call is given."""
+    if len(calls) > 1:
+        raise ValueError("not together")
+    print(f"given {calls[0].args[0]}")
+    return [str(calls[0].args[0])]
+
+
+@app.task(keep_warm="10m")
+def stops(path: str) -> str:
+    """Ask whether it is to end, and say so when it is."""
+    Path(path).touch()
+    while not context.should_stop():
+        time.sleep(0.01)
+    Path(path).write_text("asked")
+    raise context.Stopped("it has saved")
+
+
+@app.task(keep_warm="10m")
+class Calls:
+    """A class whose `load` calls its own task."""
+
+    def load(self) -> None:
+        """Load."""
+        self.loaded = self.double(1)
+
+    def double(self, number: int) -> int:
+        """Double a number."""
+        return 2 * number
+
+    @staticmethod
+    def helper(number: int) -> int:
+        """Help."""
+        return number

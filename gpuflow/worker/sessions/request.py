@@ -60,6 +60,15 @@ class SessionRequest:
         """How long it has waited until its engine had no other request, or has answered one that was to be alone."""
         return (self._due_at or time.monotonic()) - self._asked_at
 
+    def _say_rest(self) -> None:
+        """Say what is to be said, once the engine knows of it."""
+        with self._lock:
+            if self._tell is None or self._due_at is None:
+                return
+            unsaid, self._unsaid = self._unsaid, []
+            for word in unsaid:
+                self._tell({"op": "say", "id": self.id, "word": word.decode()})
+
     @property
     def is_killed(self) -> bool:
         """Whether its attempt waits for its end no longer."""
@@ -73,16 +82,17 @@ class SessionRequest:
     # -- the session's side -------------------------------------------------------------------------------------
 
     def due(self) -> None:
-        """Note that it goes to the engine now."""
-        self._due_at = time.monotonic()
+        """Note that it has gone to the engine now."""
+        with self._lock:
+            self._due_at = time.monotonic()
+        self._say_rest()
 
     def sent(self, shim_pid: int, abort: Callable[[str], None], tell: Callable[[Mapping[str, Any]], None]) -> None:
         """Note where it is answered, by what it is ended there, and by what the session is told of it."""
         with self._lock:
             self._shim_pid, self._abort, self._tell = shim_pid, abort, tell
-            unwanted, unsaid = self._unwanted, self._unsaid
-        for word in unsaid:
-            self.say(word)
+            unwanted = self._unwanted
+        self._say_rest()
         if unwanted:
             abort(self.id)
 
@@ -128,11 +138,8 @@ class SessionRequest:
     def say(self, word: bytes) -> None:
         """Tell the function something that is called by this request."""
         with self._lock:
-            tell = self._tell
-            if tell is None:
-                self._unsaid.append(word)
-        if tell is not None:
-            tell({"op": "say", "id": self.id, "word": word.decode()})
+            self._unsaid.append(word)
+        self._say_rest()
 
     def notice(self) -> None:
         """Do nothing: a request is answered soon, and has no state that could go on elsewhere. A replica ends."""

@@ -204,9 +204,9 @@ class Session:
             if in_engine and (asked.alone or in_engine[-1].alone):
                 return
             self._unsent.popleft()
-            asked.due()
             in_engine.append(asked)
             self._outbox.put(line)
+            asked.due()
 
     def _tell(self, operation: Mapping[str, Any]) -> None:
         self._outbox.put(json.dumps(operation).encode())
@@ -307,7 +307,7 @@ class Session:
             request = self._open.get(id)
             wanted, beside = True, 0
             if request is not None and name == "finish":
-                beside = self._beside(event)
+                beside = 0 if request.of_function else self._beside(event)
                 del self._open[id]
                 self._send_due()
                 wanted = self._aborted.pop(id, None) is None
