@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+from billiard.einfo import ExceptionWithTraceback
 from celery.worker.request import Request
 from redis.exceptions import RedisError
 
 from gpuflow.broker.merged_calls import RECORDED_HEADER
-from gpuflow.functions.calls import FUNCTION_HEADER
+from gpuflow.functions.calls import FUNCTION_HEADER, is_of_function
 from gpuflow.logs import get_logger
 from gpuflow.routing.families import SUPERVISED_TASKS
 from gpuflow.secrets import public_spec
@@ -43,6 +45,17 @@ class GPURequest(Request):  # type: ignore[misc]
             told.update(args=public_spec(told["args"]), kwargs=public_spec(told["kwargs"]))
         return told
 
+    def on_failure(self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False) -> Any:
+        """Tell a failure. A MemoryError of a child is that call's: Celery takes every one for the worker's own, and
+        neither acknowledges the message nor tells of its end.
+        """
+        error = exc_info.exception
+        error = error.exc if isinstance(error, ExceptionWithTraceback) else error
+        if isinstance(error, MemoryError) and is_of_function(error):
+            exc_info = copy.copy(exc_info)
+            exc_info.exception = _ChildsMemoryError(*error.args)
+        return super().on_failure(exc_info, send_failed_event=send_failed_event, return_ok=return_ok)
+
     def cancel(self, pool: Any, signal: Any = None, emit_retry: bool = True) -> None:
         """Stop the child; the supervisor then returns the message. A task without a child is returned at once."""
         if self._already_cancelled:
@@ -64,3 +77,10 @@ class GPURequest(Request):  # type: ignore[misc]
         self._already_cancelled = True
         if job is not None:
             job.terminate()
+
+
+class _ChildsMemoryError(Exception):
+    """What events show as the MemoryError that a function has raised in its child."""
+
+    def __repr__(self) -> str:
+        return f"MemoryError{self.args!r}" if len(self.args) != 1 else f"MemoryError({self.args[0]!r})"

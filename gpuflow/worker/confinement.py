@@ -245,11 +245,12 @@ def explained(
     variables = env_names()
     if held_to_mib is not None and _SIGNS["child_max_memory"].search(said):
         held = f"each of its processes is held to the {held_to_mib:g} MiB that it asks for (GPUFLOW_TASK_LIMITS)"
-        return {**error, "message": f"{error.get('message', '')}; {held}"}
+        return {**error, "message": "; ".join(filter(None, (error.get("message"), held)))}
     for name, sign in _SIGNS.items():
         most = getattr(settings, name)
         if most is not None and sign.search(said):
-            return {**error, "message": f"{error.get('message', '')}; {variables[name]} of this worker is {int(most)}"}
+            held = f"{variables[name]} of this worker is {int(most)}"
+            return {**error, "message": "; ".join(filter(None, (error.get("message"), held)))}
     return error
 
 

@@ -220,11 +220,11 @@ class FunctionDelivery(Delivery):
         if ending is not None and state is TaskState.FAILED:
             made = raised(ending.exception, ending.traceback, self.task.backend)
             if made is not None:
-                return made
+                return _with_cause(made, error)
         if state is TaskState.FAILED and isinstance(error.get(EXCEPTION), Mapping):  # it is told again
             made = raised(error[EXCEPTION], "", self.task.backend)
             if made is not None:
-                return made
+                return _with_cause(made, error)
         limit = {"TimeLimitExceeded": TimeLimitExceeded, "SoftTimeLimitExceeded": SoftTimeLimitExceeded}
         kind = limit.get(str(error.get("type"))) if state is TaskState.FAILED else None
         return kind(error.get("message")) if kind is not None else super().exception(state, error)
@@ -390,6 +390,13 @@ class FunctionDelivery(Delivery):
         self._until_told(lambda: app.redis.set(app.keys.replaced(self.tag), "", ex=seconds))
         log.info("task_replaced", task=self.id, attempt=holder.attempt)
         raise Ignore
+
+
+def _with_cause(made: Exception, error: Mapping[str, Any]) -> Exception:
+    """Let a MemoryError, which Python raises without a word, say what we know of it, such as the limit."""
+    if isinstance(made, MemoryError) and not made.args and error.get("message"):
+        made.args = (str(error["message"]),)
+    return made
 
 
 def _others(worker: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:

@@ -44,6 +44,7 @@ RUN_BY: Final[dict[str, str]] = {
     "configs/pipelines/train-ppo.yaml": "tests/integration/test_shipped_pipelines.py",
     "configs/pipelines/train-sft.yaml": "tests/integration/test_shipped_pipelines.py",
     "examples/executor/request.json": "tests/integration/test_examples.py",
+    "examples/from-celery/README.md": "tests/integration/test_from_celery.py",
     "examples/functions/README.md": "tests/integration/test_function_example.py",
     "examples/loading-worker/worker.py": "tests/integration/test_containers.py",
     "examples/python/notebook.py": "tests/integration/test_examples.py",
@@ -58,5 +59,5 @@ def example_files() -> list[str]:
     """Return every example, as a path of the repository: all pipelines, and the files of examples/ that are run."""
     files = [*PIPELINES.glob("*.yaml"), *(ROOT / "examples").glob("*.py"), *(ROOT / "examples" / "python").glob("*.py")]
     files += [ROOT / "examples" / "executor" / "request.json", ROOT / "examples" / "loading-worker" / "worker.py"]
-    files.append(ROOT / "examples" / "functions" / "README.md")
+    files += [ROOT / "examples" / name / "README.md" for name in ("from-celery", "functions")]
     return sorted(path.relative_to(ROOT).as_posix() for path in files)
