@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, Final
 
 from billiard.einfo import ExceptionWithTraceback
 from celery.worker.request import Request
 from redis.exceptions import RedisError
 
 from gpuflow.broker.merged_calls import RECORDED_HEADER
-from gpuflow.functions.calls import FUNCTION_HEADER, is_of_function
+from gpuflow.functions.calls import FUNCTION_HEADER
 from gpuflow.logs import get_logger
 from gpuflow.routing.families import SUPERVISED_TASKS
 from gpuflow.secrets import public_spec
 from gpuflow.worker.runtime import find
 
 log = get_logger("gpuflow.request")
+
+#: What stands for a MemoryError where Celery looks for its own class, with its name in events and in what is stored.
+_MemoryError: Final = type("MemoryError", (Exception,), {"__module__": "builtins"})
 
 
 class GPURequest(Request):  # type: ignore[misc]
@@ -46,14 +49,12 @@ class GPURequest(Request):  # type: ignore[misc]
         return told
 
     def on_failure(self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False) -> Any:
-        """Tell a failure. A MemoryError of a child is that call's: Celery takes every one for the worker's own, and
-        neither acknowledges the message nor tells of its end.
-        """
+        """Tell a failure. A MemoryError is that of the call: Celery ends the worker for it, which has other calls."""
         error = exc_info.exception
         error = error.exc if isinstance(error, ExceptionWithTraceback) else error
-        if isinstance(error, MemoryError) and is_of_function(error):
+        if isinstance(error, MemoryError):
             exc_info = copy.copy(exc_info)
-            exc_info.exception = _ChildsMemoryError(*error.args)
+            exc_info.exception = _MemoryError(*error.args)
         return super().on_failure(exc_info, send_failed_event=send_failed_event, return_ok=return_ok)
 
     def cancel(self, pool: Any, signal: Any = None, emit_retry: bool = True) -> None:
@@ -77,10 +78,3 @@ class GPURequest(Request):  # type: ignore[misc]
         self._already_cancelled = True
         if job is not None:
             job.terminate()
-
-
-class _ChildsMemoryError(Exception):
-    """What events show as the MemoryError that a function has raised in its child."""
-
-    def __repr__(self) -> str:
-        return f"MemoryError{self.args!r}" if len(self.args) != 1 else f"MemoryError({self.args[0]!r})"

@@ -18,6 +18,7 @@ from gpuflow.logs import dress, get_logger, use_level
 from gpuflow.process_guard import guard_process
 from gpuflow.secrets import known
 from gpuflow.worker import conf_view, confinement
+from gpuflow.worker.pool import SupervisorPool
 from gpuflow.worker.runtime import find
 from gpuflow.worker.secret_sources import read_token, worker_redactor
 
@@ -25,12 +26,28 @@ log = get_logger("gpuflow.worker")
 
 #: Celery's consumer and ours.
 _CONSUMERS: Final = r"(?:celery|gpuflow)\.worker\.consumer"
+#: Modules of Celery's pools that patch threads and sockets.
+_PATCHING: Final = (".gevent", ".eventlet")
 
 
 class CannotStart(ClickException):
     """The worker cannot start with these options; shown in one line, exit code 2."""
 
     exit_code = 2
+
+
+def check_pool(asked: type) -> None:
+    """Say of a pool that `-P` names that it is not used: it knows nothing of children and limits.
+
+    Raises CannotStart for one that has changed Python's threads by now.
+    """
+    if issubclass(asked, SupervisorPool):
+        return
+    if asked.__module__.endswith(_PATCHING):
+        raise CannotStart(
+            f"-P {asked.__module__.rpartition('.')[2]}: it patches the threads of this worker; leave -P out"
+        )
+    log.warning("pool_not_used", asked=f"{asked.__module__}:{asked.__name__}", why="a worker has one pool, of threads")
 
 
 class Worker(CeleryWorker):  # type: ignore[misc]
@@ -48,8 +65,12 @@ class Worker(CeleryWorker):  # type: ignore[misc]
         isolate: str | None = None,
         worker_token_file: str | None = None,
         spot_notices: str | None = None,
+        pool: Any = None,
         **kwargs: Any,
     ) -> None:
+        if isinstance(pool, type):  # of the command line; what embeds a worker in a process gives a name
+            check_pool(pool)
+            pool = None
         ours = app or self.app
         given = {"isolate": isolate, "spot_notices": spot_notices}
         if update := {name: value for name, value in given.items() if value is not None}:
@@ -62,7 +83,7 @@ class Worker(CeleryWorker):  # type: ignore[misc]
             if worker_token_file is not None:
                 ours.settings = settings = settings.model_copy(update={"worker_token": read_token(worker_token_file)})
             confinement.check(settings)
-            self._start(app, hostname, **kwargs)
+            self._start(app, hostname, pool=pool, **kwargs)
         except GPUFlowError as error:
             raise CannotStart(str(error)) from None
 

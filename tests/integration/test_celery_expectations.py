@@ -44,6 +44,17 @@ def test_a_task_that_ends_its_thread_fails_at_once_and_costs_no_slot(
     assert worker.process.poll() is None
 
 
+def test_a_memory_error_is_the_failure_of_its_task_alone(fleet: TestFleet, worker: WorkerProcess) -> None:
+    sent = fleet.app.send_task("plain_tasks.out_of_memory")
+
+    with pytest.raises(MemoryError, match="no room"):
+        sent.get(timeout=patient(20))
+
+    eventually(lambda: not fleet.broker.client.hlen(fleet.app.keys.unacked), what="its acknowledgement")
+    assert "end_not_told" not in worker.log()
+    assert fleet.app.send_task("plain_tasks.add", args=(2, 3)).get(timeout=patient(20)) == 5
+
+
 @pytest.mark.usefixtures("worker")
 def test_a_message_that_comes_again_says_so(fleet: TestFleet) -> None:
     sent = fleet.app.send_task("plain_tasks.reject_first")

@@ -35,7 +35,9 @@ BESIDE_SECONDS: Final = 5
 #: What a call asks for that is held to half a GiB.
 HALF_A_GIB: Final = {"hardware": {"gpu": {"count": 1, "memory": "24GB"}, "memory": "512MiB"}}
 
-#: Two trainings at once, a chain, and one that dies, by plain Celery.
+#: Options of a stock worker's command line, which may stay.
+OF_STOCK: Final = ("-P", "threads", "-c", "8", "--max-tasks-per-child", "1", "-O", "fair")
+#: Two trainings at once, and a chain, by plain Celery.
 _ON_STOCK: Final = """
 import json, jobs
 seen = [one.get(timeout=300) for one in [jobs.train.delay(1), jobs.train.delay(1)]]
@@ -114,7 +116,7 @@ def worker(fleet: TestFleet) -> Iterator[WorkerProcess]:
     if "GPUFLOW_TEST_CGROUP" in os.environ:
         env["GPUFLOW_CGROUP"] = os.environ["GPUFLOW_TEST_CGROUP"]
     with Box(fleet, "two", "2xA100-80GB") as box:
-        yield box.start("two", "--include", "jobs", **env)
+        yield box.start("two", "--include", "jobs", *OF_STOCK, **env)
 
 
 @pytest.fixture
@@ -141,6 +143,7 @@ def test_two_at_once_see_their_own_gpu_alone(fleet: TestFleet, jobs: Any, worker
     eventually(lambda: all("train on GPU-" in printed(fleet, one) for one in sent), what="what both print")
 
     assert [fleet.state(one.id) for one in sent] == ["RUNNING", "RUNNING"]
+    assert [one.state for one in sent] == ["STARTED", "STARTED"]
     (one, other) = (printed(fleet, one).partition("train on ")[2].split()[0] for one in sent)
     assert one != other and "," not in one + other
     for one in sent:
@@ -217,3 +220,16 @@ def test_a_chain_whose_model_stays_loaded(fleet: TestFleet, jobs: Any, worker: W
 
     assert [one["vectors"] for one in seen] == 3 * [[[3], [4]]]
     assert len({one["pid"] for one in seen}) == 1
+
+
+def test_options_of_a_stock_worker_choose_no_other_pool(fleet: TestFleet, worker: WorkerProcess) -> None:
+    (told,) = fleet.app.control.inspect(timeout=patient(5), limit=1).stats().values()
+
+    assert told["pool"]["implementation"] == "gpuflow.worker.pool:SupervisorPool"
+    assert told["pool"]["max-concurrency"] == 8
+    assert "event=pool_not_used asked=celery.concurrency.thread:TaskPool" in worker.log()
+
+
+def test_what_is_no_json_is_refused(fleet: TestFleet, jobs: Any, worker: WorkerProcess) -> None:
+    with pytest.raises(Exception, match="ContentDisallowed"):
+        jobs.parse.apply_async(("a text",), serializer="pickle").get(timeout=patient(30))

@@ -55,6 +55,11 @@ def wait_for(path: str) -> None:
 
 
 @app.task
+def out_of_memory() -> None:
+    raise MemoryError("no room")
+
+
+@app.task
 def end(how: str) -> None:
     """End as a script does that was never meant for a worker."""
     import asyncio
