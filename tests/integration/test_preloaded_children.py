@@ -74,11 +74,17 @@ class Started:
 
 
 @pytest.fixture
-def start(tmp_path: Path, both: spawners.Spawners, variables: dict[str, str]) -> Callable[..., Started]:
-    def start(spec: dict[str, Any], confined: Confinement = UNCONFINED, **more: str) -> Started:
-        return Started(tmp_path, variables | more, spec, confined)
+def start(tmp_path: Path, both: spawners.Spawners, variables: dict[str, str]) -> Iterator[Callable[..., Started]]:
+    """Start children; those that a test leaves behind, as it failed, are killed."""
+    children: list[Started] = []
 
-    return start
+    def start(spec: dict[str, Any], confined: Confinement = UNCONFINED, **more: str) -> Started:
+        children.append(Started(tmp_path, variables | more, spec, confined))
+        return children[-1]
+
+    yield start
+    for one in children:
+        one.child.kill()
 
 
 def reported(start: Callable[..., Started], **more: str) -> dict[str, Any]:
@@ -148,15 +154,16 @@ def test_the_death_of_who_forks_ends_no_child_and_the_next_one_starts(
 ) -> None:
     go = tmp_path / "go"
     first = start({"taskType": "echo", "echo": {"output": 1, "until_exists": str(go)}})
-    (forks,) = [one for one in psutil.Process().children() if one.cmdline()[-1] == "executors"]
+    forks = both.preloaded_pid
+    assert forks is not None
 
-    forks.kill()
+    os.kill(forks, signal.SIGKILL)
     second = start({"taskType": "echo", "echo": {"output": 2}})
 
     assert second.value()["output"] == 2 and second.child.wait().exit_code == 0
     go.touch()
     assert first.value()["output"] == 1 and first.child.wait().exit_code == 0
-    assert both.preloaded_pid not in (None, forks.pid)
+    assert both.preloaded_pid not in (None, forks)
 
 
 def test_another_installation_is_imported_anew(
