@@ -17,7 +17,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import psutil
@@ -26,10 +26,12 @@ from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
 from gpuflow.client import PipelineRun, submit, submit_pipeline
+from gpuflow.ledger.ledger import MAX_LOSSES
 from gpuflow.ledger.states import TaskState
 from tests.chaos.accounting import check, check_orphans, leftovers
 from tests.chaos.conftest import LEASE, LEASE_SECONDS
 from tests.chaos.refusals import RefusingProxy
+from tests.chaos.strikes import Strikes
 from tests.fixtures.simulated_nvml import simulated_machine
 from tests.support.attempt_spans import spans_in
 from tests.support.engines import SCRIPTED, build
@@ -59,12 +61,12 @@ class Storm:
 
     def __init__(self, fleet: TestFleet, proxy: RefusingProxy, choice: random.Random) -> None:
         self.fleet, self.proxy, self.choice = fleet, proxy, choice
-        self.faults: Counter[str] = Counter()
+        self.strikes = Strikes()
         self.workers: dict[str, WorkerProcess] = {}
         self.frozen: dict[str, float] = {}
         self.starts = 0
         self.beat = self._start_beat()
-        self.kinds: list[tuple[int, Callable[[], str | None]]] = [
+        self.kinds: list[tuple[int, Callable[[], None]]] = [
             (5, self.kill_worker),
             (5, self.kill_child),
             (3, self.freeze_worker),
@@ -101,9 +103,11 @@ class Storm:
         """Start workers that are gone, wake those that were frozen long enough."""
         if self.refused_until is not None and time.monotonic() >= self.refused_until:
             self.fleet.broker.client.config_set("min-replicas-to-write", 0)
+            self.strikes.end("commands refused")
             self.refused_until = None
         if self.full_until is not None and time.monotonic() >= self.full_until:
             self.proxy.end()
+            self.strikes.end("broker's disk full")
             self.full_until = None
         if self.lost_until is not None and time.monotonic() >= self.lost_until:
             self.proxy.cut()
@@ -112,6 +116,7 @@ class Storm:
             if time.monotonic() >= until:
                 del self.frozen[name]
                 self.workers[name].send(signal.SIGCONT)
+                self.strikes.end("worker frozen", name)
         for number in range(WORKERS):
             name = f"w{number}"
             worker = self.workers.get(name)
@@ -126,10 +131,7 @@ class Storm:
     def strike(self) -> None:
         """Bring one fault about."""
         weights, actions = zip(*self.kinds, strict=True)
-        action = self.choice.choices(actions, weights=weights)[0]
-        done = action()
-        if done is not None:
-            self.faults[done] += 1
+        self.choice.choices(actions, weights=weights)[0]()
 
     def calm(self) -> None:
         """No more faults; every worker is up."""
@@ -145,92 +147,92 @@ class Storm:
         self.beat.kill()
         self.beat.wait(timeout=patient(30))
 
-    def kill_worker(self) -> str | None:
-        return self._signal(signal.SIGKILL, "worker killed")
+    def kill_worker(self) -> None:
+        self._signal(signal.SIGKILL, "worker killed")
 
-    def drain_worker(self) -> str | None:
-        return self._signal(signal.SIGTERM, "worker drained")
+    def drain_worker(self) -> None:
+        self._signal(signal.SIGTERM, "worker drained")
 
-    def cold_stop_worker(self) -> str | None:
-        return self._signal(signal.SIGQUIT, "worker stopped cold")
+    def cold_stop_worker(self) -> None:
+        self._signal(signal.SIGQUIT, "worker stopped cold")
 
-    def freeze_worker(self) -> str | None:
+    def freeze_worker(self) -> None:
         worker = self._awake()
         if worker is None:
-            return None
+            return
+        self.strikes.begin("worker frozen", worker.name)
         worker.send(signal.SIGSTOP)
         self.frozen[worker.name] = time.monotonic() + LEASE_SECONDS * self.choice.uniform(0.5, 2.0)
-        return "worker frozen"
 
-    def kill_child(self) -> str | None:
+    def kill_child(self) -> None:
         worker = self._awake()
         children = [child for child in (worker.children() if worker else []) if _executor(child)]
-        if not children:
-            return None
-        try:
+        if not worker or not children:
+            return
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended by itself
             self.choice.choice(children).kill()
-        except psutil.NoSuchProcess:  # it has ended by itself
-            return None
-        return "child killed"
+            self.strikes.note("child killed", worker.name)
 
-    def kill_shim(self) -> str | None:
+    def kill_shim(self) -> None:
         worker = self._awake()
         children = [child for child in (worker.children() if worker else []) if _executor(child)]
         try:
             shim = self.choice.choice(children).parent() if children else None
         except psutil.NoSuchProcess:
-            return None
+            return
         if worker is None or shim is None or shim.pid == worker.pid or worker.pid not in map(_pid, shim.parents()):
-            return None
+            return
+        self.strikes.note("shim killed", worker.name)
         shim.kill()
-        return "shim killed"
 
-    def refuse_commands(self) -> str | None:
-        if self.refused_until is None:
-            self.fleet.broker.client.config_set("min-replicas-to-write", 1)
-            self.refused_until = time.monotonic() + LEASE_SECONDS * self.choice.uniform(0.3, 1.5)
-        return "commands refused"
+    def refuse_commands(self) -> None:
+        if self.refused_until is not None:
+            return
+        self.strikes.begin("commands refused")
+        self.fleet.broker.client.config_set("min-replicas-to-write", 1)
+        self.refused_until = time.monotonic() + LEASE_SECONDS * self.choice.uniform(0.3, 1.5)
 
-    def fill_the_disk(self) -> str | None:
-        if self.full_until is None:
-            self.proxy.begin(FULL_DISK, sys.maxsize)
-            self.full_until = time.monotonic() + LEASE_SECONDS * self.choice.uniform(0.3, 1.5)
-        return "broker's disk full"
+    def fill_the_disk(self) -> None:
+        if self.full_until is not None:
+            return
+        self.strikes.begin("broker's disk full")
+        self.proxy.begin(FULL_DISK, sys.maxsize)
+        self.full_until = time.monotonic() + LEASE_SECONDS * self.choice.uniform(0.3, 1.5)
 
-    def lose_answers(self) -> str | None:
+    def lose_answers(self) -> None:
+        self.strikes.note("answers lost")
         self.proxy.lose_answers()
         self.lost_until = time.monotonic() + self.choice.uniform(0.05, 0.5)
-        return "answers lost"
 
-    def poison_a_queue(self) -> str | None:
+    def poison_a_queue(self) -> None:
         if self.refused_until is not None:  # the broker takes nothing of us either
-            return None
+            return
         self.poisons += 1
         message = {"body": "", "headers": {"x": {"__type__": "x", "__value__": 1}}}
         properties = {"delivery_tag": f"poison-{self.poisons}", "delivery_info": {}}
         self.fleet.broker.client.lpush("cpu", json.dumps({**message, "properties": properties}))
-        return "message poisoned"
+        self.strikes.note("message poisoned")
 
-    def cut_connections(self) -> str | None:
+    def cut_connections(self) -> None:
+        self.strikes.note("connections cut")
         self.proxy.cut()
-        return "connections cut"
 
-    def restart_broker(self) -> str | None:
+    def restart_broker(self) -> None:
+        self.strikes.begin("broker killed")
         self.fleet.broker.kill()
         self.fleet.broker.restart()
-        return "broker killed"
+        self.strikes.end("broker killed")
 
-    def kill_beat(self) -> str | None:
+    def kill_beat(self) -> None:
+        self.strikes.note("beat killed")
         self.beat.kill()
         self.beat.wait(timeout=patient(30))
-        return "beat killed"
 
-    def _signal(self, number: signal.Signals, what: str) -> str | None:
+    def _signal(self, number: signal.Signals, what: str) -> None:
         worker = self._awake()
-        if worker is None:
-            return None
-        worker.send(number)
-        return what
+        if worker is not None:
+            self.strikes.note(what, worker.name)
+            worker.send(number)
 
     def _awake(self) -> WorkerProcess | None:
         awake = [
@@ -351,9 +353,6 @@ class Submitted:
         if number // 10 % 2:
             self.warm.add(task_id)
 
-    def of_stages(self) -> list[str]:
-        return [task for run in self.runs for stage in run.record().stages.values() for task in stage.tasks]
-
     def keep(self) -> None:
         """Let what has ended be kept, though the time for that is so short.
 
@@ -364,7 +363,7 @@ class Submitted:
         for run in list(self.runs):
             for key in (keys.pipeline(run.id), keys.stages(run.id), keys.events(run.id)):
                 pipe.expire(key, KEPT_SECONDS, gt=True)
-        for task in [*self.echoes, *self.calls, *self.culprits, *self.functions, *self.of_stages()]:
+        for task in [*self.echoes, *self.calls, *self.culprits, *self.functions, *stages_of(list(self.runs))]:
             for key in (keys.task(task), keys.attempts(task), keys.events(task), keys.celery_result(task)):
                 pipe.expire(key, KEPT_SECONDS, gt=True)
         with contextlib.suppress(RedisError):  # it refuses that now; the next time is soon enough
@@ -400,18 +399,21 @@ def test_a_storm_loses_nothing_and_runs_nothing_twice(fleet: TestFleet) -> None:
                 return all(run.record().state.final for run in given.runs)
 
             eventually(settled, within=180, what="the end of every pipeline")
-            for run in given.runs:
-                assert run.record().state == "SUCCEEDED", ended_badly(fleet, run)
+            beaten = [run for run in given.runs if run.record().state != "SUCCEEDED"]
+            for run in beaten:
+                assert worn_out(fleet, run), ended_badly(fleet, run)
             ledger = fleet.app.ledger
             eventually(lambda: len(ledger.unreadable(10_000)) == storm.poisons, what="every poisoned message put aside")
             assert all("Unsupported type" in one["why"] for one in ledger.unreadable(10_000))
             ledger.forget_unreadable()
-            good = [*given.echoes, *given.calls, *given.of_stages()]
-            everything = [*good, *given.culprits, *given.functions]
+            of_beaten = known(fleet, stages_of(beaten))
+            good = [*given.echoes, *given.calls, *stages_of(run for run in given.runs if run not in beaten)]
+            everything = [*good, *given.culprits, *given.functions, *of_beaten]
             eventually(lambda: given.keep() or ended(fleet, everything), within=180, what="every end")
             records = check(fleet, good, within=180)
             dead = check(fleet, given.culprits, state=TaskState.DEAD, within=180)
             called = check(fleet, list(given.functions), state=None, within=180)
+            check(fleet, of_beaten, state=None, within=180)
         finally:
             storm.close()
     outputs = {record.id: record.result for record in records}
@@ -419,7 +421,8 @@ def test_a_storm_loses_nothing_and_runs_nothing_twice(fleet: TestFleet) -> None:
     assert {task: outputs[task]["items"][0]["output"] for task in given.calls} == {
         task: str(number) for task, number in given.calls.items()
     }
-    assert [run["d"].result["output"] for run in given.runs] == [run["a"].result["output"] for run in given.runs]
+    whole = [run for run in given.runs if run not in beaten]
+    assert [run["d"].result["output"] for run in whole] == [run["a"].result["output"] for run in whole]
     # As with Celery, a function whose process was killed has failed, at once and once.
     killed = [one for one in called if one.state is not TaskState.SUCCEEDED]
     assert {str((one.error or {}).get("type")) for one in killed} <= {"ChildKilled", "ChildLost"}
@@ -433,12 +436,16 @@ def test_a_storm_loses_nothing_and_runs_nothing_twice(fleet: TestFleet) -> None:
     print(
         f"\nsoak: seed {SEED}, {SECONDS:g} s, {TASKS} tasks, {len(given.calls)} calls, {len(given.culprits)} that kill "
         f"their engine, {len(called)} functions ({len(killed)} killed), {len(given.runs)} pipelines, "
-        f"{storm.starts} worker starts"
+        f"{len(beaten)} of them with a task that was lost {MAX_LOSSES} times, {storm.starts} worker starts"
     )
-    for kind, count in sorted(storm.faults.items()):
+    for kind, count in sorted(storm.strikes.counts().items()):
         print(f"  fault    {kind:<22}{count:>6}")
     for kind, count in sorted(outcomes.items()):
         print(f"  attempt  {kind:<22}{count:>6}")
+    # A call is lost with the engine of a session, which others end, too.
+    alone = [*given.echoes, *given.functions, *stages_of(given.runs)]
+    unexplained = storm.strikes.unexplained({task: fleet.app.ledger.attempts(task) for task in alone})
+    promised(unexplained == [], "attempts lost for nothing:\n  " + "\n  ".join(unexplained))
     spans = spans_in(fleet.folder / "spans")
     warm = [one for one in spans if one.name.partition("/")[0] in given.warm]
     held = [*of_sessions(warm), *(one for one in spans if one not in warm)]
@@ -450,6 +457,21 @@ def test_a_storm_loses_nothing_and_runs_nothing_twice(fleet: TestFleet) -> None:
     print("  lost 0, committed twice 0, orphans 0, pipelines without an end 0")
 
 
+def stages_of(runs: Iterable[PipelineRun]) -> list[str]:
+    return [task for run in runs for stage in run.record().stages.values() for task in stage.tasks]
+
+
+def known(fleet: TestFleet, tasks: list[str]) -> list[str]:
+    """Return those of the tasks that have ever been sent: a pipeline that has failed sends no more."""
+    return [one.id for one in fleet.app.ledger.find_many(tasks) if one is not None]
+
+
+def worn_out(fleet: TestFleet, run: PipelineRun) -> bool:
+    """Whether a task of a pipeline was lost so often that it is given up: a stage of 18 s may meet ten in a row."""
+    found = fleet.app.ledger.find_many(stages_of([run]))
+    return any(one is not None and one.state is TaskState.DEAD and one.losses == MAX_LOSSES for one in found)
+
+
 def ended_badly(fleet: TestFleet, run: PipelineRun) -> str:
     """Return what became of the stages and tasks of a pipeline that failed."""
     record = run.record()
@@ -458,7 +480,10 @@ def ended_badly(fleet: TestFleet, run: PipelineRun) -> str:
         lines.append(f"  stage {name}: {stage.state} {stage.error}")
         for task in stage.tasks:
             one = fleet.app.ledger.find(task)
-            outcomes = [f"{e.outcome}@{e.worker} {e.error}" for e in fleet.app.ledger.attempts(task)]
+            outcomes = [
+                f"{e.outcome}@{e.worker} {e.started_at:.2f} to {e.ended_at:.2f} {e.error}"
+                for e in fleet.app.ledger.attempts(task)
+            ]
             lines.append(f"    {task}: {one.state if one else None} {one.error if one else ''} {outcomes}")
     return "\n".join(lines)
 
