@@ -413,7 +413,7 @@ def test_a_storm_loses_nothing_and_runs_nothing_twice(fleet: TestFleet) -> None:
             records = check(fleet, good, within=180)
             dead = check(fleet, given.culprits, state=TaskState.DEAD, within=180)
             called = check(fleet, list(given.functions), state=None, within=180)
-            check(fleet, of_beaten, state=None, within=180)
+            stopped = check(fleet, of_beaten, state=None, within=180)
         finally:
             storm.close()
     outputs = {record.id: record.result for record in records}
@@ -431,7 +431,7 @@ def test_a_storm_loses_nothing_and_runs_nothing_twice(fleet: TestFleet) -> None:
     }
     check_orphans(fleet, everything, within=0)
     outcomes = Counter(
-        entry.outcome for one in [*records, *dead, *called] for entry in fleet.app.ledger.attempts(one.id)
+        entry.outcome for one in [*records, *dead, *called, *stopped] for entry in fleet.app.ledger.attempts(one.id)
     )
     print(
         f"\nsoak: seed {SEED}, {SECONDS:g} s, {TASKS} tasks, {len(given.calls)} calls, {len(given.culprits)} that kill "
