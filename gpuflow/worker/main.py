@@ -10,7 +10,8 @@ from typing import Any, Final
 from celery.apps.worker import Worker as CeleryWorker
 from celery.exceptions import CPendingDeprecationWarning
 from celery.utils.nodenames import default_nodename, gethostname
-from click import ClickException
+from click import ClickException, get_current_context
+from click.core import ParameterSource
 
 from gpuflow.errors import GPUFlowError
 from gpuflow.importing import end_quickly
@@ -26,8 +27,15 @@ log = get_logger("gpuflow.worker")
 
 #: Celery's consumer and ours.
 _CONSUMERS: Final = r"(?:celery|gpuflow)\.worker\.consumer"
-#: Modules of Celery's pools that patch threads and sockets.
-_PATCHING: Final = (".gevent", ".eventlet")
+#: What `-P` calls Celery's pools, by their modules.
+_POOLS: Final = {
+    "celery.concurrency.eventlet": "eventlet",
+    "celery.concurrency.gevent": "gevent",
+    "celery.concurrency.prefork": "prefork",
+    "celery.concurrency.solo": "solo",
+    "celery.concurrency.thread": "threads",
+    SupervisorPool.__module__: "prefork",
+}
 
 
 class CannotStart(ClickException):
@@ -36,18 +44,18 @@ class CannotStart(ClickException):
     exit_code = 2
 
 
-def check_pool(asked: type) -> None:
-    """Say of a pool that `-P` names that it is not used: it knows nothing of children and limits.
+def check_pool(asked: type, *, named: bool) -> None:
+    """Raise CannotStart for a pool that is `named` by `-P`: any other than ours knows nothing of children and limits.
 
-    Raises CannotStart for one that has changed Python's threads by now.
+    Celery takes `-P prefork` for the one of the app's settings, which is ours.
     """
-    if issubclass(asked, SupervisorPool):
+    if issubclass(asked, SupervisorPool) and not named:
         return
-    if asked.__module__.endswith(_PATCHING):
-        raise CannotStart(
-            f"-P {asked.__module__.rpartition('.')[2]}: it patches the threads of this worker; leave -P out"
-        )
-    log.warning("pool_not_used", asked=f"{asked.__module__}:{asked.__name__}", why="a worker has one pool, of threads")
+    name = _POOLS.get(asked.__module__, f"{asked.__module__}:{asked.__name__}")
+    raise CannotStart(
+        f"-P {name}: a worker has one pool, of threads that watch children; leave -P out, and say with -c how many "
+        "threads there are, with --max-jobs how many children at once"
+    )
 
 
 class Worker(CeleryWorker):  # type: ignore[misc]
@@ -69,7 +77,9 @@ class Worker(CeleryWorker):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         if isinstance(pool, type):  # of the command line; what embeds a worker in a process gives a name
-            check_pool(pool)
+            context = get_current_context(silent=True)
+            source = context.get_parameter_source("pool") if context is not None else None
+            check_pool(pool, named=source is ParameterSource.COMMANDLINE)
             pool = None
         ours = app or self.app
         given = {"isolate": isolate, "spot_notices": spot_notices}

@@ -36,7 +36,7 @@ BESIDE_SECONDS: Final = 5
 HALF_A_GIB: Final = {"hardware": {"gpu": {"count": 1, "memory": "24GB"}, "memory": "512MiB"}}
 
 #: Options of a stock worker's command line, which may stay.
-OF_STOCK: Final = ("-P", "threads", "-c", "8", "--max-tasks-per-child", "1", "-O", "fair")
+OF_STOCK: Final = ("-c", "8", "--max-tasks-per-child", "1", "-O", "fair")
 #: Two trainings at once, and a chain, by plain Celery.
 _ON_STOCK: Final = """
 import json, jobs
@@ -222,12 +222,11 @@ def test_a_chain_whose_model_stays_loaded(fleet: TestFleet, jobs: Any, worker: W
     assert len({one["pid"] for one in seen}) == 1
 
 
-def test_options_of_a_stock_worker_choose_no_other_pool(fleet: TestFleet, worker: WorkerProcess) -> None:
+def test_options_of_a_stock_worker_may_stay(fleet: TestFleet, worker: WorkerProcess) -> None:
     (told,) = fleet.app.control.inspect(timeout=patient(5), limit=1).stats().values()
 
     assert told["pool"]["implementation"] == "gpuflow.worker.pool:SupervisorPool"
     assert told["pool"]["max-concurrency"] == 8
-    assert "event=pool_not_used asked=celery.concurrency.thread:TaskPool" in worker.log()
 
 
 def test_what_is_no_json_is_refused(fleet: TestFleet, jobs: Any, worker: WorkerProcess) -> None:
