@@ -6,6 +6,7 @@ have put links.
 
 from __future__ import annotations
 
+import io
 import os
 import secrets
 from pathlib import Path
@@ -41,4 +42,4 @@ def make_secret(path: Path) -> str:
 def open_new(path: Path) -> BinaryIO:
     """Open a new file for writing; what was there of that name, a link too, is removed first. Raises OSError."""
     path.unlink(missing_ok=True)
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb")
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb", io.DEFAULT_BUFFER_SIZE)

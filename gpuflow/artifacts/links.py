@@ -9,6 +9,9 @@ from pathlib import Path
 
 def point(link: Path, target: Path) -> None:
     """Let `link` lead to `target`, which is relative to its folder; two at once do no harm. Raises OSError."""
+    with contextlib.suppress(FileExistsError):
+        link.symlink_to(target)
+        return
     fresh = link.with_name(f".{link.name[:100]}.new-{uuid.uuid4().hex}")
     fresh.symlink_to(target)
     try:

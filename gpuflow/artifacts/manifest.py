@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 from gpuflow.artifacts.archive import pack
 from gpuflow.artifacts.derived import export_rows, write_aliases
 from gpuflow.artifacts.partial import file_digest
+from gpuflow.artifacts.plain_files import plain_files
 from gpuflow.artifacts.references import INLINE_BYTES, json_bytes, make_reference
 from gpuflow.artifacts.several import several
 from gpuflow.errors import ArtifactError
@@ -65,9 +68,10 @@ def seal_results(
     value = dict(result)
     value["result_dir"] = str(folder)
     for name in _PACKED_FOLDERS:
-        if (folder / name).is_symlink():
+        kind = _kind(folder / name)
+        if stat.S_ISLNK(kind):
             raise ArtifactError(f"the executor left {name!r}, which is a link; let it write the folder itself")
-        if (folder / name).is_dir():
+        if stat.S_ISDIR(kind):
             archive = folder / f"{name}.tar.gz"
             pack(folder / name, archive)
             value[f"{name}_path"] = str(folder / name)
@@ -77,12 +81,15 @@ def seal_results(
     if export:
         value["jsonl_export"] = export_rows(folder, value, export, url_of)
     responses = folder / "responses.json"
-    if responses.is_symlink():
-        raise ArtifactError(f"the executor left {responses.name!r}, which is a link; let it write the file itself")
-    if responses.exists():
+    kind = _kind(responses)
+    if not kind:
+        write_json(responses, value)
+    elif stat.S_ISREG(kind):
         _check_json(responses)
     else:
-        write_json(responses, value)
+        raise ArtifactError(
+            f"the executor left {responses.name!r}, which is a link or no file; let it write the file itself"
+        )
     value = _slim(value, folder, url_of)
     output = spec.get("output") or {}
     write_aliases(folder, output.get("aliases") or {})
@@ -91,11 +98,12 @@ def seal_results(
     missing = [entry["name"] for entry in manifest["artifacts"] if "missing" in entry]
     if missing:
         value["missing_artifacts"] = missing
-    path = folder / "manifest.json"
-    write_json(path, manifest)
+    content = json.dumps(manifest, ensure_ascii=False, indent=2).encode()
+    with _written_whole(folder / "manifest.json") as file:
+        file.write(content)
     names = tuple(entry["name"] for entry in manifest["artifacts"] if "missing" not in entry)
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
     total_bytes = sum(entry.get("bytes", 0) for entry in manifest["artifacts"])
+    digest = hashlib.sha256(content).hexdigest()
     return SealedResults(result=value, digest=digest, names=names, total_bytes=total_bytes)
 
 
@@ -140,12 +148,29 @@ def _field_file(folder: Path, name: str) -> Path:
 
 def write_json(path: Path, value: Any) -> None:
     """Write JSON so that a reader sees the old file or the whole new one. Raises OSError."""
-    fresh = path.with_name(f".{path.name}.new")
-    with open_new(fresh) as raw, io.TextIOWrapper(raw, encoding="utf-8") as file:
+    with _written_whole(path) as raw:
+        file = io.TextIOWrapper(raw, encoding="utf-8")
         json.dump(value, file, ensure_ascii=False, indent=2)
+        file.detach()
+
+
+@contextlib.contextmanager
+def _written_whole(path: Path) -> Iterator[BinaryIO]:
+    """Open what takes the place of a file when the block is over, and is on the disk then. Raises OSError."""
+    fresh = path.with_name(f".{path.name}.new")
+    with open_new(fresh) as file:
+        yield file
         file.flush()
         os.fsync(file.fileno())
     fresh.replace(path)
+
+
+def _kind(path: Path) -> int:
+    """Return the mode of what is there, of a link itself; 0 where nothing is. Raises OSError."""
+    try:
+        return path.lstat().st_mode
+    except FileNotFoundError:
+        return 0
 
 
 def _check_json(path: Path) -> None:
@@ -156,7 +181,7 @@ def _check_json(path: Path) -> None:
 
 
 def _entries(folder: Path, wanted: Iterable[str]) -> Iterable[dict[str, Any]]:
-    paths = [path for path in sorted(folder.rglob("*")) if _is_result(path, folder)]
+    paths = sorted(path for path in plain_files(folder) if _is_result(path.relative_to(folder)))
     sizes = [path.stat().st_size for path in paths]
     at_once = sum(sizes) < _FEW_BYTES
     digests = list(map(file_digest, paths)) if at_once else several(lambda path, _: file_digest(path), paths)
@@ -168,8 +193,5 @@ def _entries(folder: Path, wanted: Iterable[str]) -> Iterable[dict[str, Any]]:
             yield {"name": name, "missing": True}
 
 
-def _is_result(path: Path, folder: Path) -> bool:
-    if path.is_symlink() or path.is_dir():  # a link may lead where nobody may look
-        return False
-    inside = path.relative_to(folder)
+def _is_result(inside: Path) -> bool:
     return not inside.parts[0].startswith(".") and inside.parts[0] not in _WORKING_FOLDERS

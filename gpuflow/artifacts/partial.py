@@ -213,7 +213,7 @@ def has_content(path: Path, sha256: str | None, size: int | None = None) -> bool
 
 def file_digest(path: Path) -> str:
     """Return the SHA-256 of a file, in hex. Raises OSError."""
-    with path.open("rb") as stream:
+    with path.open("rb", buffering=0) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 

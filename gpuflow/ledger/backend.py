@@ -389,7 +389,8 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
         self, task_id: str, result: Any, state: str, traceback: Any = None, request: Any = None, **kwargs: Any
     ) -> Any:
         """Store a result. Before a failure, Celery looks for a success of another attempt, which stays."""
-        if state != states.SUCCESS or getattr(request, "task", None) not in SUPERVISED_TASKS:
+        is_committed = getattr(request, "task", None) in SUPERVISED_TASKS or getattr(request, FUNCTION_HEADER, None)
+        if state != states.SUCCESS or not is_committed:
             return super()._store_result(task_id, result, state, traceback=traceback, request=request, **kwargs)
         entry = self._get_result_meta(result=result, state=state, traceback=traceback, request=request)
         entry["task_id"] = task_id

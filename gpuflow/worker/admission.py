@@ -245,7 +245,10 @@ class Admission:
             allocation.settled = True
             if allocation.kept:
                 return False
-            opens = allocation.slot in ("job", "request", "replica") or not self._is_open(allocation.queue)
+            gone = allocation.slot == "ending"
+            opens = not gone and (
+                allocation.slot in ("job", "request", "replica") or not self._is_open(allocation.queue)
+            )
             del self._held[tag]
         self._let_go(tag, allocation)
         return opens
@@ -266,13 +269,16 @@ class Admission:
             return allocation
 
     def child_gone(self, tag: str) -> None:
-        """Free the slot and the GPUs of a job whose child has gone, before its result is committed."""
+        """Free the slot and the GPUs of a job whose child has gone, before its result is committed.
+
+        The caller wakes the consumers of the machine.
+        """
         with self._lock:
             allocation = self._held.get(tag)
             if allocation is None or allocation.slot not in ("job", "request", "replica"):
                 return
             allocation.slot = "ending"
-        self._let_go(tag, allocation)
+        self._let_go(tag, allocation, quietly=True)
 
     def release(self, tag: str) -> None:
         """End what was kept: nothing of the child is left."""
@@ -390,10 +396,10 @@ class Admission:
         seconds = placement.max_runtime_seconds
         return Choice(queue=queue, most_seconds=ANY_TIME if seconds is None else seconds, with_gpus=with_gpus)
 
-    def _let_go(self, tag: str, allocation: Allocation) -> None:
+    def _let_go(self, tag: str, allocation: Allocation, *, quietly: bool = False) -> None:
         """Give place and GPUs back; it may take some seconds until nothing is left on these, so not under the lock."""
         if self.sessions is not None and allocation.session:
-            self.sessions.leave(tag)
+            self.sessions.leave(tag, quietly=quietly)
         with self._lock:
             hold, allocation.hold = allocation.hold, None
         if hold is not None:

@@ -7,7 +7,7 @@ What each level stops, docs/howto/isolate-tasks.md says.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -69,11 +69,11 @@ def of_attempt(settings: Settings, request: Request, environment: Mapping[str, s
         settings,
         environment,
         python,
-        results=[(task, False), *_read_only(inputs_of(request, settings)), (Path(request.output_dir), True)],
+        results=lambda: [(task, False), *_read_only(inputs_of(request, settings)), (Path(request.output_dir), True)],
         cwd=Path(request.output_dir),
         gpus=bool(request.gpus),
         container=request.task_type == "container",
-        code=_code_of(request),
+        code=lambda: _code_of(request),
     )
 
 
@@ -96,7 +96,7 @@ def of_session(
         settings,
         environment,
         python,
-        results=_read_only(inputs_of(request, settings)),
+        results=lambda: _read_only(inputs_of(request, settings)),
         view=None if seen is None else (seen, settings.results_dir),
         cwd=bubblewrap.TMP,
         gpus=bool(request.gpus),
@@ -121,12 +121,12 @@ def _of_task(
     environment: Mapping[str, str],
     python: Path,
     *,
-    results: Sequence[tuple[Path, bool]],
+    results: Callable[[], Sequence[tuple[Path, bool]]],
     cwd: Path,
     gpus: bool,
     container: bool,
     view: tuple[Path, Path] | None = None,
-    code: Sequence[Path] = (),
+    code: Callable[[], Sequence[Path]] = tuple,
 ) -> Confinement:
     limits = {limit: int(most) for name, limit in _LIMITS.items() if (most := getattr(settings, name)) is not None}
     if container:  # its child talks to the container engine, which needs our user; the container confines the task
@@ -134,12 +134,12 @@ def _of_task(
     user = child_user(settings)
     if settings.isolate != "bubblewrap":
         return Confinement(limits=limits, user=user)
-    read = [*code, *_python_of(python), *_packages(environment.get("PYTHONPATH", "")), *_executors(settings)]
+    read = [*code(), *_python_of(python), *_packages(environment.get("PYTHONPATH", "")), *_executors(settings)]
     sandbox = bubblewrap.own_folders(
         read=[*read, *_paths(environment.get("LD_LIBRARY_PATH", ""))],
         hidden=[one for one in (settings.results_dir, settings.state_dir, settings.secrets_dir) if one is not None],
         folders=[*_more(settings), (settings.cache_dir, settings.isolate_cache == "rw")],
-        results=results,
+        results=results(),
         view=view,
         locks=settings.cache_dir / "locks",
         cwd=cwd,

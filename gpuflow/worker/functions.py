@@ -119,14 +119,15 @@ class FunctionDelivery(Delivery):
         super().__init__(runtime, task, {"taskType": FUNCTION_TYPE, "function": {"name": task.name}})
         self.task = task
         self._given = (args, kwargs)
+        here = str(Path.cwd())
         self.call = Call.of(
             task,
             args,
             kwargs,
             modules=modules_of(task),
             app=home_of(task.app),
-            path=tuple(dict.fromkeys((str(Path.cwd()), *sys.path))),  # the worker imported from there, as Celery does
-            cwd=str(Path.cwd()),
+            path=tuple(dict.fromkeys((here, *sys.path))),  # the worker imported from there, as Celery does
+            cwd=here,
             log_level=logging.getLogger().level,
         )
         self._attempt_number = 0

@@ -41,6 +41,8 @@ NOTE_WAIT_SECONDS: Final = 5.0
 DISK_SECONDS: Final = 1.0
 #: Between these states a worker goes with each task.
 _PASSING: Final = (WorkerState.IDLE, WorkerState.BUSY)
+#: What of its load changes with each task.
+_HELD: Final = ("jobs", "freeJobs", "usage", "sessions", "kept")
 #: So many of the demand queues that a worker serves are named in its entry at most.
 MOST_QUEUES: Final = 200
 
@@ -60,6 +62,8 @@ class PresenceThread(threading.Thread):
         self._writing = threading.Lock()
         self._write_began_at = 0.0
         self._held: dict[str, Any] = {}
+        #: What the server knows of what is held; None: nobody is sure.
+        self._known: dict[str, Any] | None = None
         self._change: object = None
         #: Something changed while the entry was made: it may tell of what came and went since, and is written again.
         self._outdated = False
@@ -117,12 +121,14 @@ class PresenceThread(threading.Thread):
             self.runtime.machine_gpus.looked_at()
             summary, entry = self._summary(), self._entry(loads)
             self._outdated = self._summary() != summary
+            self._known = None
             self.fleet.announce(entry)
             self._written, self._written_at = summary, time.monotonic()
             self._held, self._change = {}, change
+            self._known = {name: entry.load[name] for name in _HELD}
 
     def note_held(self) -> None:
-        """Write what the worker holds now, unless a write that began since this was called has said it.
+        """Write what the worker holds now, unless the server knows it, as by a write that began since this was called.
 
         Called before each attempt, when its message holds what it needs. No attempt depends on it: errors, and a write
         that takes longer than NOTE_WAIT_SECONDS, leave it to the next heartbeat.
@@ -144,11 +150,15 @@ class PresenceThread(threading.Thread):
     def _write_held(self) -> None:
         self._write_began_at = time.monotonic()
         change = self.runtime.machine_gpus.change
-        self._held |= self._held_load()
-        if self.runtime.hardware.gpus and change is not self._change:
+        held, is_changed = self._held_load(), self.runtime.hardware.gpus and change is not self._change
+        if held == self._known and not is_changed:
+            return
+        self._held |= held
+        if is_changed:
             self._held |= self._held_gpus()
+        self._known = None
         self.fleet.note_load(self.runtime.worker_id, self._started_at, self._held)
-        self._change = change
+        self._known, self._change = held, change
 
     def _entry(self, loads: Mapping[str, Any]) -> WorkerEntry:
         runtime = self.runtime

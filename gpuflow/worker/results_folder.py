@@ -64,17 +64,19 @@ class ResultsFolder:
         out of this folder by a link is passed over. Raises OSError for a folder that cannot be read: to begin anew in
         silence would throw work away.
         """
-        root = self.root.resolve()
-        for earlier in sorted((one for one in self._attempts() if one < number), reverse=True):
+        before = sorted((one for one in self._attempts() if one < number), reverse=True) if number > 1 else []
+        for earlier in before:
             for checkpoint in reversed(complete_checkpoints(self.checkpoint_dir(earlier))):
-                if _stays_inside(checkpoint, root):
+                if _stays_inside(checkpoint, self.root.resolve()):
                     return checkpoint
         return None
 
     def create_attempt(self, number: int) -> Path:
         """Create the folder of a new attempt, with its logs folder. Raises OSError."""
         path = self.attempt_dir(number)
-        (path / "logs").mkdir(parents=True)
+        self.root.mkdir(parents=True, exist_ok=True)
+        path.mkdir(exist_ok=True)
+        (path / "logs").mkdir()
         return path
 
     def publish(self, number: int) -> None:

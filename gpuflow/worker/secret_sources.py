@@ -19,6 +19,7 @@ from pydantic import SecretStr
 
 from gpuflow.artifacts.manifest import write_json
 from gpuflow.artifacts.placeholders import placeholder_secrets
+from gpuflow.artifacts.plain_files import plain_files
 from gpuflow.errors import GPUFlowError, InvalidSettings, NotAllowed
 from gpuflow.policy.secrets import PREFIX, offered, refusal, variable_of
 from gpuflow.private_files import open_new
@@ -220,8 +221,8 @@ def scrubbed(outcome: Outcome, folder: Path, redactor: Redactor) -> Outcome:
 
 def scrub(folder: Path, redactor: Redactor) -> None:
     """Rewrite those files of an attempt that are text and hold a secret; each appears by rename. Raises OSError."""
-    for path in folder.rglob("*"):
-        if path.suffix.lower() not in _TEXT_SUFFIXES or path.is_symlink() or not path.is_file():
+    for path in plain_files(folder):
+        if path.suffix.lower() not in _TEXT_SUFFIXES:
             continue
         if _LEFT_ALONE & set(path.relative_to(folder).parts):
             continue

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,13 +26,33 @@ from gpuflow.artifacts.throttle import Throttle
 from gpuflow.errors import ArtifactError
 from gpuflow.merge.folders import link_results
 from gpuflow.protocol import CHECKPOINT_MARKER
+from gpuflow.secrets import Redactor
 from gpuflow.worker.checkpoint_uploads import CheckpointUploads
 from gpuflow.worker.child_user import ChildUser, files_as
 from gpuflow.worker.results_folder import ResultsFolder
+from gpuflow.worker.secret_sources import scrub
 from tests.support.users import made_user, need_root
 
+#: Longest that a step which must not wait for anybody may take, in seconds.
+_MOST_SECONDS = 60
 SECRET = b"a secret of the worker"
 TASK = "task-1"
+
+
+@contextlib.contextmanager
+def deadline(what: str) -> Iterator[None]:
+    """End the block with a failure where it takes too long: a call that waits for a pipe is interrupted."""
+
+    def over(*_: Any) -> None:
+        raise AssertionError(what)
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.setitimer(signal.ITIMER_REAL, _MOST_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture
@@ -239,6 +260,23 @@ def test_results_that_are_written_to_after_they_were_sealed(tmp_path: Path, atte
         upload_attempt(store_of(tmp_path / "store"), tmp_path / "held", TASK, 1, sealed.names, digests)
 
     assert not list(tmp_path.glob("store/**/manifest.json")), "nobody takes it for whole"
+
+
+def test_pipes_among_the_results_hold_up_nobody(attempt: Path) -> None:
+    (attempt / "answer.txt").write_text("an answer")
+    for name in ("pipe", "sub.txt"):
+        os.mkfifo(attempt / name)
+
+    with deadline("what waits for a pipe waits for ever"):
+        scrub(attempt, Redactor(["12345678"]))
+        sealed = seal_results(attempt, {"a": 1}, ["pipe"], {})
+
+    assert "answer.txt" in sealed.names and not {"pipe", "sub.txt"} & set(sealed.names)
+    assert sealed.result["missing_artifacts"] == ["pipe"]
+    (attempt / "responses.json").unlink()
+    os.mkfifo(attempt / "responses.json")
+    with deadline("the same of its own file"), pytest.raises(ArtifactError, match=r"responses\.json.*no file"):
+        seal_results(attempt, {"a": 1}, [], {})
 
 
 def test_results_of_a_call_whose_folder_becomes_a_link(

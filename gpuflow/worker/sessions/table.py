@@ -128,8 +128,11 @@ class Sessions:
         with self._lock:
             self._warm.append(warm)
 
-    def leave(self, tag: str) -> None:
-        """Give a place back. A session that nobody has begun goes with the last who had a place in it."""
+    def leave(self, tag: str, *, quietly: bool = False) -> None:
+        """Give a place back. A session that nobody has begun goes with the last who had a place in it.
+
+        `quietly`: the caller tells those who wait for one.
+        """
         with self._lock:
             left = [warm for warm in self._warm if tag in warm.places]
             for warm in left:
@@ -142,7 +145,7 @@ class Sessions:
             self._warm = [warm for warm in self._warm if warm not in never]
         for warm in never:
             self._give_back(warm)
-        if left:
+        if left and not quietly:
             self._on_change()
 
     def working(self, without: Collection[Warm] = ()) -> list[Requirement]:
