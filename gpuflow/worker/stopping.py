@@ -7,7 +7,7 @@
     SIGQUIT, after `worker_soft_shutdown_timeout` or once more                    -> Celery's cold shutdown at once
     SIGQUIT for the third time                                                    -> the end, whatever runs
 
-A draining worker still serves `gpuflow.control`, renews its leases and answers inspect.
+A draining worker still serves `gpuflow.control` and calls the URLs of notices, renews its leases and answers inspect.
 
 Signals are only counted where they arrive: on the main thread, between any two of its steps. Celery would stop the pool
 there, and wait for ever for a lock that the interrupted step holds.
