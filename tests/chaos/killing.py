@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 from collections.abc import Callable
+from itertools import pairwise
 
 import psutil
 
@@ -49,7 +50,7 @@ def functions_left(fleet: TestFleet) -> dict[int, list[str]]:
             line, cwd = process.cmdline(), process.cwd()
         except psutil.Error:
             continue
-        if "gpuflow.functions" in line and cwd.startswith(str(fleet.folder)):
+        if ("-m", "gpuflow.functions") in pairwise(line) and cwd.startswith(str(fleet.folder)):
             found[process.pid] = line
     return found
 

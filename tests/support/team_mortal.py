@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from celery import Task
+
 from gpuflow import BatchedCall, app, batch
 
 
@@ -54,16 +56,35 @@ def other(folder: str, number: int) -> int:
     return 2 * number
 
 
+def load_slowly() -> None:
+    """Load until a test lets go."""
+    Path(os.environ["SLOW_LOAD"], f"loads.{os.getpid()}").touch()
+    wait_for(str(Path(os.environ["SLOW_LOAD"], "loaded")))
+
+
 @app.task(keep_warm="10m")
 class Slow:
-    """One that loads until it is let go, by the file that SLOW_LOAD names."""
+    """One that loads slowly."""
 
     def load(self) -> None:
         """Load."""
-        Path(os.environ["SLOW_LOAD"], f"loads.{os.getpid()}").touch()
-        wait_for(str(Path(os.environ["SLOW_LOAD"], "loaded")))
+        load_slowly()
 
     def answer(self, folder: str, number: int) -> int:
         """Answer."""
         note(folder, number)
         return 2 * number
+
+
+class Loading(Task):  # type: ignore[misc]
+    """Tasks that load slowly."""
+
+    def load(self) -> None:
+        """Load."""
+        load_slowly()
+
+
+@app.task(base=Loading, keep_warm="10m", batch=batch(4, "300ms"))
+def slowly(calls: list[BatchedCall]) -> list[int]:
+    """Answer lists of calls, once loaded."""
+    return [2 * call.args[1] for call in calls]

@@ -31,6 +31,8 @@ log = get_logger("gpuflow.sessions")
 _READ_SECONDS: Final = 1.0
 #: A request that is aborted has ended after this time, or the session is ended.
 ABORT_SECONDS: Final = 30.0
+#: The same for a call of a function, whose process ends by that: one that has not by then stands still.
+FUNCTION_ABORT_SECONDS: Final = 5.0
 #: After a while without a word, or with an abort undone, it is given no more requests (seconds).
 SUSPECT_SECONDS: Final = 25.0
 SUSPECT_ABORT_SECONDS: Final = 5.0
@@ -181,8 +183,9 @@ class Session:
 
     def disobeys(self, now: float) -> bool:
         """Whether an abort has been left undone for too long."""
+        most = FUNCTION_ABORT_SECONDS if self.of_function else ABORT_SECONDS
         with self._lock:
-            return any(now - at > ABORT_SECONDS for at in self._aborted.values())
+            return any(now - at > most for at in self._aborted.values())
 
     def is_suspect(self, now: float) -> bool:
         """Whether it seems to hang: then it is given no more requests."""
