@@ -50,6 +50,7 @@ def test_a_worker_that_dies_when(fleet: TestFleet, tmp_path: Path, way: str, pas
     assert record.state == "SUCCEEDED" and record.result is not None and record.result["value"] == result
     eventually(lambda: not client.smembers(app.keys.unfinished), what="nothing unfinished")
     eventually(lambda: not client.hlen(app.keys.unacked), what="nothing unacknowledged")
+    eventually(lambda: not client.zcard(app.keys.returned), what="no message remembered that has ended")
     if name == "third_time":
         tries = {path.name.rpartition("-")[2] for path in tmp_path.glob(f"{sent.id}-*")}
         assert tries == {"0", "1", "2"}
