@@ -11,10 +11,19 @@ from typing import Final
 from gpuflow.ledger.records import AttemptEntry
 from tests.chaos.conftest import LEASE_SECONDS
 
+#: The faults that end the child of a function, warm or not, and with it the call that it works on.
+FUNCTION_KILLED: Final = "function killed"
+FUNCTION_SHIM_KILLED: Final = "function's shim killed"
+OF_FUNCTIONS: Final = frozenset({FUNCTION_KILLED, FUNCTION_SHIM_KILLED})
 #: Faults for which no attempt may be lost: a child that was killed has failed, and a worker outlives the others.
-HARMLESS: Final = frozenset(
-    {"child killed", "connections cut", "answers lost", "beat killed", "message poisoned", "broker killed"}
-)
+HARMLESS: Final = OF_FUNCTIONS | {
+    "child killed",
+    "connections cut",
+    "answers lost",
+    "beat killed",
+    "message poisoned",
+    "broker killed",
+}
 
 
 @dataclass
@@ -34,6 +43,11 @@ class Strike:
         if self.kind in HARMLESS or self.worker not in ("", entry.worker):
             return False
         return self.began_at <= entry.ended_at and self.ended_at + LEASE_SECONDS >= entry.started_at
+
+    def ends(self, entry: AttemptEntry) -> bool:
+        """Whether it has ended the child of this attempt of a function: while that ran, on its worker."""
+        is_its = self.kind in OF_FUNCTIONS and self.worker == entry.worker
+        return is_its and entry.started_at <= self.began_at <= entry.ended_at
 
 
 class Strikes:
@@ -65,12 +79,25 @@ class Strikes:
     def unexplained(self, attempts: Mapping[str, Sequence[AttemptEntry]]) -> list[str]:
         """Return a line for each lost attempt of these tasks that none of them explains."""
         return [
-            f"{task} attempt {entry.attempt} on {entry.worker}, {entry.started_at:.2f} to {entry.ended_at:.2f}: "
-            f"{entry.error}; near it: {self._near(entry)}"
+            self._line(task, entry)
             for task, entries in attempts.items()
             for entry in entries
             if entry.outcome == "lost" and not any(one.explains(entry) for one in self._all)
         ]
+
+    def unexplained_failures(self, attempts: Mapping[str, Sequence[AttemptEntry]]) -> list[str]:
+        """Return a line for each of these functions whose last attempt failed though no child was killed under it."""
+        return [
+            self._line(task, entries[-1])
+            for task, entries in attempts.items()
+            if not any(one.ends(entries[-1]) for one in self._all)
+        ]
+
+    def _line(self, task: str, entry: AttemptEntry) -> str:
+        return (
+            f"{task} attempt {entry.attempt} on {entry.worker}, {entry.started_at:.2f} to {entry.ended_at:.2f}: "
+            f"{entry.error}; near it: {self._near(entry)}"
+        )
 
     def _near(self, entry: AttemptEntry) -> str:
         near = [one for one in self._all if entry.started_at - 15 <= one.began_at <= entry.ended_at + 15]

@@ -4,36 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from gpuflow.broker.scripts import Script, broker_script
+from gpuflow.broker.scripts import broker_script
 from gpuflow.ledger.ledger import ledger_script
 from tests.chaos.conftest import LEASE
-from tests.chaos.refusals import RefusingProxy
+from tests.chaos.killing import KillingProxy, load_steps
 from tests.support.fleet import TestFleet, WorkerProcess
 from tests.support.waiting import eventually, patient
 
 OPTIONS = ("--include", "team_functions")
-
-
-class KillingProxy(RefusingProxy):
-    """Kills a worker when it sends a step for the so many-th time, and passes that step on, or not."""
-
-    def __init__(self, url: str, script: Script, *, at: int, passes: bool) -> None:
-        super().__init__(url)
-        self._kind, self._at, self._passes = f"EVALSHA {script.sha[:8]}", at, passes
-        self.kill: Callable[[], None] | None = None
-
-    def _is_refused(self, kind: str) -> str:
-        if kind == self._kind and self.kill is not None:
-            self._at -= 1
-            if self._at == 0:
-                self.kill()
-                return "" if self._passes else "ERR its sender is dead"
-        return ""
 
 
 #: What runs, the step at whose so many-th time its worker dies, and what comes of it.
@@ -52,9 +34,7 @@ WAYS = {
 def test_a_worker_that_dies_when(fleet: TestFleet, tmp_path: Path, way: str, passes: bool) -> None:
     name, script, at, result = WAYS[way]
     app, client = fleet.app, fleet.broker.client
-    for one in ("start", "yield", "replace", "commit", "report"):
-        ledger_script(one).load(client)  # so that the first answer is not that the server does not know it
-    broker_script("publish").load(client)
+    load_steps(fleet)
     args = [str(tmp_path)] if name == "third_time" else ["by a function"]
     with KillingProxy(fleet.broker.url, script, at=at, passes=passes) as proxy:
         dying = WorkerProcess(proxy.url, fleet.folder, "dying", *OPTIONS, env={**fleet.env, **LEASE})
@@ -70,6 +50,7 @@ def test_a_worker_that_dies_when(fleet: TestFleet, tmp_path: Path, way: str, pas
     assert record.state == "SUCCEEDED" and record.result is not None and record.result["value"] == result
     eventually(lambda: not client.smembers(app.keys.unfinished), what="nothing unfinished")
     eventually(lambda: not client.hlen(app.keys.unacked), what="nothing unacknowledged")
+    eventually(lambda: not client.zcard(app.keys.returned), what="no message remembered that has ended")
     if name == "third_time":
         tries = {path.name.rpartition("-")[2] for path in tmp_path.glob(f"{sent.id}-*")}
         assert tries == {"0", "1", "2"}

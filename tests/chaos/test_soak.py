@@ -25,13 +25,14 @@ import pytest
 from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
+from gpuflow import batch
 from gpuflow.client import PipelineRun, submit, submit_pipeline
 from gpuflow.ledger.ledger import MAX_LOSSES
 from gpuflow.ledger.states import TaskState
 from tests.chaos.accounting import check, check_orphans, leftovers
 from tests.chaos.conftest import LEASE, LEASE_SECONDS
 from tests.chaos.refusals import RefusingProxy
-from tests.chaos.strikes import Strikes
+from tests.chaos.strikes import FUNCTION_KILLED, FUNCTION_SHIM_KILLED, Strikes
 from tests.fixtures.simulated_nvml import simulated_machine
 from tests.support.attempt_spans import spans_in
 from tests.support.engines import SCRIPTED, build
@@ -69,6 +70,7 @@ class Storm:
         self.kinds: list[tuple[int, Callable[[], None]]] = [
             (5, self.kill_worker),
             (5, self.kill_child),
+            (8, self.kill_function),
             (3, self.freeze_worker),
             (3, self.cut_connections),
             (2, self.restart_broker),
@@ -76,6 +78,7 @@ class Storm:
             (2, self.cold_stop_worker),
             (1, self.kill_beat),
             (2, self.kill_shim),
+            (2, self.kill_shim_of_function),
             (2, self.refuse_commands),
             (2, self.fill_the_disk),
             (3, self.lose_answers),
@@ -165,25 +168,50 @@ class Storm:
         self.frozen[worker.name] = time.monotonic() + LEASE_SECONDS * self.choice.uniform(0.5, 2.0)
 
     def kill_child(self) -> None:
-        worker = self._awake()
-        children = [child for child in (worker.children() if worker else []) if _executor(child)]
-        if not worker or not children:
-            return
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended by itself
-            self.choice.choice(children).kill()
-            self.strikes.note("child killed", worker.name)
+        self._kill_one(EXECUTOR, "child killed")
+
+    def kill_function(self) -> None:
+        self._kill_one(self.choice.choice([FUNCTION, WARM_FUNCTION]), FUNCTION_KILLED)
 
     def kill_shim(self) -> None:
-        worker = self._awake()
-        children = [child for child in (worker.children() if worker else []) if _executor(child)]
+        self._kill_shim_of(EXECUTOR, "shim killed")
+
+    def kill_shim_of_function(self) -> None:
+        self._kill_shim_of(self.choice.choice([FUNCTION, WARM_FUNCTION]), FUNCTION_SHIM_KILLED)
+
+    def _kill_one(self, program: tuple[str, ...], what: str) -> None:
+        """Kill a child that runs this program, on any worker that has one."""
+        found = self._running(program)
+        if not found:
+            return
+        worker, child = self.choice.choice(found)
+        self.strikes.note(what, worker.name)
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended by itself
+            child.kill()
+
+    def _kill_shim_of(self, program: tuple[str, ...], what: str) -> None:
+        found = self._running(program)
+        if not found:
+            return
+        worker, child = self.choice.choice(found)
         try:
-            shim = self.choice.choice(children).parent() if children else None
+            shim = child.parent()
+            if shim is None or shim.pid == worker.pid or worker.pid not in map(_pid, shim.parents()):
+                return
         except psutil.NoSuchProcess:
             return
-        if worker is None or shim is None or shim.pid == worker.pid or worker.pid not in map(_pid, shim.parents()):
-            return
-        self.strikes.note("shim killed", worker.name)
+        self.strikes.note(what, worker.name)
         shim.kill()
+
+    def _running(self, program: tuple[str, ...]) -> list[tuple[WorkerProcess, psutil.Process]]:
+        """Return the children that run a program, with their workers; of workers that are not frozen."""
+        return [
+            (worker, child)
+            for name, worker in sorted(self.workers.items())
+            if name not in self.frozen and worker.process.poll() is None
+            for child in worker.children()
+            if _runs(child, program)
+        ]
 
     def refuse_commands(self) -> None:
         if self.refused_until is not None:
@@ -257,9 +285,15 @@ def _pid(process: psutil.Process) -> int:
     return process.pid
 
 
-def _executor(process: psutil.Process) -> bool:
+#: The end of the command lines of the children of executors, of functions, and of functions that stay warm.
+EXECUTOR = ("-m", "executors")
+FUNCTION = ("-m", "gpuflow.functions")
+WARM_FUNCTION = ("-m", "gpuflow.functions", "session")
+
+
+def _runs(process: psutil.Process, program: tuple[str, ...]) -> bool:
     try:
-        return process.cmdline()[-2:] == ["-m", "executors"]
+        return tuple(process.cmdline()[-len(program) :]) == program
     except psutil.Error:
         return False
 
@@ -292,7 +326,7 @@ def call(prompt: str, **fields: Any) -> dict[str, Any]:
     }
 
 
-def run_elsewhere(number: int) -> list[int]:
+def run_elsewhere(number: int, seconds: float) -> list[int]:
     """Stand for a function that the workers have."""
     raise AssertionError("it runs in a worker")
 
@@ -305,13 +339,16 @@ class Submitted:
         self.echoes: list[str] = []
         self.calls: dict[str, int] = {}
         self.culprits: list[str] = []
-        #: Functions of a team in children, each with a GPU, half of them warm: task -> what it returns.
+        #: Functions of a team in children, each with a GPU, two of three warm: task -> what it returns.
         self.functions: dict[str, int] = {}
         self.warm: set[str] = set()
         task = fleet.app.task
         self.on_gpu = [
             task(name="team_functions.on_gpu", resources="A100:1")(run_elsewhere),
             task(name="team_functions.warm_on_gpu", resources="A100:1", keep_warm="5s")(run_elsewhere),
+            task(name="team_functions.batched_on_gpu", resources="A100:1", keep_warm="5s", batch=batch(4, "0.2s"))(
+                run_elsewhere
+            ),
         ]
         self.runs: list[PipelineRun] = []
         self.failed: list[BaseException] = []
@@ -334,7 +371,7 @@ class Submitted:
         if number % 40 == 11:
             retry = {"max_attempts": 3, "backoff_seconds": 0.2}
             self.culprits.append(submit(call("die", retry=retry), app=app).id)
-        if number % 10 == 5:
+        if number % 6 == 5:
             self._call(number)
         echo = self.fleet.echo(output=number, sleep_seconds=self.choice.choice([0, 0, 0.1, 0.5, 2.0]))
         resources = {"resources": {"accelerators": "A100:1"}} if number % 2 else {}
@@ -343,14 +380,15 @@ class Submitted:
     def _call(self, number: int) -> None:
         """Send a function; unlike `submit`, Celery's own call does not wait for a broker that is away."""
         task_id, pauses = uuid.uuid4().hex, threading.Event()
+        kind, seconds = number // 6 % len(self.on_gpu), self.choice.choice([0, 0.2, 1.0, 2.0])
         while True:
             try:
-                self.on_gpu[number // 10 % 2].apply_async((number,), task_id=task_id)
+                self.on_gpu[kind].apply_async((number, seconds), task_id=task_id)
                 break
             except (RedisError, OperationalError):
                 pauses.wait(0.5)
         self.functions[task_id] = number
-        if number // 10 % 2:
+        if kind:
             self.warm.add(task_id)
 
     def keep(self) -> None:
@@ -446,6 +484,8 @@ def test_a_storm_loses_nothing_and_runs_nothing_twice(fleet: TestFleet) -> None:
     alone = [*given.echoes, *given.functions, *stages_of(given.runs)]
     unexplained = storm.strikes.unexplained({task: fleet.app.ledger.attempts(task) for task in alone})
     promised(unexplained == [], "attempts lost for nothing:\n  " + "\n  ".join(unexplained))
+    for_nothing = storm.strikes.unexplained_failures({one.id: fleet.app.ledger.attempts(one.id) for one in killed})
+    promised(for_nothing == [], "functions failed for nothing:\n  " + "\n  ".join(for_nothing))
     spans = spans_in(fleet.folder / "spans")
     warm = [one for one in spans if one.name.partition("/")[0] in given.warm]
     held = [*of_sessions(warm), *(one for one in spans if one not in warm)]

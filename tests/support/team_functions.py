@@ -15,7 +15,7 @@ from typing import Any
 from celery import Task, shared_task
 from celery.exceptions import SoftTimeLimitExceeded
 
-from gpuflow import app
+from gpuflow import BatchedCall, app, batch
 from gpuflow.errors import TaskDead, TaskFailed
 
 
@@ -31,13 +31,21 @@ def gpus(until: str = "") -> list[Any]:
 
 
 @app.task(resources="A100:1")
-def on_gpu(number: int) -> list[int]:
+def on_gpu(number: int, seconds: float = 0) -> list[int]:
+    time.sleep(seconds)
     return [number, len(os.environ["CUDA_VISIBLE_DEVICES"].split(","))]
 
 
 @app.task(resources="A100:1", keep_warm="5s")
-def warm_on_gpu(number: int) -> list[int]:
+def warm_on_gpu(number: int, seconds: float = 0) -> list[int]:
+    time.sleep(seconds)
     return [number, len(os.environ["CUDA_VISIBLE_DEVICES"].split(","))]
+
+
+@app.task(resources="A100:1", keep_warm="5s", batch=batch(4, "0.2s"))
+def batched_on_gpu(calls: list[BatchedCall]) -> list[list[int]]:
+    time.sleep(max(call.args[1] for call in calls))
+    return [[call.args[0], len(os.environ["CUDA_VISIBLE_DEVICES"].split(","))] for call in calls]
 
 
 @app.task(child=True)

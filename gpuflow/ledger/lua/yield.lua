@@ -57,4 +57,5 @@ end
 if ARGV[5] ~= '' then event['error'] = cjson.decode(ARGV[5]) end
 tell(KEYS[2], ARGV[10], event)
 end_lease(KEYS[4], KEYS[5], KEYS[6], ARGV[3])
+if tag ~= ARGV[3] then forget_return(KEYS[7], ARGV[3]) end -- that message has ended
 return 'queued'

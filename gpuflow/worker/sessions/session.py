@@ -31,6 +31,8 @@ log = get_logger("gpuflow.sessions")
 _READ_SECONDS: Final = 1.0
 #: A request that is aborted has ended after this time, or the session is ended.
 ABORT_SECONDS: Final = 30.0
+#: The same for a call of a function, whose process ends by that: one that has not by then stands still.
+FUNCTION_ABORT_SECONDS: Final = 5.0
 #: After a while without a word, or with an abort undone, it is given no more requests (seconds).
 SUSPECT_SECONDS: Final = 25.0
 SUSPECT_ABORT_SECONDS: Final = 5.0
@@ -79,6 +81,8 @@ def _positive(seconds: Any) -> float | None:
 class Session:
     """A session; `on_end` is called once, on its reader's thread, when nothing of its process is left.
 
+    `on_room` is called there when it takes more requests than before.
+
     It lives from `begin` on.
     """
 
@@ -90,6 +94,7 @@ class Session:
         log_max_bytes: int,
         redactor: Redactor,
         on_end: Callable[[Session], None],
+        on_room: Callable[[], None],
         of_function: bool = False,
     ) -> None:
         #: It answers calls of a team's function: one that keeps the interpreter to itself may be silent for long.
@@ -104,6 +109,7 @@ class Session:
         self._log_max_bytes = log_max_bytes
         self._redactor = redactor
         self._on_end = on_end
+        self._on_room = on_room
         self._lock = threading.Lock()
         self._open: dict[str, SessionRequest] = {}
         #: Of the open ones, those that wait for others before they are sent, the first first.
@@ -181,8 +187,9 @@ class Session:
 
     def disobeys(self, now: float) -> bool:
         """Whether an abort has been left undone for too long."""
+        most = FUNCTION_ABORT_SECONDS if self.of_function else ABORT_SECONDS
         with self._lock:
-            return any(now - at > ABORT_SECONDS for at in self._aborted.values())
+            return any(now - at > most for at in self._aborted.values())
 
     def is_suspect(self, now: float) -> bool:
         """Whether it seems to hang: then it is given no more requests."""
@@ -342,8 +349,11 @@ class Session:
                 replicas = [asked for asked in self._open.values() if asked.replica]
             for asked in replicas:
                 asked.put("event", _LOADED)
+            self._on_room()
         elif name == PLACES:
-            self.told = replace(self.told, max_requests=Told.read(event).max_requests)
+            before, self.told = self.told, replace(self.told, max_requests=Told.read(event).max_requests)
+            if self.told.max_requests > before.max_requests:
+                self._on_room()
         elif name == "closing":
             with self._lock:
                 if self.state == "ready":

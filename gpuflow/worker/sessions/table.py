@@ -274,6 +274,7 @@ class Sessions:
             log_max_bytes=self._log_max_bytes,
             redactor=opening.redactor,
             on_end=self._ended,
+            on_room=self._on_change,
             of_function=opening.of_function,
         )
         with self._lock:
