@@ -33,12 +33,14 @@ class Pool:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.released: list[Hold] = []
+        #: The names of the sessions that had room, each time that somebody was told to look.
+        self.told: list[tuple[str, ...]] = []
         self.sessions = Sessions(
             idle_seconds=3600,
             log_dir=folder / "logs",
             log_max_bytes=1 << 20,
             release=self.released.append,
-            on_change=lambda: None,
+            on_change=lambda: self.told.append(self.sessions.names()),
         )
 
     def ask(self, tag: str, prompt: str, opening: Opening | None = None, *, alone: bool = False) -> SessionRequest:
@@ -348,6 +350,24 @@ def test_places_end_where_the_engine_ends(pool: Pool) -> None:
     assert pool.sessions.names(idle=False) == ("s",)
     pool.sessions.leave("0")
     assert pool.sessions.names(idle=False) == ()
+
+
+def test_that_a_session_takes_more_is_told_at_once(pool: Pool) -> None:
+    def says(places: int) -> str:
+        return f"""do import os; os.write(1, b'{{"event": "places", "max_requests": {places}}}\\n')"""
+
+    pool.sessions.expect("s", "0", None, None, loading_places=1)
+    pool.ask("0", "echo x")
+    eventually(lambda: pool.told[-1:] == [("s",)], what="it is told that it is ready, and has three places more")
+    for n in range(1, 4):
+        assert pool.sessions.join("s", str(n))
+    pool.told.clear()
+
+    finish(pool.ask("1", says(9)))
+
+    assert pool.told == [("s",)], "it is told of five more"
+    finish(pool.ask("2", says(8)))
+    assert pool.told == [("s",)], "of fewer there is nothing to tell"
 
 
 def test_one_that_seems_to_hang_gets_no_more_requests(pool: Pool) -> None:
