@@ -1,4 +1,7 @@
-"""A team's function whose worker is killed at each step of its way, before the broker takes it and after."""
+"""A team's function whose worker is killed at each step of its way, before the broker takes it and after.
+
+The workers of all steps die beside each other, each with a call that it alone may take; another one then goes on.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,6 @@ from tests.support.waiting import eventually, patient
 
 OPTIONS = ("--include", "team_functions")
 
-
 #: What runs, the step at whose so many-th time its worker dies, and what comes of it.
 WAYS = {
     "a retry goes back": ("third_time", ledger_script("yield"), 1, 20),
@@ -30,29 +32,41 @@ WAYS = {
 
 
 @pytest.mark.parametrize("passes", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("way", WAYS)
-def test_a_worker_that_dies_when(fleet: TestFleet, tmp_path: Path, way: str, passes: bool) -> None:
-    name, script, at, result = WAYS[way]
+def test_workers_that_die_at_each_step(fleet: TestFleet, tmp_path: Path, passes: bool) -> None:
     app, client = fleet.app, fleet.broker.client
     load_steps(fleet)
-    args = [str(tmp_path)] if name == "third_time" else ["by a function"]
-    with KillingProxy(fleet.broker.url, script, at=at, passes=passes) as proxy:
-        dying = WorkerProcess(proxy.url, fleet.folder, "dying", *OPTIONS, env={**fleet.env, **LEASE})
-        fleet.workers.append(dying.ready())
-        proxy.kill = lambda: dying.send(signal.SIGKILL)
-        sent = app.send_task(f"team_functions.{name}", args=args)
-        eventually(lambda: dying.process.poll() is not None, what="its death")
-        fleet.start_worker("next", *OPTIONS, env=LEASE)
+    labels = {way: f"way-{number}" for number, way in enumerate(WAYS)}
+    with contextlib.ExitStack() as stack:
+        proxies, dying, sent = {}, {}, {}
+        for way, (_, script, at, _) in WAYS.items():
+            proxies[way] = stack.enter_context(KillingProxy(fleet.broker.url, script, at=at, passes=passes))
+            own = ("--label", f"{labels[way]}=1")
+            dying[way] = WorkerProcess(
+                proxies[way].url, fleet.folder, labels[way], *OPTIONS, *own, env={**fleet.env, **LEASE}
+            )
+            fleet.workers.append(dying[way])
+        for way, (name, *_) in WAYS.items():
+            worker = dying[way].ready()
+            proxies[way].kill = lambda worker=worker: worker.send(signal.SIGKILL)  # type: ignore[misc]
+            resources = {"labels": {labels[way]: "1"}, "hardware": {"gpu": {"count": 0}}}
+            args = [str(tmp_path)] if name == "third_time" else ["by a function", resources]
+            sent[way] = app.send_task(f"team_functions.{name}", args=args, resources=resources)
+        for way, worker in dying.items():
+            eventually(lambda: worker.process.poll() is not None, what=f"the death when {way}")  # noqa: B023
+        fleet.start_worker(
+            "next", *OPTIONS, *(word for one in labels.values() for word in ("--label", f"{one}=1")), env=LEASE
+        )
 
-        assert sent.get(timeout=patient(60)) == result
+        answers = {way: call.get(timeout=patient(60)) for way, call in sent.items()}
 
-    record = app.ledger.get(sent.id)
-    assert record.state == "SUCCEEDED" and record.result is not None and record.result["value"] == result
+    assert answers == {way: result for way, (*_, result) in WAYS.items()}
+    records = {way: app.ledger.get(call.id) for way, call in sent.items()}
+    assert {way: (one.state, (one.result or {})["value"]) for way, one in records.items()} == {
+        way: ("SUCCEEDED", result) for way, (*_, result) in WAYS.items()
+    }
     eventually(lambda: not client.smembers(app.keys.unfinished), what="nothing unfinished")
     eventually(lambda: not client.hlen(app.keys.unacked), what="nothing unacknowledged")
     eventually(lambda: not client.zcard(app.keys.returned), what="no message remembered that has ended")
-    if name == "third_time":
-        tries = {path.name.rpartition("-")[2] for path in tmp_path.glob(f"{sent.id}-*")}
-        assert tries == {"0", "1", "2"}
-    with contextlib.suppress(ProcessLookupError):
-        dying.process.wait(timeout=patient(10))
+    for way, (name, *_) in WAYS.items():
+        tries = {path.name.rpartition("-")[2] for path in tmp_path.glob(f"{sent[way].id}-*")}
+        assert tries == ({"0", "1", "2"} if name == "third_time" else set()), way

@@ -136,11 +136,11 @@ def in_thread() -> int:
 
 
 @app.task(bind=True, child=True)
-def replaced(self: Any, how: str) -> Any:
+def replaced(self: Any, how: str, resources: dict[str, Any] | None = None) -> Any:
     if how == "by a plain task":
         return self.replace(app.signature("plain_tasks.add", args=(20, 3)))
     if how == "by a function":
-        return self.replace(add.s(20, 4))
+        return self.replace(add.s(20, 4).set(resources=resources) if resources else add.s(20, 4))
     if how == "by itself":
         return self.replace(replaced.s("by a function"))
     return self.replace(add.s(20, 1) | add.s(4))
