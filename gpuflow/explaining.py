@@ -33,7 +33,7 @@ from gpuflow.routing.resources import requirement_from_resources
 from gpuflow.routing.session_names import session_name
 from gpuflow.routing.views import QueueView, TaskView, WorkerView
 from gpuflow.spec import Template
-from gpuflow.submission import choose_requirements
+from gpuflow.submission import LIGHT_TYPES, choose_requirements
 from gpuflow.templates import parse
 
 #: How a task of another owner is named.
@@ -142,7 +142,7 @@ def explain_template(app: GPUFlow, template: Template) -> list[Explanation]:
     workers = worker_views(Fleet(app.redis, app.keys), app.ledger, now)
     found = []
     for stage in template.stages:
-        ask = choose_requirements(app, stage.spec.get("resources") or {}, light=stage.task_type == "echo")[0]
+        ask = choose_requirements(app, stage.spec.get("resources") or {}, light=stage.task_type in LIGHT_TYPES)[0]
         queue = queue_view(app.redis, app.keys, app.ledger, ask.queue_name(), "", now)
         task = TaskView(
             name=stage.name,
@@ -160,7 +160,7 @@ def explain_here(template: Template, worker: WorkerView) -> list[Explanation]:
     """Explain a template on one machine, without a fleet."""
     found = []
     for stage in template.stages:
-        wants_gpu = bool(worker.capability.gpus) and stage.task_type != "echo"
+        wants_gpu = bool(worker.capability.gpus) and stage.task_type not in LIGHT_TYPES
         ask = requirement_from_resources(stage.spec.get("resources") or {}, gpu_available=wants_gpu)[0]
         task = TaskView(name=stage.name, executor=asked_name(stage.spec), secrets=secrets_asked(stage.spec))
         found.append(explain_task(ask, task, QueueView(name=ask.queue_name()), [worker]))

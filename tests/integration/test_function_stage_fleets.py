@@ -1,0 +1,85 @@
+"""Stages that call functions on fleets: GPUs of their own, warm ones, workers with the function and without."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuflow import PipelineRun, submit_pipeline
+from gpuflow.errors import TaskFailed
+from tests.support.boxes import Box
+from tests.support.fleet import TestFleet
+from tests.support.waiting import eventually, patient
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
+
+import team_stages  # registers its tasks for the app of the fleet, too
+
+MODULE = team_stages.__name__
+
+
+def spec_of(name: str, *args: Any, **fields: Any) -> dict[str, Any]:
+    return {"taskType": "function", "function": {"name": f"{MODULE}.{name}", "args": list(args)}, **fields}
+
+
+def submitted(fleet: TestFleet, spec: dict[str, Any], **stage: Any) -> PipelineRun:
+    stages = [{"name": "one", "spec": spec, **stage}]
+    return submit_pipeline({"apiVersion": "gpuflow/v1", "spec": {"stages": stages}}, app=fleet.app)
+
+
+def result_of(run: PipelineRun) -> dict[str, Any]:
+    run.wait(timeout=patient(60))
+    result = run["one"].result
+    assert result is not None
+    return result
+
+
+def test_what_the_decorator_asks_for_is_the_default_where_it_is_known(fleet: TestFleet) -> None:
+    with Box(fleet, "two", "2xA100-80GB") as box:
+        box.start("w1", "--include", MODULE)
+        known, said = submitted(fleet, spec_of("on_gpu")), submitted(fleet, spec_of("on_gpu", resources="A100:2"))
+        assert [len(result_of(run)["value"]) for run in (known, said)] == [1, 2]
+        assert known.record().template["stages"][0]["spec"]["resources"] == {"accelerators": "A100:1"}
+
+        deliberate = submitted(fleet, spec_of("on_gpu", resources="cpu"))
+        assert result_of(deliberate)["value"] == []
+
+
+def test_a_warm_function_keeps_its_gpu_for_the_calls_of_a_stage(fleet: TestFleet) -> None:
+    with Box(fleet, "one", "1xA100-80GB") as box:
+        box.start("w1", "--include", MODULE)
+        run = submitted(fleet, spec_of("warm_on_gpu", 0), matrix={"function.args[0]": [1, 2, 3, 4]})
+
+        answers = [task["value"] for task in result_of(run)["results"]]
+        assert len({answer["pid"] for answer in answers}) == 1 and all(len(one["gpus"]) == 1 for one in answers)
+
+
+def test_a_worker_without_the_function_starts_the_stage_for_one_that_has_it(fleet: TestFleet, tmp_path: Path) -> None:
+    fleet.start_worker("without")
+    warm = submitted(fleet, spec_of("warm", 0), matrix={"function.args[0]": [1, 2, 3]})
+    eventually(lambda: len(warm["one"].tasks) == 3, what="a stage that was started by a worker without the function")
+    retried = submitted(fleet, spec_of("third_try"))
+    eventually(lambda: retried["one"].tasks, what="the other one")
+
+    fleet.start_worker("has", "--include", MODULE)
+
+    assert len({task["value"]["pid"] for task in result_of(warm)["results"]}) == 1
+    assert result_of(retried)["value"] == [2, 100]
+    workers = {entry.worker for task in retried["one"].tasks for entry in task.attempts()}
+    assert workers == {"has"}
+
+
+def test_a_resumed_pipeline_calls_what_is_not_done(fleet: TestFleet, tmp_path: Path) -> None:
+    fleet.start_worker("w1", "--include", MODULE)
+    begun, until = tmp_path / "begun", tmp_path / "until"
+    run = submitted(fleet, spec_of("waits", str(begun), str(until), timeout=1))
+    with pytest.raises(TaskFailed):
+        run.wait(timeout=patient(60))
+
+    until.touch()
+    assert run.resume() == "resumed"
+
+    assert result_of(run)["value"] == "done" and len(begun.read_text().splitlines()) == 2
