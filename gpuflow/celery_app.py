@@ -47,6 +47,7 @@ from gpuflow.pipelines.engine import SETTLE_TASK, Engine
 from gpuflow.pipelines.store import PipelineStore
 from gpuflow.process_guard import guard_process
 from gpuflow.routing.families import CONTROL_QUEUE, SPEC_OPTION, SUPERVISED_TASKS
+from gpuflow.routing.resources import says_devices
 from gpuflow.settings import Settings
 from gpuflow.signatures import SignatureRefused, Signer, signer_of, signing_options
 from gpuflow.submission import (
@@ -312,7 +313,8 @@ class GPUFlow(Celery):  # type: ignore[misc]
                 **({TRACEPARENT: submission.traceparent} if submission.traceparent else {}),
             }
         elif SPEC_OPTION in options:
-            kind = TEMPLATED if options[SPEC_OPTION].get("resources") else TEMPLATED_WITHOUT_RESOURCES
+            is_said = says_devices(options[SPEC_OPTION].get("resources"))
+            kind = TEMPLATED if is_said else TEMPLATED_WITHOUT_RESOURCES
             call_by = templated_call(self, name, args, kwargs, options)
             submission, args, kwargs, options["queue"] = call_by.submission, call_by.args, call_by.kwargs, call_by.queue
             options["headers"] = {

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from gpuflow.artifacts.destination import data_store
-from gpuflow.artifacts.large_values import refer_large, refer_large_matrix
+from gpuflow.artifacts.large_values import refer_large, refer_large_matrix, refuse_large_arguments
 from gpuflow.artifacts.references import References, is_reference
 from gpuflow.artifacts.store import Store
 from gpuflow.artifacts.task_policy import client_hosts
@@ -177,6 +177,7 @@ def submit_pipeline(
     repeated = fail_fast and idempotency_key is not None and _is_there(lambda: app.pipelines.find(pipeline_id))
     warn_at_submit(app, template, fail_fast=fail_fast and not repeated)
     template = with_data(template, app, uploads)
+    refuse_large_arguments(template)
     submission = of_submit(
         app.traces,
         pipeline_id,

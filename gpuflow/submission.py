@@ -28,9 +28,10 @@ from gpuflow.routing.fit import match
 from gpuflow.routing.offers import REPLICA_OF, asked_name, function_name
 from gpuflow.routing.queue_names import queue_name
 from gpuflow.routing.requirement import Requirement
-from gpuflow.routing.resources import asks_gpus, requirement_from_resources
+from gpuflow.routing.resources import asks_gpus, requirement_from_resources, says_devices
 from gpuflow.routing.session_names import function_session_name
 from gpuflow.spec.function_section import is_function
+from gpuflow.spec.overlay import deep_merge
 from gpuflow.traces.context import TRACEPARENT
 from gpuflow.traces.recording import Submission, of_submit
 
@@ -279,19 +280,20 @@ def function_header(
 
 
 def with_declared_resources(template: Template, app: GPUFlow) -> Template:
-    """Return the template with the resources of functions that say none, where this process has the function.
+    """Return the template with the resources of functions whose stages have no word on GPUs, where they are known here.
 
     So they stand in the record: which worker starts a stage makes no difference.
     """
 
     def declared(stage: Stage) -> Stage:
-        if not is_function(stage.spec) or stage.spec.get("resources"):
+        own = stage.spec.get("resources")
+        if not is_function(stage.spec) or says_devices(own):
             return stage
         given = getattr(app.tasks.get(stage.spec["function"]["name"]), "resources", None)
         if not given:
             return stage
-        resources = dict(given) if isinstance(given, Mapping) else {"accelerators": given}
-        return replace(stage, spec={**stage.spec, "resources": resources})
+        resources = given if isinstance(given, Mapping) else {"accelerators": given}
+        return replace(stage, spec={**stage.spec, "resources": deep_merge(resources, own or {})})
 
     return replace(template, stages=tuple(declared(stage) for stage in template.stages))
 

@@ -20,7 +20,7 @@ from gpuflow.protocol import whole_text
 #: Header of a message that is one: it has a record, and runs in a child.
 FUNCTION_HEADER: Final = "gpuflow_function"
 #: Its value where a template calls the function: it runs in a child whatever its task says, and how it ends is how the
-#: task of the template ends. The second one: the template asks for no resources.
+#: task of the template ends. The second one: the template has no word on GPUs.
 TEMPLATED: Final = 2
 TEMPLATED_WITHOUT_RESOURCES: Final = 3
 #: Event by which a child sets Celery's state of its task.

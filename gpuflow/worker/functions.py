@@ -220,8 +220,8 @@ class FunctionDelivery(Delivery):
         if self._is_bare:
             asked_by = self.task.resources
             raise GPUFlowError(
-                f"task {self.task.name} asks for GPUs ({asked_by}), and the template that calls it for none; give "
-                f"`resources` there, beside taskType: function"
+                f"task {self.task.name} asks for GPUs ({asked_by}), of which the template that calls it says nothing; "
+                "give `resources` there, beside taskType: function"
             )
         raise GPUFlowError(
             f"task {self.task.name} asks for GPUs, and came by a queue that gives none; send it without `queue`"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gpuflow import PipelineRun, submit_pipeline
-from gpuflow.errors import TaskFailed
+from gpuflow.errors import InvalidTemplate, TaskFailed
 from tests.support.boxes import Box
 from tests.support.fleet import TestFleet
 from tests.support.waiting import eventually, patient
@@ -55,6 +55,37 @@ def test_a_warm_function_keeps_its_gpu_for_the_calls_of_a_stage(fleet: TestFleet
 
         answers = [task["value"] for task in result_of(run)["results"]]
         assert len({answer["pid"] for answer in answers}) == 1 and all(len(one["gpus"]) == 1 for one in answers)
+
+
+def test_what_is_signed_is_called_and_retried(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("0123456789abcdef" * 4)
+    key.chmod(0o600)
+    fleet = TestFleet(tmp_path, env={"GPUFLOW_SIGNING": "require", "GPUFLOW_SIGNING_KEY_FILE": str(key)})
+    try:
+        fleet.start_worker("w1", "--include", MODULE)
+        assert result_of(submitted(fleet, spec_of("third_try")))["value"] == [2, 100]
+        assert result_of(submitted(fleet, spec_of("replaces", "by a function")))["value"] == [11, 12]
+    finally:
+        fleet.close()
+
+
+def test_a_large_argument_goes_by_the_store_and_not_into_the_record(tmp_path: Path) -> None:
+    fleet = TestFleet(tmp_path, env={"GPUFLOW_STORE_URL": (tmp_path / "store").as_uri()})
+    try:
+        fleet.start_worker("w1", "--include", MODULE)
+        stages = [
+            {"name": "make", "spec": spec_of("words", "word", 300_000)},
+            {"name": "one", "spec": spec_of("lengths", "${make.result.value}")},
+        ]
+        run = submit_pipeline({"apiVersion": "gpuflow/v1", "spec": {"stages": stages}}, app=fleet.app)
+        assert result_of(run)["value"] == [4] * 300_000
+        assert set(run["one"].tasks[0].record().spec["function"]) == {"name", "arguments"}
+
+        with pytest.raises(InvalidTemplate, match="the arguments of its function have 11 MiB"):
+            submitted(fleet, spec_of("same", "x" * (11 << 20)))
+    finally:
+        fleet.close()
 
 
 def test_a_worker_without_the_function_starts_the_stage_for_one_that_has_it(fleet: TestFleet, tmp_path: Path) -> None:

@@ -215,6 +215,37 @@ def test_a_warm_function_is_warm_in_a_stage(fleet: TestFleet, worker: WorkerProc
     assert value_of(ended)["pid"] in {answer["pid"] for answer in answers}
 
 
+def test_batches_methods_and_models_as_arguments(fleet: TestFleet, worker: WorkerProcess) -> None:
+    def sweep(name: str, values: list[Any]) -> list[Any]:
+        ended = done(fleet, {"name": "one", "matrix": {"function.args[0]": values}, "spec": call(name, 0)})
+        return [task["value"] for task in ended["one"].result["results"]]
+
+    assert sweep("together", [1, 2, 3]) == [{"double": 2}, {"double": 4}, {"double": 6}]
+    products = sweep("Model.times", [1, 2])
+    assert [product for product, _ in products] == [3, 6] and len({pid for _, pid in products}) == 1
+    assert value_of(done(fleet, one(call("search", {"text": "a"})))) == {"text": "a", "top_k": 5}
+    assert "ask.top_k" in failure_of(fleet, one(call("search", {"text": "a", "top_k": "many"})))
+    assert value_of(done(fleet, one(call("merged", 7))))[0] != worker.process.pid
+
+
+def test_the_tasks_of_a_stage_run_at_once_where_they_say_their_cpus(
+    fleet: TestFleet, worker: WorkerProcess, tmp_path: Path
+) -> None:
+    begun, until = tmp_path / "begun", tmp_path / "until"
+    spec = {**call("waits", str(begun), str(until)), "resources": {"hardware": {"cpu": 0.1}}}
+    started = run(fleet, {"name": "one", "matrix": {"function.args[0]": [str(begun)] * 4}, "spec": spec})
+
+    eventually(lambda: begun.exists() and len(set(begun.read_text().splitlines())) == 4, what="four calls at once")
+    until.touch()
+    started.wait(timeout=patient(60))
+
+
+def test_a_stage_with_a_word_on_memory_alone_lacks_gpus_too(fleet: TestFleet, worker: WorkerProcess) -> None:
+    spec = {**call("on_gpu"), "resources": {"hardware": {"memory": "1Mi"}}}
+
+    assert "of which the template that calls it says nothing" in failure_of(fleet, one(spec))
+
+
 def test_a_function_with_gpus_says_that_the_stage_lacks_resources(fleet: TestFleet, worker: WorkerProcess) -> None:
     told = failure_of(fleet, one(call("on_gpu")))
 

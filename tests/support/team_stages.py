@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from celery.exceptions import Ignore, Reject, Retry
+from pydantic import BaseModel
 
-from gpuflow import app, context
+from gpuflow import BatchedCall, app, batch, context
 
 
 @app.task
@@ -91,6 +92,44 @@ def ends(how: str) -> None:
     if how == "retry":
         raise Retry("without asking")
     raise Reject("not by me", requeue=False)
+
+
+@app.task(merge=True)
+def merged(value: Any) -> list[Any]:
+    """Say where it runs. Called by Celery it runs in a thread, once for equal calls."""
+    return [os.getpid(), value]
+
+
+@app.task(keep_warm="10m", batch=batch(8, "100ms"))
+def together(calls: list[BatchedCall]) -> list[Any]:
+    """Answer calls together."""
+    return [{"double": 2 * call.args[0]} for call in calls]
+
+
+@app.task(keep_warm="10m")
+class Model:
+    """An object whose methods are tasks."""
+
+    def load(self) -> None:
+        """Load it."""
+        self.weight = 3
+
+    def times(self, factor: int) -> list[int]:
+        """Return a product, and the process."""
+        return [self.weight * factor, os.getpid()]
+
+
+class Ask(BaseModel):
+    """Arguments with types."""
+
+    text: str
+    top_k: int = 5
+
+
+@app.task(pydantic=True)
+def search(ask: Ask) -> Ask:
+    """Return what is asked."""
+    return ask
 
 
 @app.task(keep_warm="10m")
