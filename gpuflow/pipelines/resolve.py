@@ -43,7 +43,11 @@ def task_specs(
         return load(value) if reference.text in needed else value
 
     found: list[dict[str, Any]] = []
-    for spec in stage.tasks(lookup):
+    try:
+        specs = stage.tasks(lookup)
+    except RecursionError:
+        raise InvalidTemplate(f"stage {stage.name!r}: a value that it refers to nests too deeply") from None
+    for spec in specs:
         found += shard(spec)
         if len(found) > MAX_TASKS:
             raise InvalidTemplate(

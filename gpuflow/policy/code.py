@@ -31,8 +31,8 @@ OF_MODELS: Final = ("pickles", "plugins", "remote-code")
 
 #: Sections whose content is data of the task: no library reads arguments from it.
 _DATA_SECTIONS: Final = frozenset({"echo", "query", "command", "container", "notify", "output", "resources", "env"})
-#: Task types that read no such arguments: what a container runs is judged by its image.
-_NO_MODELS: Final = ("echo", "container")
+#: Task types that read no such arguments: a container is judged by its image, and a function is the operator's own.
+_NO_MODELS: Final = ("echo", "container", "function")
 #: Fields with rows of data, wherever they stand.
 _ROWS: Final = frozenset({"items", "prompts", "messages", "preferences"})
 #: Arguments with a schema or values of the user's, which reach a template of text or a grammar alone.

@@ -44,9 +44,14 @@ def name_problem(name: Any) -> str | None:
             f"is {show(name)}; write the name of a Celery task of yours, such as my_team.jobs.embed: at most "
             f"{_MAX_NAME} characters, no reference"
         )
-    if name.partition(".")[0] in _OURS:
+    if is_ours(name):
         return f"is {show(name)}, a task of gpuflow or Celery itself; a template calls functions of a team"
     return None
+
+
+def is_ours(name: str) -> bool:
+    """Say whether a task is one of gpuflow or Celery itself, by its name."""
+    return name.partition(".")[0] in _OURS
 
 
 def argument_problem(name: str) -> str | None:

@@ -55,7 +55,7 @@ from gpuflow.routing.families import SPEC_OPTION
 from gpuflow.routing.requirement import Requirement
 from gpuflow.routing.resources import asks_gpus_alone, format_resources
 from gpuflow.secrets import Redactor
-from gpuflow.spec.function_section import name_problem
+from gpuflow.spec.function_section import is_ours
 from gpuflow.worker.child_environment import child_environment, given_variables, python_path
 from gpuflow.worker.child_python import ChildPython
 from gpuflow.worker.child_user import child_user
@@ -426,9 +426,8 @@ class FunctionDelivery(Delivery):
 
         A chain, a group or a chord would end as several tasks, of which the template knows nothing.
         """
-        problem = name_problem(called.task)
-        if called.get("subtask_type") or problem:
-            what = f"a {called['subtask_type']}" if called.get("subtask_type") else f"a task that {problem}"
+        if called.get("subtask_type") or is_ours(called.task):
+            what = f"a {called['subtask_type']}" if called.get("subtask_type") else f"{called.task}, no function"
             self._refuse(
                 holder,
                 outcome,

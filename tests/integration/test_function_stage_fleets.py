@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpuflow import PipelineRun, submit_pipeline
+from gpuflow import PipelineRun, submit, submit_pipeline
 from gpuflow.errors import InvalidTemplate, TaskFailed
 from tests.support.boxes import Box
 from tests.support.fleet import TestFleet
@@ -114,3 +114,16 @@ def test_a_resumed_pipeline_calls_what_is_not_done(fleet: TestFleet, tmp_path: P
     assert run.resume() == "resumed"
 
     assert result_of(run)["value"] == "done" and len(begun.read_text().splitlines()) == 2
+
+
+def test_a_call_that_failed_is_queued_again(fleet: TestFleet, tmp_path: Path) -> None:
+    fleet.start_worker("w1", "--include", MODULE)
+    until = tmp_path / "until"
+    sent = submit(spec_of("waits", str(tmp_path / "begun"), str(until), timeout=1), app=fleet.app)
+    assert sent.wait(timeout=patient(30)).state == "FAILED"
+
+    until.touch()
+    assert sent.retry()
+
+    record = sent.wait(timeout=patient(30))
+    assert (record.state, (record.result or {}).get("value"), record.attempt) == ("SUCCEEDED", "done", 2)

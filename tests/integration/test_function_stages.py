@@ -164,6 +164,40 @@ def test_a_failing_function_fails_the_pipeline_with_its_cause(fleet: TestFleet, 
     assert "unexpected keyword argument" in failure_of(fleet, one(call("words", "a", none="such")), after)
 
 
+def test_the_others_of_a_stage_end_with_the_first_that_fails(
+    fleet: TestFleet, worker: WorkerProcess, tmp_path: Path
+) -> None:
+    begun, no_file = str(tmp_path / "begun"), str(tmp_path)
+    spec = {**call("waits", begun, str(tmp_path / "never")), "resources": {"hardware": {"cpu": 0.1}}}
+    started = run(fleet, {"name": "one", "matrix": {"function.args[0]": [begun, no_file]}, "spec": spec})
+
+    with pytest.raises(TaskFailed, match="Is a directory"):
+        started.wait(timeout=patient(60))
+
+    eventually(lambda: [fleet.state(task.id) for task in started["one"].tasks] == ["CANCELLED", "FAILED"], what="ends")
+
+
+def test_a_condition_is_over_what_a_function_returns(fleet: TestFleet, worker: WorkerProcess) -> None:
+    def after(length: int) -> dict[str, Any]:
+        condition = {"value": "${one.result.value[0]}", "equals": length}
+        return {"name": f"when-{length}", "dependsOn": ["one"], "condition": condition, "spec": call("same", length)}
+
+    template = {"spec": {"graph": {"nodes": [one(call("lengths", ["abc"])), after(3), after(4)]}}}
+    started = submit_pipeline({"apiVersion": "gpuflow/v1", **template}, app=fleet.app)
+    started.wait(timeout=patient(60))
+
+    assert (started["when-3"].state, started["when-4"].state) == ("SUCCEEDED", "SKIPPED")
+
+
+def test_what_nests_too_deeply_for_a_template_fails_the_stage(fleet: TestFleet, worker: WorkerProcess) -> None:
+    deep = {"name": "two", "spec": call("same", "${one.result.value}")}
+
+    assert "nest" in failure_of(fleet, one(call("nested", 300)), deep)
+    assert "stage 'two' failed: stage 'two': a value that it refers to" in failure_of(
+        fleet, one(call("nested", 900)), deep
+    )
+
+
 def test_a_retry_goes_on_within_its_stage(fleet: TestFleet, worker: WorkerProcess) -> None:
     ended = done(fleet, one(call("third_try", factor=1)), {"name": "two", "spec": call("given", "${one.result.value}")})
 
@@ -177,7 +211,7 @@ def test_a_stage_is_replaced_by_one_function_alone(fleet: TestFleet, worker: Wor
     ended = done(fleet, one(call("replaces", "by a function")), two)
 
     assert value_of(ended) == [11, 12] and value_of(ended, "two")["args"] == "([11, 12],)"
-    for how, what in (("by a chain", "a chain"), ("by Celery's", "'celery.map'")):
+    for how, what in (("by a chain", "a chain"), ("by Celery's", "celery.map")):
         assert what in failure_of(fleet, one(call("replaces", how)), two)
 
 
@@ -260,5 +294,7 @@ def test_a_function_that_no_worker_has_waits_and_explain_says_so(fleet: TestFlee
     started = run(fleet, one(spec))
     task = eventually(lambda: started["one"].tasks, what="a task that waits")[0]
     (waits,) = explain(task.id, app=fleet.app)
-    assert "no module that it was started with (--include) registers it" in "\n".join(waits.to_lines())
+    told = "\n".join(waits.to_lines())
+    assert "no module that it was started with (--include) registers it" in told
+    assert "start one with --include and its module" in told
     assert started.cancel()

@@ -45,6 +45,15 @@ def same(value: Any) -> Any:
 
 
 @app.task
+def nested(levels: int) -> list[Any]:
+    """Return lists in lists."""
+    made: list[Any] = []
+    for _ in range(levels):
+        made = [made]
+    return made
+
+
+@app.task
 def following(day: date) -> date:
     """Return the next day."""
     return day + timedelta(days=1)
