@@ -317,7 +317,7 @@ def templated_call(
         app.traces,
         task_id,
         options.pop(TRACEPARENT, None) or (options.get("headers") or {}).get(TRACEPARENT) or "",
-        what=name,
+        what=FUNCTION_TYPE,
         attributes={"gpuflow.task.id": task_id, "gpuflow.task.type": FUNCTION_TYPE, "gpuflow.owner": owner},
     )
     fields = new_record_fields(

@@ -11,18 +11,19 @@ import pytest
 from gpuflow import PipelineRun, submit, submit_pipeline
 from gpuflow.errors import InvalidTemplate, TaskFailed
 from tests.support.boxes import Box
+from tests.support.bubblewrap import need_bubblewrap
 from tests.support.fleet import TestFleet
 from tests.support.waiting import eventually, patient
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
-import team_stages  # registers its tasks for the app of the fleet, too
+import team_stage_gpus  # registers its tasks for the app of the fleet, too
 
-MODULE = team_stages.__name__
+MODULE, GPU_MODULE = "team_stages", team_stage_gpus.__name__
 
 
-def spec_of(name: str, *args: Any, **fields: Any) -> dict[str, Any]:
-    return {"taskType": "function", "function": {"name": f"{MODULE}.{name}", "args": list(args)}, **fields}
+def spec_of(name: str, *args: Any, module: str = MODULE, **fields: Any) -> dict[str, Any]:
+    return {"taskType": "function", "function": {"name": f"{module}.{name}", "args": list(args)}, **fields}
 
 
 def submitted(fleet: TestFleet, spec: dict[str, Any], **stage: Any) -> PipelineRun:
@@ -39,19 +40,22 @@ def result_of(run: PipelineRun) -> dict[str, Any]:
 
 def test_what_the_decorator_asks_for_is_the_default_where_it_is_known(fleet: TestFleet) -> None:
     with Box(fleet, "two", "2xA100-80GB") as box:
-        box.start("w1", "--include", MODULE)
-        known, said = submitted(fleet, spec_of("on_gpu")), submitted(fleet, spec_of("on_gpu", resources="A100:2"))
+        box.start("w1", "--include", GPU_MODULE)
+        known, said = (
+            submitted(fleet, spec_of("on_gpu", module=GPU_MODULE)),
+            submitted(fleet, spec_of("on_gpu", module=GPU_MODULE, resources="A100:2")),
+        )
         assert [len(result_of(run)["value"]) for run in (known, said)] == [1, 2]
         assert known.record().template["stages"][0]["spec"]["resources"] == {"accelerators": "A100:1"}
 
-        deliberate = submitted(fleet, spec_of("on_gpu", resources="cpu"))
+        deliberate = submitted(fleet, spec_of("on_gpu", module=GPU_MODULE, resources="cpu"))
         assert result_of(deliberate)["value"] == []
 
 
 def test_a_warm_function_keeps_its_gpu_for_the_calls_of_a_stage(fleet: TestFleet) -> None:
     with Box(fleet, "one", "1xA100-80GB") as box:
-        box.start("w1", "--include", MODULE)
-        run = submitted(fleet, spec_of("warm_on_gpu", 0), matrix={"function.args[0]": [1, 2, 3, 4]})
+        box.start("w1", "--include", GPU_MODULE)
+        run = submitted(fleet, spec_of("warm_on_gpu", 0, module=GPU_MODULE), matrix={"function.args[0]": [1, 2, 3, 4]})
 
         answers = [task["value"] for task in result_of(run)["results"]]
         assert len({answer["pid"] for answer in answers}) == 1 and all(len(one["gpus"]) == 1 for one in answers)
@@ -127,3 +131,18 @@ def test_a_call_that_failed_is_queued_again(fleet: TestFleet, tmp_path: Path) ->
 
     record = sent.wait(timeout=patient(30))
     assert (record.state, (record.result or {}).get("value"), record.attempt) == ("SUCCEEDED", "done", 2)
+
+
+def test_isolated_functions_end_as_any(fleet: TestFleet, tmp_path: Path) -> None:
+    need_bubblewrap()
+    fleet.start_worker("w1", "--include", MODULE, env={"GPUFLOW_ISOLATE": "bubblewrap"})
+    calls = [spec_of("third_try"), spec_of("replaces", "by a function"), spec_of("ends", "ignore"), spec_of("warm", 3)]
+    runs = [submit_pipeline(call, owner="ana", app=fleet.app) for call in calls]
+
+    values = []
+    for run in runs:
+        run.wait(timeout=patient(60))
+        (stage,) = run.record().stages
+        values.append((run[stage].result or {})["value"])
+
+    assert values[:3] == [[2, 100], [11, 12], None] and values[3]["number"] == 3

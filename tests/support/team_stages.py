@@ -163,9 +163,3 @@ def weights() -> dict[str, Any]:
 def size_of(reference: dict[str, Any]) -> int:
     """Return how large such a file is."""
     return context.local_path(reference).stat().st_size
-
-
-@app.task(resources="A100:1", keep_warm="10m")
-def warm_on_gpu(number: int) -> dict[str, Any]:
-    """Say which process answers, and which GPUs it has."""
-    return {"pid": os.getpid(), "gpus": list(context.gpus), "number": number}
