@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -36,6 +37,11 @@ def needs(name: str) -> dict[str, str]:
     }.get(name, {})
 
 
+#: Modules with functions that an example calls, from the folder of that project.
+FUNCTIONS = {"function": "my_team.jobs"}
+PROJECT = Path(__file__).with_name("functions")
+
+
 def environment(home: Path, more: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a new user: nothing of gpuflow is set, and nothing is in the home."""
     home.mkdir(parents=True, exist_ok=True)
@@ -46,7 +52,11 @@ def environment(home: Path, more: Mapping[str, str]) -> dict[str, str]:
 
 def run(name: str, home: Path, folder: Path) -> tuple[float, int, str]:
     """Run one example; return its seconds, its exit code and what it printed."""
-    folder.mkdir(parents=True)
+    options = ["--include", FUNCTIONS[name]] if name in FUNCTIONS else []
+    if options:
+        shutil.copytree(PROJECT, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    else:
+        folder.mkdir(parents=True)
     env = environment(home, needs(name))
     with ExitStack() as stack:
         if name == "callback":
@@ -59,7 +69,7 @@ def run(name: str, home: Path, folder: Path) -> tuple[float, int, str]:
             subprocess.run([*COMMAND, "env", "create", "ppo"], cwd=folder, env=env, capture_output=True, check=False)
         began = time.monotonic()
         done = subprocess.run(
-            [*COMMAND, "run", name],
+            [*COMMAND, "run", name, *options],
             check=False,
             cwd=folder,
             env=env,

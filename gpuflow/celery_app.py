@@ -32,7 +32,7 @@ from gpuflow.broker.signed_messages import checked
 from gpuflow.broker.transport import RECORD_HEADER
 from gpuflow.errors import BrokerUnavailable, InvalidSettings, InvalidTemplate
 from gpuflow.functions.batching import one_of
-from gpuflow.functions.calls import FUNCTION_HEADER
+from gpuflow.functions.calls import FUNCTION_HEADER, TEMPLATED, TEMPLATED_WITHOUT_RESOURCES
 from gpuflow.functions.warm_classes import is_warm_class, tasks_of
 from gpuflow.importing import end_quickly, load
 from gpuflow.ledger.backend import Attempts, LedgerBackend
@@ -46,7 +46,8 @@ from gpuflow.merge.store import MergeStore
 from gpuflow.pipelines.engine import SETTLE_TASK, Engine
 from gpuflow.pipelines.store import PipelineStore
 from gpuflow.process_guard import guard_process
-from gpuflow.routing.families import CONTROL_QUEUE, SUPERVISED_TASKS
+from gpuflow.routing.families import CONTROL_QUEUE, SPEC_OPTION, SUPERVISED_TASKS
+from gpuflow.routing.resources import says_devices
 from gpuflow.settings import Settings
 from gpuflow.signatures import SignatureRefused, Signer, signer_of, signing_options
 from gpuflow.submission import (
@@ -54,6 +55,7 @@ from gpuflow.submission import (
     function_header,
     plain_call_header,
     submission_header,
+    templated_call,
     with_large_arguments,
 )
 from gpuflow.task import check_options, dispatched
@@ -308,6 +310,18 @@ class GPUFlow(Celery):  # type: ignore[misc]
                 **(options.get("headers") or {}),
                 RECORD_HEADER: prepared.header,
                 SCHEMA_HEADER: RECORD_SCHEMA,
+                **({TRACEPARENT: submission.traceparent} if submission.traceparent else {}),
+            }
+        elif SPEC_OPTION in options:
+            is_said = says_devices(options[SPEC_OPTION].get("resources"))
+            kind = TEMPLATED if is_said else TEMPLATED_WITHOUT_RESOURCES
+            call_by = templated_call(self, name, args, kwargs, options)
+            submission, args, kwargs, options["queue"] = call_by.submission, call_by.args, call_by.kwargs, call_by.queue
+            options["headers"] = {
+                **(options.get("headers") or {}),
+                RECORD_HEADER: call_by.header,
+                RECORDED_HEADER: 1,
+                FUNCTION_HEADER: kind,
                 **({TRACEPARENT: submission.traceparent} if submission.traceparent else {}),
             }
         else:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from gpuflow.artifacts.destination import data_store
-from gpuflow.artifacts.large_values import refer_large, refer_large_matrix
+from gpuflow.artifacts.large_values import refer_large, refer_large_matrix, refuse_large_arguments
 from gpuflow.artifacts.references import References, is_reference
 from gpuflow.artifacts.store import Store
 from gpuflow.artifacts.task_policy import client_hosts
@@ -31,9 +31,9 @@ from gpuflow.logs import get_logger
 from gpuflow.pipelines.engine import SETTLE_TASK
 from gpuflow.pipelines.records import new_pipeline_fields, signed_part
 from gpuflow.pipelines.resolve import task_specs
-from gpuflow.routing.families import CONTROL_QUEUE, task_of
+from gpuflow.routing.families import CONTROL_QUEUE, call_of
 from gpuflow.spec import Template
-from gpuflow.submission import SPLIT, id_for_key
+from gpuflow.submission import SPLIT, id_for_key, with_declared_resources
 from gpuflow.submission_checks import warn_at_submit
 from gpuflow.templates import parse
 from gpuflow.traces.recording import of_submit
@@ -65,6 +65,7 @@ def submit(
     template = parse(source)
     if template.is_pipeline:
         raise InvalidTemplate("the template has stages; submit it with submit_pipeline()")
+    template = with_declared_resources(template, app)
     who = owner if owner is not None else template.owner
     task_id = _new_id(who, idempotency_key)
     repeated = fail_fast and idempotency_key is not None and _is_there(lambda: app.ledger.find(task_id))
@@ -73,11 +74,14 @@ def submit(
         raise InvalidTemplate(SPLIT)
     template = with_data(template, app, uploads)
     (spec,) = task_specs(template.stages[0], _no_upstream, _no_load)
+    name, args, kwargs, options = call_of(spec)
     _until_sent(
         app,
         lambda: app.send_task(
-            task_of(spec["taskType"]),
-            kwargs={"spec": spec},
+            name,
+            args,
+            kwargs,
+            **options,
             owner=who,
             title=template.name,
             labels=template.labels,
@@ -167,12 +171,13 @@ def submit_pipeline(
     NoCapableWorker, ArtifactError, BrokerUnavailable.
     """
     app = app or default_app
-    template = parse(source)
+    template = with_declared_resources(parse(source), app)
     who = owner if owner is not None else template.owner
     pipeline_id = _new_id(who, idempotency_key, pipeline=True)
     repeated = fail_fast and idempotency_key is not None and _is_there(lambda: app.pipelines.find(pipeline_id))
     warn_at_submit(app, template, fail_fast=fail_fast and not repeated)
     template = with_data(template, app, uploads)
+    refuse_large_arguments(template)
     submission = of_submit(
         app.traces,
         pipeline_id,

@@ -27,13 +27,13 @@ from gpuflow.ledger.states import TaskState
 from gpuflow.routing.affinity import limit_seconds
 from gpuflow.routing.explain import Explanation
 from gpuflow.routing.explain import explain as explain_task
-from gpuflow.routing.offers import asked_name, secrets_asked
+from gpuflow.routing.offers import Offers, asked_name, is_function, secrets_asked
 from gpuflow.routing.requirement import Requirement
 from gpuflow.routing.resources import requirement_from_resources
 from gpuflow.routing.session_names import session_name
 from gpuflow.routing.views import QueueView, TaskView, WorkerView
 from gpuflow.spec import Template
-from gpuflow.submission import choose_requirements
+from gpuflow.submission import LIGHT_TYPES, choose_requirements, with_declared_resources
 from gpuflow.templates import parse
 
 #: How a task of another owner is named.
@@ -138,11 +138,12 @@ def explain_queues(app: GPUFlow) -> list[dict[str, Any]]:
 
 def explain_template(app: GPUFlow, template: Template) -> list[Explanation]:
     """Explain what would become of the tasks of a template."""
+    template = with_declared_resources(template, app)
     now = server_time(app)
     workers = worker_views(Fleet(app.redis, app.keys), app.ledger, now)
     found = []
     for stage in template.stages:
-        ask = choose_requirements(app, stage.spec.get("resources") or {}, light=stage.task_type == "echo")[0]
+        ask = choose_requirements(app, stage.spec.get("resources") or {}, light=stage.task_type in LIGHT_TYPES)[0]
         queue = queue_view(app.redis, app.keys, app.ledger, ask.queue_name(), "", now)
         task = TaskView(
             name=stage.name,
@@ -157,13 +158,15 @@ def explain_template(app: GPUFlow, template: Template) -> list[Explanation]:
 
 
 def explain_here(template: Template, worker: WorkerView) -> list[Explanation]:
-    """Explain a template on one machine, without a fleet."""
+    """Explain a template on one machine, without a fleet: functions are none of it, unless `--include` brings them."""
     found = []
+    without_functions = replace(worker, offers=Offers(), gpu_offers=None)
     for stage in template.stages:
-        wants_gpu = bool(worker.capability.gpus) and stage.task_type != "echo"
+        wants_gpu = bool(worker.capability.gpus) and stage.task_type not in LIGHT_TYPES
         ask = requirement_from_resources(stage.spec.get("resources") or {}, gpu_available=wants_gpu)[0]
         task = TaskView(name=stage.name, executor=asked_name(stage.spec), secrets=secrets_asked(stage.spec))
-        found.append(explain_task(ask, task, QueueView(name=ask.queue_name()), [worker]))
+        here = without_functions if is_function(task.executor) else worker
+        found.append(explain_task(ask, task, QueueView(name=ask.queue_name()), [here]))
     return found
 
 

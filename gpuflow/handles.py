@@ -23,9 +23,10 @@ from gpuflow.errors import BrokerUnavailable, TaskCancelled, TaskDead, TaskFaile
 from gpuflow.ledger.eventlog import EventCursor, LoggedEvent
 from gpuflow.ledger.records import AttemptEntry, TaskRecord
 from gpuflow.ledger.states import TaskState
-from gpuflow.pipelines.collect import all_found, stage_result
+from gpuflow.pipelines.collect import all_found, result_of_tasks
 from gpuflow.pipelines.engine import SETTLE_TASK
 from gpuflow.pipelines.records import PipelineRecord, PipelineState, StageRecord
+from gpuflow.protocol import FUNCTION_TYPE
 from gpuflow.routing.families import CONTROL_QUEUE
 from gpuflow.spec import Template
 
@@ -97,7 +98,9 @@ class Task:
     @property
     def result(self) -> Any:
         """The committed result, large fields loaded; None until the task has succeeded. Raises ArtifactError."""
-        return References(self._app.settings, hosts=client_hosts(self._app.settings)).fields(self.record().result)
+        record = self.record()
+        references = References(self._app.settings, hosts=client_hosts(self._app.settings))
+        return None if record.result is None else _loaded(record, references)
 
     def get(self, timeout: float | None = None) -> Any:
         """Wait for the end and return the result; `timeout` in seconds.
@@ -114,7 +117,7 @@ class Task:
         if not record.state.final:
             raise TimeoutError(f"task {self.id} is {record.state} after {timeout or 0:g} s")
         raise_unless_succeeded(record)
-        return References(self._app.settings, hosts=client_hosts(self._app.settings)).fields(record.result)
+        return _loaded(record, References(self._app.settings, hosts=client_hosts(self._app.settings)))
 
     def wait(self, timeout: float | None = None) -> TaskRecord:
         """Wait for the end, whatever it is, and return the record; after `timeout` seconds as it is then."""
@@ -167,6 +170,12 @@ class Task:
                 return
 
 
+def _loaded(record: TaskRecord, references: References) -> Any:
+    """Return a result, large fields loaded. Of a function it is as the function has returned it."""
+    result = record.result or {}
+    return result if record.task_type == FUNCTION_TYPE else references.fields(result)
+
+
 class StageView:
     """One stage of a pipeline run, as `run["name"]`."""
 
@@ -197,10 +206,9 @@ class StageView:
         if self.state != "SUCCEEDED":
             return None
         with reachable():
-            tasks = self._run.app.ledger.find_many(self.record.tasks)
+            tasks = all_found(self.name, self._run.app.ledger.find_many(self.record.tasks))
         references = References(self._run.app.settings, hosts=client_hosts(self._run.app.settings))
-        results = [references.fields(task.result or {}) for task in all_found(self.name, tasks)]
-        return stage_result(results, references.load)
+        return result_of_tasks(tasks, [_loaded(task, references) for task in tasks], references.load)
 
 
 class PipelineRun:

@@ -5,7 +5,7 @@ For notebooks, services on one machine and tests of pipelines. `gpuflow run` and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from os import PathLike
 from pathlib import Path
@@ -30,12 +30,17 @@ _MOST_ENDS: Final = 3
 
 @contextmanager
 def local_fleet(
-    folder: str | PathLike[str] | None = None, *, workers: int = 1, max_jobs: int | None = None
+    folder: str | PathLike[str] | None = None,
+    *,
+    workers: int = 1,
+    max_jobs: int | None = None,
+    include: Sequence[str] = (),
 ) -> Iterator[GPUFlow]:
     """Start an embedded broker and workers; give the app to submit with: `submit(..., app=app)`.
 
     `folder`: where broker, logs and results are kept, for a fleet that shares nothing with others of this user; by
-    default those of `gpuflow run`. REDIS_URL is not used. `max_jobs`: the most child processes of a worker at once.
+    default those of `gpuflow run`. REDIS_URL is not used. `max_jobs`: the most child processes of a worker at once;
+    `include`: modules with Celery tasks of yours, which the workers are to have.
     A worker that ends is started again. At the end of the block all processes are ended; records and results stay in
     the folder, and what has not ended continues with the next fleet in it. Raises GPUFlowError where a part does not
     start.
@@ -50,6 +55,7 @@ def local_fleet(
                 Settings.load().model_copy(update=own),
                 workers=workers,
                 max_jobs=max_jobs,
+                include=include,
                 most_ends=_MOST_ENDS,
                 note=lambda line: log.warning("local_fleet", message=line),
             )

@@ -8,38 +8,42 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from gpuflow import __version__
 from gpuflow.artifacts.destination import data_store
 from gpuflow.artifacts.large_arguments import ARGUMENTS, refer_arguments
 from gpuflow.artifacts.large_values import refer_large
-from gpuflow.broker.wire import portable
+from gpuflow.broker.wire import portable, wrapped
 from gpuflow.errors import InvalidTemplate
 from gpuflow.fleet.seen_fleet import SeenFleet
+from gpuflow.functions.calls import given
 from gpuflow.ledger.records import new_record_fields
 from gpuflow.merge.keys import MergeKey, merge_key, plain_key
 from gpuflow.protocol import FUNCTION_TYPE, is_safe_id, whole_text
 from gpuflow.routing.affinity import hints
-from gpuflow.routing.families import CELERYS, task_of
+from gpuflow.routing.families import CELERYS, SPEC_OPTION, call_of, task_of
 from gpuflow.routing.fit import match
 from gpuflow.routing.offers import REPLICA_OF, asked_name, function_name
 from gpuflow.routing.queue_names import queue_name
 from gpuflow.routing.requirement import Requirement
-from gpuflow.routing.resources import asks_gpus, requirement_from_resources
+from gpuflow.routing.resources import asks_gpus, requirement_from_resources, says_devices
 from gpuflow.routing.session_names import function_session_name
+from gpuflow.spec.function_section import is_function
+from gpuflow.spec.overlay import deep_merge
 from gpuflow.traces.context import TRACEPARENT
 from gpuflow.traces.recording import Submission, of_submit
 
 if TYPE_CHECKING:
     from gpuflow.celery_app import GPUFlow
+    from gpuflow.spec import Stage, Template
 
 #: Namespace of ids made from idempotency keys: the same owner and key give the same id, in any process.
 _IDEMPOTENCY: Final = uuid.UUID("6f1d4c1e-6a0b-5f0e-9b57-0f9f2f1f7f10")
 _IDEMPOTENCY_OF_PIPELINES: Final = uuid.UUID("0b9a3f0e-5c1d-5d57-8f63-3c3f0a6a9d21")
 #: Task types that need no GPU unless they ask for one.
-_LIGHT_TYPES: Final = frozenset({"echo"})
+LIGHT_TYPES: Final = frozenset({"echo", FUNCTION_TYPE})
 #: Options of a Celery call that are its own: a call that has one is not merged.
 _LIMITS: Final = frozenset({"countdown", "eta", "expires", "soft_time_limit", "time_limit"})
 #: Refusal of one task whose data is to be split.
@@ -57,6 +61,17 @@ class Prepared:
     queue: str
     kwargs: dict[str, Any]
     summary: str
+    header: dict[str, Any]
+    submission: Submission
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedFunction:
+    """A call of a team's function by a template, ready to be published."""
+
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    queue: str
     header: dict[str, Any]
     submission: Submission
 
@@ -94,7 +109,7 @@ def submission_header(
     task_id = options.get("task_id") or (id_for_key(owner, key) if key else str(uuid.uuid4()))
     title = options.pop("title", None) or task_type
     pipeline, stage, labels = (options.pop(name, None) for name in ("pipeline", "stage", "labels"))
-    alternatives = choose_requirements(app, spec.get("resources"), light=task_type in _LIGHT_TYPES)
+    alternatives = choose_requirements(app, spec.get("resources"), light=task_type in LIGHT_TYPES)
     requirement = alternatives[0]
     queue = options.pop("queue", None)
     queue_text = str(getattr(queue, "name", queue) or queue_name(requirement))
@@ -264,6 +279,100 @@ def function_header(
     }
 
 
+def with_declared_resources(template: Template, app: GPUFlow) -> Template:
+    """Return the template with the resources of functions whose stages have no word on GPUs, where they are known here.
+
+    So they stand in the record: which worker starts a stage makes no difference.
+    """
+
+    def declared(stage: Stage) -> Stage:
+        own = stage.spec.get("resources")
+        if not is_function(stage.spec) or says_devices(own):
+            return stage
+        given = getattr(app.tasks.get(stage.spec["function"]["name"]), "resources", None)
+        if not given:
+            return stage
+        resources = given if isinstance(given, Mapping) else {"accelerators": given}
+        return replace(stage, spec={**stage.spec, "resources": deep_merge(resources, own or {})})
+
+    return replace(template, stages=tuple(declared(stage) for stage in template.stages))
+
+
+def templated_call(
+    app: GPUFlow, name: str, args: Sequence[Any] | None, kwargs: Mapping[str, Any], options: dict[str, Any]
+) -> PreparedFunction:
+    """Describe the record of a function that a template calls, as `submission_header` does; it runs in a child.
+
+    `options` has its canonical spec (SPEC_OPTION), and `resources` where it goes elsewhere than that says. Takes our
+    own entries out of `options`. Raises InvalidTemplate, ArtifactError when the store fails.
+    """
+    spec = options.pop(SPEC_OPTION)
+    owner = options.pop("owner", None) or ""
+    key = options.pop("idempotency_key", None)
+    task_id = options["task_id"] = options.get("task_id") or (id_for_key(owner, key) if key else str(uuid.uuid4()))
+    title, pipeline, stage, labels = (options.pop(one, None) for one in ("title", "pipeline", "stage", "labels"))
+    alternatives = choose_requirements(app, options.pop("resources", None) or spec.get("resources"), light=True)
+    asks = [(queue_name(one), json.dumps(one.to_dict())) for one in alternatives]
+    submission = of_submit(
+        app.traces,
+        task_id,
+        options.pop(TRACEPARENT, None) or (options.get("headers") or {}).get(TRACEPARENT) or "",
+        what=FUNCTION_TYPE,
+        attributes={"gpuflow.task.id": task_id, "gpuflow.task.type": FUNCTION_TYPE, "gpuflow.owner": owner},
+    )
+    fields = new_record_fields(
+        name=title or name,
+        task_type=FUNCTION_TYPE,
+        spec=spec,
+        requirement=alternatives[0].to_dict(),
+        owner=owner,
+        pipeline=pipeline,
+        stage=stage,
+        labels=labels,
+        traceparent=submission.traceparent,
+    )
+    limit = options.get("time_limit")
+    # Where this process does not have the function, whether it is warm is for the workers that do: a session of that
+    # name is then looked for, and there is none of one that is not.
+    warm_name = _warm_name(_task_named(app, name, options)) or name
+    header: dict[str, Any] = {
+        "kind": "task",
+        "id": task_id,
+        "requirement": asks[0][1],
+        "hints": {
+            "x": function_name(name),
+            "s": function_session_name(warm_name, [queue for queue, _ in asks]),
+            **({} if limit is None else {"t": float(limit)}),
+        },
+        "fields": fields,
+    }
+    if len(asks) > 1:
+        fields["alternatives"] = json.dumps([{"queue": queue, "requirement": asked} for queue, asked in asks])
+        header["fallback_seconds"] = fields["fallback_seconds"] = str(app.settings.fallback_seconds)
+    sent_args, sent_kwargs = with_large_arguments(app, name, *_readable(args, kwargs), header)
+    return PreparedFunction(
+        args=sent_args or (), kwargs=sent_kwargs, queue=asks[0][0], header=header, submission=submission
+    )
+
+
+def stored_function(app: GPUFlow, spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the spec of a function as its record holds it once it is submitted: without arguments that are large."""
+    name, args, kwargs, _ = call_of(spec)
+    header = {"fields": {"spec": json.dumps(spec)}}
+    with_large_arguments(app, name, *_readable(args, kwargs), header)
+    stored: dict[str, Any] = json.loads(header["fields"]["spec"])
+    return stored
+
+
+def _readable(args: Sequence[Any] | None, kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Return arguments that a worker can read: a mapping that looks like a type of kombu's and is none stays one."""
+    try:
+        given([list(args or ()), dict(kwargs)])
+    except Exception:  # noqa: BLE001  (whatever the reader of a type makes of a value that is none of it)
+        args, kwargs = wrapped([list(args or ()), dict(kwargs)])
+    return args or (), dict(kwargs)
+
+
 def with_large_arguments(
     app: GPUFlow, name: str, args: Sequence[Any] | None, kwargs: Mapping[str, Any], header: dict[str, Any]
 ) -> tuple[Sequence[Any] | None, dict[str, Any]]:
@@ -275,7 +384,8 @@ def with_large_arguments(
     if reference is None:
         return args, dict(kwargs)
     spec = json.loads(header["fields"]["spec"])
-    header["fields"]["spec"] = json.dumps({**spec, "function": {**spec["function"], "arguments": reference}})
+    section = {name: value for name, value in spec["function"].items() if name not in ("args", "kwargs")}
+    header["fields"]["spec"] = json.dumps({**spec, "function": {**section, "arguments": reference}})
     return (), {ARGUMENTS: reference}
 
 

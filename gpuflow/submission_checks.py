@@ -28,6 +28,7 @@ from gpuflow.routing.resources import requirement_from_resources
 from gpuflow.routing.situation import PASSING, Situation, judge
 from gpuflow.routing.views import TaskView, WorkerView
 from gpuflow.spec import Template
+from gpuflow.submission import LIGHT_TYPES
 
 log = get_logger("gpuflow.submit")
 
@@ -153,7 +154,7 @@ def _asks(template: Template) -> list[tuple[str, str, tuple[str, ...], tuple[Req
             alternatives = requirement_from_resources(resources, gpu_available=False)
         except InvalidTemplate as error:
             raise InvalidTemplate(f"{template.source}: stage {stage.name!r}: {error}") from error
-        if not resources and stage.task_type != "echo":
+        if not resources and stage.task_type not in LIGHT_TYPES:
             alternatives = (Requirement(gpu_count=1), *alternatives)
         found.append((stage.name, asked_name(stage.spec), secrets_asked(stage.spec), alternatives))
     return found

@@ -17,7 +17,7 @@ from gpuflow.context import Stopped
 from gpuflow.errors import GPUFlowError, InvalidTemplate
 from gpuflow.functions.batching import Batch
 from gpuflow.functions.calls import FUNCTION_HEADER
-from gpuflow.routing.families import CELERYS
+from gpuflow.routing.families import CELERYS, SPEC_OPTION
 from gpuflow.routing.resources import asks_gpus
 from gpuflow.spec.units import duration_seconds
 from gpuflow.surroundings import here, is_child, is_worker
@@ -146,9 +146,12 @@ class Dispatched:
     def apply_async(self, args: Any = None, kwargs: Any = None, *more: Any, **options: Any) -> Any:
         """Send a call. Raises InvalidTemplate, with the fields, for arguments that the task does not take.
 
-        What follows a task (its links, the body of a chord) is sent by a worker, and fails where it runs.
+        What follows a task (its links, the body of a chord) is sent by a worker, and fails where it runs. So does a
+        call by a template: which process sends it, and whether that has the function, makes no difference.
         """
         task: Any = self
+        if SPEC_OPTION in options:
+            return task.app.send_task(task.name, args, kwargs, task_type=task, **options)
         if self.typed_arguments is not None and self.check_arguments and (not is_worker() or _is_calling()):
             args, kwargs = task._dump_pydantic_arguments(args, kwargs)
             if isinstance(args or (), list | tuple) and isinstance(kwargs or {}, Mapping):

@@ -14,6 +14,9 @@ from gpuflow.artifacts.store import Store
 from gpuflow.artifacts.uploads import NO_STORE
 from gpuflow.errors import InvalidTemplate
 from gpuflow.logs import get_logger
+from gpuflow.spec import Template
+from gpuflow.spec.function_section import is_function
+from gpuflow.spec.reading import MAX_BYTES as TEXT_BYTES
 from gpuflow.spec.references import is_pending, resolve, resolve_env
 
 log = get_logger("gpuflow.data")
@@ -60,6 +63,20 @@ def refer_large_matrix(
         else:
             fresh[path] = values
     return fresh
+
+
+def refuse_large_arguments(template: Template) -> None:
+    """Raise InvalidTemplate for arguments of a function that the record of a pipeline is not to hold.
+
+    Each step of the pipeline reads that record. Those of a single call go to the store, as Celery's do.
+    """
+    for stage in template.stages:
+        size = len(json_bytes([stage.spec, stage.matrix])) if is_function(stage.spec) else 0
+        if size > TEXT_BYTES:
+            raise InvalidTemplate(
+                f"stage {stage.name!r}: the arguments of its function have {size / (1 << 20):.0f} MiB, more than the "
+                f"{TEXT_BYTES >> 20} MiB of a template; name a file, or let a stage before it return them"
+            )
 
 
 def _referred(value: Any, name: str, open_store: Callable[[], Store | None], *, at_dispatch: bool) -> Any:

@@ -29,7 +29,8 @@ def _code(settings: Settings) -> Check:
     images = f"; images {', '.join(settings.container_images)} (GPUFLOW_CONTAINER_IMAGES)"
     said = "all kinds: whoever submits runs code as the worker's user" if len(kinds) == len(KINDS) else ", ".join(kinds)
     detail = f"tasks may bring {said or 'none'} (GPUFLOW_ALLOW_CODE){images if settings.container_images else ''}"
-    return Check(name="code of tasks", status="ok", detail=detail)
+    functions = f"; functions {', '.join(settings.gateway_functions)} over HTTP (GPUFLOW_GATEWAY_FUNCTIONS)"
+    return Check(name="code of tasks", status="ok", detail=detail + (functions if settings.gateway_functions else ""))
 
 
 def _secrets(settings: Settings) -> Check:

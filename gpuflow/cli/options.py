@@ -23,6 +23,14 @@ set_option = click.option(
 label_option = click.option(
     "--label", "labels", multiple=True, metavar="K=GLOB", help="Run only where the label matches (repeatable)."
 )
+include_option = click.option(
+    "--include", multiple=True, metavar="MODULE", help="Modules with Celery tasks of yours, by commas (repeatable)."
+)
+
+
+def modules_of(include: Iterable[str]) -> list[str]:
+    """Return the modules that `--include` names."""
+    return [name.strip() for given in include for name in given.split(",") if name.strip()]
 
 
 def template_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import click
 
 from gpuflow.cli.errors import interrupted
-from gpuflow.cli.options import json_option, load_template, show_warnings, template_options
+from gpuflow.cli.options import include_option, json_option, load_template, modules_of, show_warnings, template_options
 from gpuflow.errors import GPUFlowError
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 @click.option("--keep", is_flag=True, help="Leave the local cluster up at the end, until Ctrl-C.")
 @click.option("--workers", default=1, type=click.IntRange(1, 64), metavar="N", help="Local workers (default 1).")
 @click.option("--max-jobs", type=click.IntRange(1, 1024), metavar="N", help="Most child processes of a worker at once.")
+@include_option
 @json_option
 def run(
     source: str,
@@ -33,6 +34,7 @@ def run(
     keep: bool,
     workers: int,
     max_jobs: int | None,
+    include: tuple[str, ...],
     as_json: bool,
 ) -> int:
     """Run a template here: an embedded broker (unless REDIS_URL is set), a worker, live progress, the results.
@@ -50,7 +52,8 @@ def run(
         # On a broker of our own nobody else will come: what these workers cannot serve would wait for ever.
         return submit_pipeline(template, fail_fast=not Settings.load().redis_url, app=app)
 
-    return run_local(start, workers=workers, max_jobs=max_jobs, keep=keep, as_json=as_json)
+    own = modules_of(include)
+    return run_local(start, workers=workers, max_jobs=max_jobs, include=own, keep=keep, as_json=as_json)
 
 
 def kept_here(template: Template) -> Template:
@@ -76,6 +79,7 @@ def run_local(
     *,
     workers: int = 1,
     max_jobs: int | None = None,
+    include: Sequence[str] = (),
     keep: bool = False,
     as_json: bool = False,
 ) -> int:
@@ -92,7 +96,7 @@ def run_local(
     handle: PipelineRun | None = None
     settings = Settings.load()
     guard_process(settings.umask_bits)
-    cluster = LocalCluster(settings, workers=workers, max_jobs=max_jobs, most_ends=3, note=note)
+    cluster = LocalCluster(settings, workers=workers, max_jobs=max_jobs, include=include, most_ends=3, note=note)
     with signals_interrupt():
         try:
             with cluster:

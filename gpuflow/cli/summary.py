@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from gpuflow.protocol import FUNCTION_TYPE
 from gpuflow.terminal import duration, one_line
 
 if TYPE_CHECKING:
     from gpuflow.artifacts.references import References
     from gpuflow.client import PipelineRun
+    from gpuflow.ledger.records import TaskRecord
     from gpuflow.pipelines.records import PipelineRecord
 
 COMPARE: Final = "gpuflow/compare"
@@ -63,7 +65,7 @@ def collect(run: PipelineRun) -> list[StageSummary]:
     """Read how the stages of a pipeline are."""
     from gpuflow.artifacts.references import References
     from gpuflow.client import reachable
-    from gpuflow.pipelines.collect import stage_result
+    from gpuflow.pipelines.collect import result_of_tasks
 
     record: PipelineRecord = run.record()
     from gpuflow.artifacts.task_policy import client_hosts
@@ -74,7 +76,7 @@ def collect(run: PipelineRun) -> list[StageSummary]:
         kept = record.stage(stage.name)
         with reachable():
             tasks = [task for task in run.app.ledger.find_many(kept.tasks) if task is not None]
-        results = [shown_result(task.result or {}, references) for task in tasks]
+        results = [shown_result(task, references) for task in tasks]
         done = str(kept.state) == "SUCCEEDED"
         begun = min((task.started_at for task in tasks if task.started_at), default=kept.started_at)
         found.append(
@@ -83,7 +85,7 @@ def collect(run: PipelineRun) -> list[StageSummary]:
                 state=str(kept.state),
                 task_type=stage.task_type,
                 seconds=kept.finished_at - begun if kept.finished_at and begun else None,
-                result=stage_result(results, lambda value: value) if done and results else None,
+                result=result_of_tasks(tasks, results, lambda value: value) if done and results else None,
                 error=str((kept.error or {}).get("message", "")) or kept.reason or "",
                 folders=[_home(result) for result in results if result.get("result_dir")],
                 tasks=list(kept.tasks),
@@ -92,11 +94,17 @@ def collect(run: PipelineRun) -> list[StageSummary]:
     return found
 
 
-def shown_result(result: Mapping[str, Any], references: References) -> dict[str, Any]:
-    """Return a result with its large fields loaded; as it is, with a note, when they cannot be."""
+def shown_result(record: TaskRecord, references: References) -> dict[str, Any]:
+    """Return a result with its large fields loaded; as it is, with a note, when they cannot be.
+
+    That of a function is as the function has returned it.
+    """
     from gpuflow.cli.output import note
     from gpuflow.errors import ArtifactError
 
+    result = record.result or {}
+    if record.task_type == FUNCTION_TYPE:
+        return dict(result)
     try:
         return dict(references.fields(result))
     except ArtifactError as error:
@@ -200,16 +208,19 @@ def stage_lines(stage: StageSummary) -> list[str]:
 def _kept(result: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is shown of a result without rows: its output, of any shape, then its numbers and texts.
 
-    Of a stage with several tasks, the output of each.
+    Of a stage with several tasks, the output of each; of functions, what they have returned.
     """
     several = result.get("results")
     if isinstance(several, list) and all(isinstance(one, Mapping) and "output" in one for one in several):
         return {"outputs": [one["output"] for one in several]}
+    if isinstance(several, list) and all(isinstance(one, Mapping) and "value" in one for one in several):
+        return {"values": [one["value"] for one in several]}
     output = {"output": result["output"]} if result.get("output") is not None else {}
     return output | {
         name: value
         for name, value in result.items()
-        if name != "output" and not isinstance(value, Mapping | list) and not name.startswith("result_dir")
+        if name == "value"
+        or (name != "output" and not isinstance(value, Mapping | list) and not name.startswith("result_dir"))
     }
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from gpuflow.cli.errors import DONE, Terminated, interrupted
+from gpuflow.cli.options import include_option, modules_of
 
 if TYPE_CHECKING:
     from gpuflow.cluster import LocalCluster
@@ -21,6 +22,7 @@ MOST_LAUNCHED: Final = 4
 @click.command(short_help="Start a local cluster.")
 @click.option("--workers", default=1, type=click.IntRange(0, 64), metavar="N", help="Workers (default 1).")
 @click.option("--max-jobs", type=click.IntRange(1, 1024), metavar="N", help="Most child processes of a worker at once.")
+@include_option
 @click.option("--autoscale", is_flag=True, help="Start more workers as the backlog grows, and end them when they idle.")
 @click.option("--max", "most", type=click.IntRange(1, 64), metavar="N", help="Most workers beside those (default 4).")
 @click.option("--no-beat", is_flag=True, help="Without beat (reconcile, cleanup, scaling).")
@@ -31,6 +33,7 @@ MOST_LAUNCHED: Final = 4
 def up(
     workers: int,
     max_jobs: int | None,
+    include: tuple[str, ...],
     autoscale: bool,
     most: int | None,
     no_beat: bool,
@@ -54,6 +57,8 @@ def up(
 
     if (autoscale or most) and no_beat:
         raise bad_input("--autoscale needs beat, which --no-beat leaves out; give one of them")
+    if (autoscale or most) and include:
+        raise bad_input("--include is not known to the workers that --autoscale starts; give one of them")
     settings = Settings.load()
     guard_process(settings.umask_bits)
     flower = gateway = None
@@ -70,6 +75,7 @@ def up(
                 settings,
                 workers=workers,
                 max_jobs=max_jobs,
+                include=modules_of(include),
                 beat=not no_beat,
                 most_launched=(most or MOST_LAUNCHED) if autoscale or most else 0,
                 flower_port=flower,

@@ -31,14 +31,21 @@ _PORTS_TRIED: Final = 50
 _CONFIG_VARIABLE: Final = "GPUFLOW_CONFIG"
 
 
-def worker_command(worker_id: str, *, log_level: str, max_jobs: int | None, gpus: str | None) -> list[str]:
-    """Return the command line of one worker; `gpus` as `--gpus` takes it (None: all of the machine)."""
+def worker_command(
+    worker_id: str, *, log_level: str, max_jobs: int | None, gpus: str | None, include: Sequence[str] = ()
+) -> list[str]:
+    """Return the command line of one worker; `gpus` as `--gpus` takes it (None: all of the machine).
+
+    `include`: modules with a team's own tasks.
+    """
     # Mingle asks the other workers for what they know, and waits a second for answers: not on one machine.
     command = [*_celery("worker"), "--name", worker_id, "--loglevel", log_level, "--without-mingle"]
     if max_jobs is not None:
         command += ["--max-jobs", str(max_jobs)]
     if gpus is not None:
         command += ["--gpus", gpus]
+    if include:
+        command += ["--include", ",".join(include)]
     return command
 
 
@@ -132,6 +139,7 @@ def process_environment(
         ("GPUFLOW_ALLOW_SECRETS", opened.allow_secrets),
         ("GPUFLOW_ALLOW_BUCKETS", opened.allow_buckets),
         ("GPUFLOW_PASS_ENV", opened.pass_env),
+        ("GPUFLOW_GATEWAY_FUNCTIONS", opened.gateway_functions),
     ):
         if names:
             environment[variable] = ",".join(names)

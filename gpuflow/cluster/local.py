@@ -12,7 +12,7 @@ import signal
 import socket
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
@@ -64,6 +64,7 @@ class LocalCluster:
     """A context manager: inside it the cluster runs, after it nothing of it is left (its data stay on disk).
 
     The broker is that of REDIS_URL, else the embedded one. `note` gets a line for people when something happens.
+    `include`: modules with functions of a team, which its workers are to have.
     `most_launched`: how many more workers beat may launch as the backlog grows.
     `most_ends`: how often a part may end in short order before `tend` raises (None: never).
     `follow`: start every part again when an embedded server on a port comes back with another password; the caller
@@ -76,6 +77,7 @@ class LocalCluster:
         *,
         workers: int = 1,
         max_jobs: int | None = None,
+        include: Sequence[str] = (),
         beat: bool = False,
         most_launched: int = 0,
         flower_port: int | None = None,
@@ -91,6 +93,7 @@ class LocalCluster:
             self._server = EmbeddedServer(settings.state_dir, program=settings.valkey_server)
         self._workers = workers
         self._max_jobs = max_jobs
+        self._include = tuple(include)
         self._beat = beat
         self._most_launched = most_launched
         self._flower_port = flower_port
@@ -255,7 +258,13 @@ class LocalCluster:
         parts = []
         for number, gpus in enumerate(commands.share_gpus(uuids, self._workers), 1):
             worker_id = name if self._workers == 1 else f"{name}-{number}"
-            argv = commands.worker_command(worker_id, log_level=settings.log_level, max_jobs=self._max_jobs, gpus=gpus)
+            argv = commands.worker_command(
+                worker_id,
+                log_level=settings.log_level,
+                max_jobs=self._max_jobs,
+                gpus=gpus,
+                include=self._include,
+            )
             parts.append(_Part(name=worker_id, argv=argv, stop_signals=cold, is_worker=True))
         if self._beat:
             parts.append(_Part(name="beat", argv=commands.beat_command(settings.log_level), stop_signals=quick))
@@ -271,6 +280,9 @@ class LocalCluster:
         environment = commands.process_environment(
             self._settings, self.url, os.environ, Path.cwd(), own_broker=self.embedded
         )
+        if part.is_worker and self._include:  # as `celery worker` finds them; last, so that they hide nothing
+            paths = [environment.get("PYTHONPATH", ""), str(Path.cwd())]
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         launches = part.name == "beat" and bool(self._most_launched)
         if part.name == "gateway" or ((part.is_worker or launches) and self._takes_login):
             environment |= self._login  # workers of another gateway send the token of ours to nobody

@@ -19,6 +19,10 @@ from gpuflow.protocol import whole_text
 
 #: Header of a message that is one: it has a record, and runs in a child.
 FUNCTION_HEADER: Final = "gpuflow_function"
+#: Its value where a template calls the function: it runs in a child whatever its task says, and how it ends is how the
+#: task of the template ends. The second one: the template has no word on GPUs.
+TEMPLATED: Final = 2
+TEMPLATED_WITHOUT_RESOURCES: Final = 3
 #: Event by which a child sets Celery's state of its task.
 STATE_EVENT: Final = "celery_state"
 #: The event by which a warm one tells that it takes another number of calls from now on.
@@ -116,6 +120,11 @@ class Ending:
         return cls(**{one.name: data[one.name] for one in fields(cls) if one.name in data})
 
 
+def is_templated(request: Mapping[str, Any]) -> bool:
+    """Say whether a request is the call of a function by a template."""
+    return request.get(FUNCTION_HEADER) in (TEMPLATED, TEMPLATED_WITHOUT_RESOURCES)
+
+
 def own_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a call as JSON holds them, for the worker to send it. Raises TypeError."""
     told = {name: value for name, value in options.items() if name not in _OF_THE_PROCESS and value is not None}
@@ -129,8 +138,16 @@ def plain(value: Any) -> Any:
 
 
 def given(value: Any) -> Any:
-    """Return the value that `plain` was made of."""
+    """Return the value that `plain` was made of. Raises what the reader of a type makes of a value that is none."""
     return loads(json.dumps(value))
+
+
+def given_or_plain(value: Any) -> Any:
+    """Return the value that `plain` was made of; as it is where data looks like a type of kombu's, and is none."""
+    try:
+        return given(value)
+    except Exception:  # noqa: BLE001  (whatever the reader of a type raises)
+        return value
 
 
 def stored(error: BaseException) -> dict[str, Any]:

@@ -6,8 +6,10 @@ and it names no file of the gateway's machine.
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import re
+from collections.abc import Sequence
 from typing import Any, Final, TypeVar
 
 from fastapi import Request
@@ -21,8 +23,10 @@ from gpuflow.client import with_data
 from gpuflow.gateway.problems import Problem
 from gpuflow.protocol import whole_text
 from gpuflow.spec import Mistake, Template
+from gpuflow.spec.function_section import is_function
 from gpuflow.spec.reading import MAX_BYTES
 from gpuflow.spec.report import invalid, path_text
+from gpuflow.submission import stored_function
 from gpuflow.templates import parse_text
 
 M = TypeVar("M", bound=BaseModel)
@@ -106,6 +110,22 @@ def read_template(text: str) -> Template:
     return template
 
 
+def refuse_functions(template: Template, allowed: Sequence[str]) -> None:
+    """Raise Problem 403 for a template that calls a function which GPUFLOW_GATEWAY_FUNCTIONS does not name.
+
+    A function has the worker's environment, and takes what arguments it is given: which of them people may call that
+    have a token, and no address of the broker, is for the operator to say.
+    """
+    for stage in template.stages:
+        name = str((stage.spec.get("function") or {}).get("name"))
+        if is_function(stage.spec) and not any(fnmatch.fnmatchcase(name, pattern) for pattern in allowed):
+            detail = (
+                f"stage {stage.name!r} calls the function {name}, which this gateway lets nobody call; its operator "
+                "allows it by GPUFLOW_GATEWAY_FUNCTIONS"
+            )
+            raise Problem(403, "function-not-allowed", whole_text(detail))
+
+
 def idempotency_key(request: Request) -> str | None:
     """Return the key of the header `Idempotency-Key`. Raises Problem 400."""
     key = request.headers.get("idempotency-key")
@@ -123,6 +143,8 @@ def same_work(app: GPUFlow, template: Template, stored: list[Any]) -> bool:
     ready = with_data(template, app, uploads=False)
 
     def in_store(spec: Any) -> Any:
+        if is_function(spec):
+            return stored_function(app, spec)
         return refer_large(spec, lambda: data_store(app.settings, app.broker_address()))
 
     specs = [stage.spec if template.is_pipeline else in_store(stage.spec) for stage in ready.stages]

@@ -16,7 +16,7 @@ from gpuflow.celery_app import GPUFlow
 from gpuflow.client import submit
 from gpuflow.explaining import explain_records
 from gpuflow.gateway.auth import Gatekeeper
-from gpuflow.gateway.bodies import idempotency_key, other_body, read_template, same_work, template_of
+from gpuflow.gateway.bodies import idempotency_key, other_body, read_template, refuse_functions, same_work, template_of
 from gpuflow.gateway.documents import answers, body
 from gpuflow.gateway.fleet_calls import Calls
 from gpuflow.gateway.paging import page
@@ -189,7 +189,11 @@ def _submit(app: GPUFlow, text: str, key: str | None, fail_fast: bool, caller: G
 
 
 def told(app: GPUFlow, template: Template, fail_fast: bool) -> list[str]:
-    """Return what the submitter is to know: fields that are not used, and stages that no live worker can run."""
+    """Return what the submitter is to know: fields that are not used, and stages that no live worker can run.
+
+    Raises Problem 403 for a function that nobody may call here.
+    """
+    refuse_functions(template, app.settings.gateway_functions)
     problems = problems_at_submit(app, template, fail_fast=fail_fast)
     return [line_text(template.source, warning) for warning in template.warnings] + problems
 

@@ -8,6 +8,7 @@ from typing import Any, Final
 from gpuflow.errors import ResultGone
 from gpuflow.ledger.records import TaskRecord
 from gpuflow.spec.artifact_reference import is_reference, read_reference
+from gpuflow.spec.function_section import is_function
 from gpuflow.spec.sharding import ROW_TYPES, shard_range
 
 #: What results say of what was not used, and of what is missing.
@@ -25,6 +26,29 @@ def all_found(stage: str, tasks: Sequence[TaskRecord | None]) -> list[TaskRecord
             f"and their results with them; submit the pipeline again"
         )
     return found
+
+
+def result_of_tasks(
+    tasks: Sequence[TaskRecord], results: Sequence[Mapping[str, Any]], load: Callable[[Any], Any]
+) -> dict[str, Any]:
+    """Return the result of a stage whose tasks have given `results`, as `stage_result` does.
+
+    Of a function: what it returns is nobody's to look into. Several tasks give `results` alone. One whose argument is
+    split (`function.rows`) gives `items` too, where each part is a list, into however few parts it was.
+    """
+    if not tasks or not is_function(tasks[0].spec):
+        return stage_result(results, load)
+    is_split = (tasks[0].spec.get("function") or {}).get("rows") is not None
+    if len(results) == 1 and not is_split:
+        return dict(results[0])
+    values = [result.get("value") for result in results]
+    items = [item for value in values if isinstance(value, list) for item in value]
+    is_whole = is_split and all(isinstance(value, list) for value in values)
+    return {
+        **(results[0] if len(results) == 1 else {}),
+        "results": [dict(result) for result in results],
+        **({"items": items} if is_whole else {}),
+    }
 
 
 def stage_result(results: Sequence[Mapping[str, Any]], load: Callable[[Any], Any]) -> dict[str, Any]:

@@ -22,15 +22,16 @@ from gpuflow.ledger.ledger import Ledger
 from gpuflow.ledger.records import TaskRecord
 from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
-from gpuflow.pipelines.collect import all_found, shard_problem, stage_result
+from gpuflow.pipelines.collect import all_found, result_of_tasks, shard_problem
 from gpuflow.pipelines.plan import plan
 from gpuflow.pipelines.records import PipelineRecord, PipelineState, StageRecord, StageState
 from gpuflow.pipelines.resolve import Load, StageResult, lookup_of, task_specs
 from gpuflow.pipelines.store import PipelineStore
-from gpuflow.routing.families import CONTROL_QUEUE, task_of
+from gpuflow.routing.families import CONTROL_QUEUE, call_of
 from gpuflow.signatures import SignatureRefused
 from gpuflow.spec import Stage, Template
 from gpuflow.spec.conditions import StageSkipped, condition_holds
+from gpuflow.spec.function_section import is_function
 from gpuflow.traces.context import TRACEPARENT
 from gpuflow.traces.recording import traceparent_of_tasks
 
@@ -178,9 +179,11 @@ class Engine:
         nudge = self.app.signature(SETTLE_TASK, args=(record.id,), immutable=True, options={"queue": CONTROL_QUEUE})
         header = [
             self.app.signature(
-                task_of(spec["taskType"]),
-                kwargs={"spec": spec},
+                name,
+                args=args,
+                kwargs=kwargs,
                 options={
+                    **options,
                     "task_id": task_id,
                     "title": f"{record.name}/{stage.name}",
                     "owner": record.owner,
@@ -191,7 +194,7 @@ class Engine:
                     **({TRACEPARENT: traceparent} if traceparent else {}),
                 },
             )
-            for task_id, spec in zip(stage.tasks, specs, strict=True)
+            for task_id, (name, args, kwargs, options) in zip(stage.tasks, map(call_of, specs), strict=True)
         ]
         body = self.app.signature(
             JOIN_TASK,
@@ -210,7 +213,9 @@ class Engine:
 
     def _specs_of(self, record: PipelineRecord, spec_stage: Stage) -> list[dict[str, Any]]:
         """Return the specs of a stage's tasks, from the results of the stages before it. Raises GPUFlowError."""
-        return task_specs(spec_stage, *self._results(record))
+        stages = Template.from_dict(record.template).stages
+        functions = {stage.name for stage in stages if is_function(stage.spec)}
+        return task_specs(spec_stage, *self._results(record), functions)
 
     def _results(self, record: PipelineRecord) -> tuple[StageResult, Load]:
         """Return what gives the result of a stage, and what loads what a result only refers to."""
@@ -221,9 +226,8 @@ class Engine:
             if record.stage(name).state is StageState.SKIPPED:
                 raise StageSkipped(f"stage {name!r} was skipped")
             if name not in cache:
-                tasks = self.ledger.find_many(record.stage(name).tasks)
-                results = [task.result or {} for task in all_found(name, tasks)]
-                cache[name] = stage_result(results, references.load)
+                tasks = all_found(name, self.ledger.find_many(record.stage(name).tasks))
+                cache[name] = result_of_tasks(tasks, [task.result or {} for task in tasks], references.load)
             return cache[name]
 
         return result_of, references.load

@@ -31,7 +31,7 @@ OF_MODELS: Final = ("pickles", "plugins", "remote-code")
 
 #: Sections whose content is data of the task: no library reads arguments from it.
 _DATA_SECTIONS: Final = frozenset({"echo", "query", "command", "container", "notify", "output", "resources", "env"})
-#: Task types that read no such arguments: what a container runs is judged by its image, a function is the team's own.
+#: Task types that read no such arguments: a container is judged by its image, and a function is the operator's own.
 _NO_MODELS: Final = ("echo", "container", "function")
 #: Fields with rows of data, wherever they stand.
 _ROWS: Final = frozenset({"items", "prompts", "messages", "preferences"})

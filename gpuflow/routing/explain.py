@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 
 from gpuflow.protocol import is_user_type
 from gpuflow.routing.describe import ago, describe
-from gpuflow.routing.offers import task_type_of
+from gpuflow.routing.offers import is_function, task_type_of
 from gpuflow.routing.requirement import Requirement
 from gpuflow.routing.resources import format_resources
 from gpuflow.routing.situation import PASSING, Situation, judge
@@ -186,6 +186,8 @@ def _kept(queue: QueueView, task: TaskView, capable: Sequence[Situation]) -> str
             if lacking
             else f"install the package of {task_type} there and start it again"
             if is_user_type(task_type)
+            else "start one with --include and its module"
+            if is_function(task_type)
             else f"start one without --executors, or with {task_type} among them"
         ),
         "draining": "start another one",

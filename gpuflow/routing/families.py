@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 from gpuflow.protocol import is_user_type
+from gpuflow.spec.function_section import arguments_of, is_function
+from gpuflow.spec.units import duration_seconds
 
 #: Served by every worker in slots of its own, whatever its -Q, load or drain state.
 CONTROL_QUEUE: Final = "gpuflow.control"
@@ -17,6 +20,8 @@ CALL_BACK_QUEUE: Final = "gpuflow.callbacks"
 NOTICE_QUEUES: Final = (NOTICE_QUEUE, CALL_BACK_QUEUE)
 #: What the names of Celery's own tasks begin with (`celery.map`, ...): they call others where they stand.
 CELERYS: Final = "celery."
+#: Option of the call of a function by a template, for `GPUFlow.send_task`: the canonical spec of the task.
+SPEC_OPTION: Final = "gpuflow_spec"
 #: Entries of `notify` that a task may have.
 MAX_NOTICES: Final = 10
 
@@ -46,3 +51,16 @@ SUPERVISED_TASKS: Final = frozenset({*TASK_OF_TYPE.values(), USER_TASK})
 def task_of(task_type: str) -> str:
     """Return the name of the Celery task that runs a task type. Raises KeyError for what is no task type."""
     return USER_TASK if is_user_type(task_type) else TASK_OF_TYPE[task_type]
+
+
+def call_of(spec: Mapping[str, Any]) -> tuple[str, list[Any], dict[str, Any], dict[str, Any]]:
+    """Return the Celery call that runs the task of a canonical spec: its name, args, kwargs and options."""
+    if not is_function(spec):
+        return task_of(spec["taskType"]), [], {"spec": dict(spec)}, {}
+    args, kwargs = arguments_of(spec)
+    options: dict[str, Any] = {SPEC_OPTION: dict(spec)}
+    if spec.get("timeout"):
+        options["time_limit"] = duration_seconds(spec["timeout"])
+    if spec.get("priority") is not None:
+        options["priority"] = spec["priority"]
+    return spec["function"]["name"], args, kwargs, options

@@ -56,6 +56,14 @@ def requirement_from_resources(
     return tuple(checked(lambda ask=ask: replace(ask, **common)) for ask in alternatives)
 
 
+def says_devices(resources: Mapping[str, Any] | None) -> bool:
+    """Say whether the `resources` of a spec have a word on GPUs, be it that there are to be none."""
+    given = resources if isinstance(resources, Mapping) else {}
+    hardware = given.get("hardware")
+    named = hardware.get("gpu") if isinstance(hardware, Mapping) else None
+    return any(value not in _NOTHING for value in (given.get("accelerators"), given.get("gpu"), named))
+
+
 def asks_gpus(resources: Mapping[str, Any] | str | list[str] | None) -> bool:
     """Whether what a task asks for is GPUs, by any of its alternatives. Raises InvalidTemplate, naming the field."""
     if not resources:

@@ -159,6 +159,9 @@ class Settings(BaseModel):
         "GPUFLOW_TRUSTED_PROXIES", (), "addresses or networks separated by commas, such as 10.0.0.7, 192.168.1.0/24"
     )
     gateway_max_streams: PositiveCount = _setting("GPUFLOW_GATEWAY_MAX_STREAMS", 2000, "a count from 1 up")
+    gateway_functions: Names = _setting(
+        "GPUFLOW_GATEWAY_FUNCTIONS", (), "names of functions separated by commas, such as my_team.jobs.*; * for all"
+    )
     served_models: Names = _setting(
         "GPUFLOW_SERVED_MODELS", (), "models separated by commas: name=preset, name=hub/id or name=/path on the workers"
     )

@@ -12,8 +12,9 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from gpuflow.protocol import is_user_type
+from gpuflow.protocol import FUNCTION_TYPE, is_user_type
 from gpuflow.spec.fields import check_section
+from gpuflow.spec.function_section import INSTEAD, check_function
 from gpuflow.spec.graph_template import check_template, render
 from gpuflow.spec.models_task import TaskSpec
 from gpuflow.spec.multimodal import check_multimodal
@@ -85,6 +86,8 @@ def check_spec(
     check_structured(spec, findings)
     if task_type == "ppo":
         check_ppo(spec, findings)
+    elif task_type == FUNCTION_TYPE:
+        check_function(spec, findings, at_dispatch=at_dispatch)
     if task_type in TRAINING_SCHEMAS:
         check_ranks(spec, findings)
     elif isinstance(spec.get("checkpoint"), dict) and spec["checkpoint"].get("merge_first") is not None:
@@ -133,8 +136,12 @@ def _task_type(spec: dict[str, Any], findings: Findings) -> str | None:
 
 def _check_use(spec: dict[str, Any], task_type: str, findings: Findings, *, foreign: bool) -> None:
     for section in [name for name in spec if not is_used(name, task_type)]:
-        users = one_of(sorted(USED_BY[section])) if USED_BY[section] else "users' own task types (owner.name)"
-        message = f"is not used by taskType {task_type}; it belongs to {users}"
+        if section in USED_BY:
+            users = one_of(sorted(USED_BY[section])) if USED_BY[section] else "users' own task types (owner.name)"
+            instead = f"it belongs to {users}"
+        else:
+            instead = f"{INSTEAD[section]} (a stage below a base that has it: {section}: null)"
+        message = f"is not used by taskType {task_type}; {instead}"
         if foreign:
             findings.warn((section,), f"is not used: {message}")
             del spec[section]

@@ -8,10 +8,13 @@ from pydantic import Field, field_validator, model_validator
 
 from gpuflow.spec.models_data import Data
 from gpuflow.spec.models_types import (
+    ArgumentChoice,
+    ArgumentName,
     ContainerMount,
     Digest,
     EnvName,
     Flag,
+    FunctionName,
     ImageName,
     Memory,
     MetricPattern,
@@ -262,6 +265,17 @@ class Container(Strict):
         if self.request is not None and self.preset is None:
             raise ValueError("has a request, which only a preset with `mode: session` answers; name one by preset")
         return self
+
+
+class Function(Strict):
+    """A function of a team, which workers have that were started with its module (--include)."""
+
+    name: FunctionName = Field(description="Of its Celery task, such as my_team.jobs.embed")
+    args: list[Any] | None = Field(None, max_length=1000)
+    kwargs: dict[ArgumentName, Any] | None = Field(None, max_length=1000)
+    rows: ArgumentChoice | None = Field(
+        None, description="The argument whose list is split: its name, or its place in args"
+    )
 
 
 class Destination(Strict):

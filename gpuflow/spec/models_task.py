@@ -18,6 +18,7 @@ from gpuflow.spec.models_kinds import (
     Container,
     Echo,
     Embedding,
+    Function,
     Index,
     Model,
     Output,
@@ -108,6 +109,7 @@ class TaskSpec(Strict):
     echo: Echo | None = None
     command: Command | None = None
     container: Container | None = None
+    function: Function | None = Field(None, description="A team's function to call: its name, or a mapping")
     parameters: dict[str, Any] | None = Field(None, description="Of a user's own task type")
     output: Output | None = None
     postprocess: Postprocess | None = Field(None, description="Files that are made of the result")

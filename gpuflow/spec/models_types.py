@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from gpuflow.spec.container_policy import read_image, split_mount
 from gpuflow.spec.env_names import problem_of
+from gpuflow.spec.function_section import argument_problem, name_problem
 from gpuflow.spec.patterns import metric_pattern
 from gpuflow.spec.report import show
 from gpuflow.spec.units import cpu_count, duration_seconds, memory_mib
@@ -133,6 +134,25 @@ def _container_mount(text: str) -> str:
     return text
 
 
+def _function_name(value: str) -> str:
+    if problem := name_problem(value):
+        raise ValueError(problem)
+    return value
+
+
+def _argument_name(value: str) -> str:
+    if problem := argument_problem(value):
+        raise ValueError(problem)
+    return value
+
+
+def _argument_choice(value: Any) -> Any:
+    is_place = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if is_place or (isinstance(value, str) and argument_problem(value) is None):
+        return value
+    raise ValueError(f"is {show(value)}; it must be the name of an argument, or its place in args, from 0")
+
+
 def _shell_choice(value: Any) -> Any:
     if isinstance(value, bool) or (isinstance(value, str) and value.startswith("/")):
         return value
@@ -155,5 +175,8 @@ OneOrMany = Annotated[Any, BeforeValidator(_one_or_many)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-fA-F]{64}$")]
 MetricPattern = Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(_metric_pattern)]
 ShellChoice = Annotated[Any, BeforeValidator(_shell_choice)]
+FunctionName = Annotated[str, AfterValidator(_function_name)]
+ArgumentName = Annotated[str, AfterValidator(_argument_name)]
+ArgumentChoice = Annotated[Any, BeforeValidator(_argument_choice)]
 ImageName = Annotated[str, Field(min_length=1, max_length=500), AfterValidator(_image)]
 ContainerMount = Annotated[str, Field(min_length=1, max_length=2000), AfterValidator(_container_mount)]

@@ -56,6 +56,9 @@ def normalise(spec: dict[str, Any], findings: Findings, *, foreign: bool) -> Ren
     if isinstance(spec.get("command"), str | list):
         spec["command"] = {"command": spec["command"]}
         renamed["command", "command"] = ("command",)
+    if isinstance(spec.get("function"), str):
+        spec["function"] = {"name": spec["function"]}
+        renamed["function", "name"] = ("function",)
     if spec.get("taskType") == "rag":
         _retrieval(spec, renamed)
     if isinstance(spec.get("data"), dict):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from gpuflow.spec.report import Path
-from gpuflow.spec.sections import USED_BY, is_used
+from gpuflow.spec.sections import LEFT_OUT, is_used
 
 #: Mappings whose `type` says which other fields make sense: with another type, the base's fields are not merged in.
 TYPED: Final[frozenset[Path]] = frozenset(
@@ -51,7 +51,7 @@ def stage_spec(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any
     task_type = merged.get("taskType")
     unused = [
         section
-        for section in USED_BY
+        for section in LEFT_OUT
         if section in merged and section not in own and isinstance(task_type, str) and not is_used(section, task_type)
     ]
     return {key: value for key, value in merged.items() if key not in unused}

@@ -35,6 +35,8 @@ def check_plain_secrets(spec: Mapping[str, Any], findings: Findings, *, foreign:
 
 
 def _mend(path: Path, kind: str) -> str:
+    if path[0] == "function":
+        return "set it in the environment of the workers, where the function reads it"
     if path[:2] == ("output", "destination"):
         if kind == "url":
             return "the address stands in every result: leave it out, and give a token by headers.Authorization"

@@ -9,12 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from gpuflow.protocol import is_user_type
+from gpuflow.protocol import FUNCTION_TYPE, is_user_type
 from gpuflow.spec import bounds
 from gpuflow.spec.bounds import Bound
+from gpuflow.spec.function_section import INSTEAD
 
 TASK_TYPES: Final = (
     "echo", "inference", "embedding", "rag", "sft", "lora_sft", "dpo", "ppo", "grpo", "reward", "command", "container",
+    "function",
 )  # fmt: skip
 
 #: Task type -> schema of its `training` section.
@@ -41,9 +43,13 @@ USED_BY: Final[Mapping[str, frozenset[str]]] = {
     "echo": frozenset({"echo"}),
     "command": frozenset({"command"}),
     "container": frozenset({"container"}),
+    "function": frozenset({"function"}),
     "parameters": frozenset(),
     "postprocess": frozenset({"inference"}),
 }
+
+#: Sections of a base that stages leave out which have no use for them: what else one says counts, or is refused.
+LEFT_OUT: Final = (*USED_BY, "model", "data")
 
 #: Sections that users' own executors use, beside those that are common to all.
 _USED_BY_USERS: Final = frozenset({"parameters", "checkpoint", "inference", "lora"})
@@ -61,12 +67,15 @@ NEEDS: Final[Mapping[str, tuple[str | tuple[str, ...], ...]]] = {
     "reward": ("model", "data"),
     "command": ("command",),
     "container": ("container",),
+    "function": ("function",),
     "echo": (),
 }
 
 
 def is_used(section: str, task_type: str) -> bool:
     """Say whether a task type uses a section."""
+    if task_type == FUNCTION_TYPE and section in INSTEAD:
+        return False
     if section not in USED_BY:
         return True
     return section in _USED_BY_USERS if is_user_type(task_type) else task_type in USED_BY[section]

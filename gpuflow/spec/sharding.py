@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from gpuflow.protocol import is_user_type
 from gpuflow.spec.artifact_reference import is_reference, read_reference
+from gpuflow.spec.function_section import is_function, rows_of, with_rows
 from gpuflow.spec.report import Findings
 
 #: Task types of gpuflow whose rows do not depend on each other: each row gives one item of the result.
@@ -59,6 +60,9 @@ def shard(spec: Mapping[str, Any], count: int | None = None) -> list[dict[str, A
     if "replicas" in _mapping(whole.get("resources")):
         del whole["resources"]["replicas"]
     data = spec.get("data")
+    rows = rows_of(spec) if is_function(spec) else None
+    if rows is not None and count > 1:
+        return [with_rows(whole, rows[start:end]) for start, end in _ranges(len(rows), count)]
     if not isinstance(data, Mapping):
         return [whole]
     if count == 1:
@@ -140,7 +144,10 @@ def check_parallel(spec: Mapping[str, Any], findings: Findings, *, at_dispatch: 
         path = ("parallel",) if isinstance(most, int) else ("resources", "replicas")
         if not _check_type(spec, path, findings):
             return
-        if "shard" in data:
+        if is_function(spec):
+            if _mapping(spec.get("function")).get("rows") is None:
+                findings.add(path, "splits a list among the arguments; say which: function.rows: NAME")
+        elif "shard" in data:
             findings.add(("data", "shard"), f"is one part of the data, but {'.'.join(path)} splits it; keep one")
         elif not data:
             findings.add(path, "splits the rows of data, and the task has no data; give data, or leave it out")
@@ -150,7 +157,7 @@ def check_parallel(spec: Mapping[str, Any], findings: Findings, *, at_dispatch: 
 
 def _check_type(spec: Mapping[str, Any], path: tuple[str, ...], findings: Findings) -> bool:
     task_type = str(spec.get("taskType"))
-    if task_type in ROW_TYPES or is_user_type(task_type):
+    if task_type in ROW_TYPES or is_user_type(task_type) or is_function(spec):
         return True
     if task_type in _NO_ROWS:
         why = "does not read rows of data; for several runs give the stage a matrix"

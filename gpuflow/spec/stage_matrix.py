@@ -6,6 +6,7 @@ import math
 from typing import Any, Final
 
 from gpuflow.spec.checking import check_spec
+from gpuflow.spec.function_section import FIXED
 from gpuflow.spec.matrix import MAX_TASKS, parse_path, set_path
 from gpuflow.spec.report import Findings, Path, show
 from gpuflow.spec.sections import INFERENCE, LORA, TRAINING_SCHEMAS, training_section
@@ -63,6 +64,8 @@ def _axes(merged: dict[str, Any], matrix: dict[str, Any], findings: Findings) ->
             findings.add((key,), f"is {show(values)}; it must be a list with at least one value")
         elif path[0] == "taskType":
             findings.add((key,), "a stage has one task type; make two stages")
+        elif path in FIXED:
+            findings.add((key,), "a stage calls one function; vary function.args[0] or function.kwargs.NAME")
         else:
             axes[key] = (path, values)
     return axes if len(axes) == len(matrix) else {}

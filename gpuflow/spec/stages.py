@@ -18,7 +18,7 @@ from gpuflow.spec.overlay import stage_spec, written_at
 from gpuflow.spec.pydantic_report import report
 from gpuflow.spec.references import Reference, escape_malformed, parse_reference, walk_references
 from gpuflow.spec.report import Findings, Path, one_of, show, suggest
-from gpuflow.spec.sections import USED_BY
+from gpuflow.spec.sections import LEFT_OUT, USED_BY
 from gpuflow.spec.stage_matrix import check_matrix
 from gpuflow.spec.template import Stage
 
@@ -258,10 +258,12 @@ def collect_references(value: Any, findings: Findings, *, foreign: bool) -> tupl
 
 
 def _warn_of_unused(base: dict[str, Any], base_at: Path, drafts: Mapping[str, Draft], findings: Findings) -> None:
-    for section in USED_BY:
+    for section in LEFT_OUT:
         if section in base and drafts and not any(section in draft.spec for draft in drafts.values()):
-            used_by = one_of(sorted(USED_BY[section])) if USED_BY[section] else "a user's own type (owner.name)"
-            findings.warn((*base_at, section), f"is not used: no stage is of {used_by}")
+            types = USED_BY.get(section)
+            used_by = one_of(sorted(types)) if types else "a user's own type (owner.name)"
+            why = "all stages are of functions" if types is None else f"no stage is of {used_by}"
+            findings.warn((*base_at, section), f"is not used: {why}")
 
 
 def _explicit(draft: Draft, drafts: Mapping[str, Draft], findings: Findings) -> list[str]:

@@ -11,14 +11,16 @@ from typing import Any, Final
 
 from gpuflow.errors import InvalidTemplate
 from gpuflow.spec.checking import canonical
+from gpuflow.spec.function_section import is_function
 from gpuflow.spec.matrix import expand_matrix
 from gpuflow.spec.plain import copied
 from gpuflow.spec.references import Reference, find_references, resolve
 from gpuflow.spec.report import Mistake
 from gpuflow.spec.sharding import shard_count
 
-#: Schema number of the stored form; 2 has conditions. A template without one is stored as 1, which older code reads.
-TEMPLATE_SCHEMA: Final = 2
+#: Schema number of the stored form; 2 has conditions, 3 functions. One without them has a lower one, which older code
+#: reads.
+TEMPLATE_SCHEMA: Final = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +129,7 @@ class Template:
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON-able data, from which `from_dict` makes an equal template."""
         return {
-            "schema": TEMPLATE_SCHEMA if any(stage.condition is not None for stage in self.stages) else 1,
+            "schema": self._schema(),
             "api_version": self.api_version,
             "kind": self.kind,
             "metadata": copied(self.metadata),
@@ -138,6 +140,11 @@ class Template:
             **({"filled": [one.to_dict() for one in self.filled]} if self.filled else {}),
             "source": self.source,
         }
+
+    def _schema(self) -> int:
+        if any(is_function(stage.spec) for stage in self.stages):
+            return 3
+        return 2 if any(stage.condition is not None for stage in self.stages) else 1
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Template:

@@ -10,7 +10,7 @@ from celery.worker.request import Request
 from redis.exceptions import RedisError
 
 from gpuflow.broker.merged_calls import RECORDED_HEADER
-from gpuflow.functions.calls import FUNCTION_HEADER
+from gpuflow.functions.calls import FUNCTION_HEADER, is_templated
 from gpuflow.logs import get_logger
 from gpuflow.routing.families import SUPERVISED_TASKS
 from gpuflow.secrets import public_spec
@@ -32,7 +32,9 @@ class GPURequest(Request):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if getattr(self.task, "in_child", False):  # its sender may not have known that, and written no record
+        if is_templated(self._request_dict):
+            pass  # it runs in a child whatever its task says
+        elif getattr(self.task, "in_child", False):  # its sender may not have known that, and written no record
             self._request_dict.update({RECORDED_HEADER: 1, FUNCTION_HEADER: 1})
         elif getattr(self.task, "child", None) is False:  # nor this, and written one: it runs by that, in a thread
             self._request_dict.pop(FUNCTION_HEADER, None)

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from celery import signature
+from celery import Signature, signature
 from celery.app.task import get_actual_ignore_result
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded, TimeLimitExceeded
 from celery.result import result_from_tuple
@@ -27,20 +27,35 @@ from gpuflow.artifacts.manifest import SealedResults
 from gpuflow.artifacts.references import References
 from gpuflow.artifacts.task_policy import task_hosts
 from gpuflow.broker.publication import Publication, holding
+from gpuflow.broker.wire import portable
 from gpuflow.celery_app import TASK_MODULES, GPUFlow
 from gpuflow.environments import Ready
 from gpuflow.errors import GPUFlowError, TaskFailed
 from gpuflow.fleet.gpu_locks import Hold
-from gpuflow.functions.calls import CLOSING, EXCEPTION, TOLD, Call, Ending, given, raised
+from gpuflow.functions.calls import (
+    CLOSING,
+    EXCEPTION,
+    FUNCTION_HEADER,
+    TEMPLATED_WITHOUT_RESOURCES,
+    TOLD,
+    Call,
+    Ending,
+    given,
+    given_or_plain,
+    is_templated,
+    raised,
+)
 from gpuflow.ledger.ledger import Holder, StartVerdict
 from gpuflow.ledger.records import new_record_fields
 from gpuflow.ledger.replacing import replace_task
 from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
 from gpuflow.protocol import FUNCTION_TYPE, Request, is_safe_id
+from gpuflow.routing.families import SPEC_OPTION
 from gpuflow.routing.requirement import Requirement
 from gpuflow.routing.resources import asks_gpus_alone, format_resources
 from gpuflow.secrets import Redactor
+from gpuflow.spec.function_section import is_ours
 from gpuflow.worker.child_environment import child_environment, given_variables, python_path
 from gpuflow.worker.child_python import ChildPython
 from gpuflow.worker.child_user import child_user
@@ -77,7 +92,7 @@ def run(task: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         )
     delivery = FunctionDelivery(current(), task, args, kwargs)
     try:
-        return given(delivery.run().get("value"))
+        return given_or_plain(delivery.run().get("value"))
     finally:
         delivery.runtime.admission.release(delivery.tag)
 
@@ -120,16 +135,20 @@ class FunctionDelivery(Delivery):
         self.task = task
         self._given = (args, kwargs)
         here = str(Path.cwd())
+        sent_args, sent_kwargs = portable([list(args), dict(kwargs)])
         self.call = Call.of(
             task,
-            args,
-            kwargs,
+            sent_args,
+            sent_kwargs,
             modules=modules_of(task),
             app=home_of(task.app),
             path=tuple(dict.fromkeys((here, *sys.path))),  # the worker imported from there, as Celery does
             cwd=here,
             log_level=logging.getLogger().level,
         )
+        #: Whether a template calls it, which says by itself what it asks for, unless it asks for nothing.
+        self._is_templated = is_templated(task.request)
+        self._is_bare = task.request.get(FUNCTION_HEADER) == TEMPLATED_WITHOUT_RESOURCES
         self._attempt_number = 0
         self._redactor = Redactor()
         self._ending: Ending | None = None
@@ -170,10 +189,7 @@ class FunctionDelivery(Delivery):
             hub_login=not is_kept_apart,
         )
         own = {"REDIS_URL": _NO_BROKER} if is_kept_apart else _others(os.environ, variables)
-        if asked is None and not hold.uuids and asks_gpus_alone(self.task.resources):
-            raise GPUFlowError(
-                f"task {self.task.name} asks for GPUs, and came by a queue that gives none; send it without `queue`"
-            )
+        self._refuse_without_gpus(hold, asked)
         warm = {"name": self.task.warm_name, "keep_seconds": self.task.keep_seconds}
         self._attempt_number = attempt
         self._redactor = redactor_of([self.spec], {}, {**own, **environment}, settings)
@@ -196,6 +212,20 @@ class FunctionDelivery(Delivery):
             output_dir=output_dir,
             checkpoint_dir=checkpoint_dir,
             settings=settings,
+        )
+
+    def _refuse_without_gpus(self, hold: Hold, asked: Requirement | None) -> None:
+        """Raise GPUFlowError for a function that asks for GPUs, and has none since its sender did not say so."""
+        if hold.uuids or not (asked is None or self._is_bare) or not asks_gpus_alone(self.task.resources):
+            return
+        if self._is_bare:
+            asked_by = self.task.resources
+            raise GPUFlowError(
+                f"task {self.task.name} asks for GPUs ({asked_by}), of which the template that calls it says nothing; "
+                "give `resources` there, beside taskType: function"
+            )
+        raise GPUFlowError(
+            f"task {self.task.name} asks for GPUs, and came by a queue that gives none; send it without `queue`"
         )
 
     def _call(self, attempt: int) -> Call:
@@ -284,6 +314,8 @@ class FunctionDelivery(Delivery):
                 self._again(holder, outcome, ending.flow)
             if kind == "replace":
                 self._replace(holder, outcome, ending.flow)
+            if kind == "ignore" and self._is_templated:
+                return self._nothing(holder, outcome)
             if kind == "ignore":
                 self._ignore(holder, outcome)
             if kind == "reject":
@@ -322,6 +354,8 @@ class FunctionDelivery(Delivery):
         error = {"type": "Retry", "message": self._redactor.text(str(flow.get("message"))), "retryable": True}
         cause = self.exception(TaskState.FAILED, dict(outcome.error or {}))
         asked = flow.get("call")
+        if asked is None and self._is_templated:
+            self._refuse(holder, outcome, "it raised Retry, and asks for no further try of its own; use self.retry()")
         if asked is None:  # it was sent under another id
             self._ignore(holder, outcome, Retry(error["message"], exc=cause))
         try:
@@ -340,6 +374,8 @@ class FunctionDelivery(Delivery):
         if record.requirement:
             options["resources"] = format_resources(Requirement.from_dict(record.requirement))
         options["task_id"] = self.id  # whatever the child says
+        if self._is_templated:
+            options[SPEC_OPTION] = dict(record.spec)
         with holding(self.id) as held:
             self.runtime.app.send_task(self.task.name, given(asked["args"]), given(asked["kwargs"]), **options)
         return held[-1]
@@ -360,6 +396,8 @@ class FunctionDelivery(Delivery):
         try:
             self._finish(holder, TaskState.FAILED, {**told, "retryable": False}, outcome)
         except TaskFailed as error:
+            if self._is_templated:  # what follows the task has to hear of it
+                raise
             raise Reject(flow["reason"], requeue=False) from error
 
     def _ignore(self, holder: Holder, outcome: Outcome, word: Exception | None = None) -> NoReturn:
@@ -374,19 +412,71 @@ class FunctionDelivery(Delivery):
             self._let_go()
         raise word or Ignore()
 
+    def _nothing(self, holder: Holder, outcome: Outcome) -> dict[str, Any]:
+        """End it as one that has returned nothing: what follows the task of a template waits for its end."""
+        return self._succeed(holder, replace(outcome, completed=True, error=None, result={"value": None}))
+
+    def _refuse(self, holder: Holder, outcome: Outcome, why: str) -> NoReturn:
+        """End it as failed, since the task of a template cannot end as it would."""
+        self._ending = None
+        error = {"type": "Failed", "message": f"task {self.task.name}: {why}", "retryable": False}
+        self._finish(holder, TaskState.FAILED, error, outcome)
+
+    def _replace_within(self, holder: Holder, outcome: Outcome, called: Signature) -> NoReturn:
+        """Let another function end the task of a template: its message comes for this one, the record stays.
+
+        A chain, a group or a chord would end as several tasks, of which the template knows nothing.
+        """
+        if called.get("subtask_type") or is_ours(called.task):
+            what = f"a {called['subtask_type']}" if called.get("subtask_type") else f"{called.task}, no function"
+            self._refuse(
+                holder,
+                outcome,
+                f"it replaces itself by {what}, which a template cannot wait for; replace it by one function, or "
+                "make stages of it",
+            )
+        options = dict(called.options)
+        try:
+            publication = self._as_replacement(called, options)
+        except Exception as refused:  # noqa: BLE001  (Celery's own: whatever cannot be sent)
+            self._refuse(holder, outcome, f"what it replaces itself by cannot be sent: {refused}")
+        told = {"type": "Replaced", "message": f"replaced by {called.task}", "retryable": True}
+        self._put_back(holder, outcome, "preempted", told, publication.delay_seconds, instead=publication.arguments())
+        raise Ignore
+
+    def _as_replacement(self, called: Signature, options: dict[str, Any]) -> Publication:
+        """Return what is published for a function that takes the place of this one. Raises what Celery raises."""
+        app = self.runtime.app
+        resources = options.get("resources") or getattr(app.tasks.get(called.task), "resources", None)
+        own = {"accelerators": resources} if resources and not isinstance(resources, Mapping) else resources
+        spec = {"taskType": FUNCTION_TYPE, "function": {"name": called.task}, **({"resources": own} if own else {})}
+        kept = self._until_told(lambda: self.ledger.get(self.id)).spec
+        limit = (self.request.timelimit or [None])[0]
+        options = {**options, SPEC_OPTION: spec, "task_id": self.id}
+        options.pop("resources", None)
+        for name, value in (("time_limit", limit), ("priority", kept.get("priority"))):
+            if value is not None and options.get(name) is None:
+                options[name] = value  # the template's
+        with holding(self.id) as held:
+            app.send_task(called.task, called.args, called.kwargs, **options)
+        return held[-1]
+
     def _replace(self, holder: Holder, outcome: Outcome, flow: Mapping[str, Any]) -> NoReturn:
         """Send what replaces it, under its id.
 
         A death before that is noted lets this message begin once more. What cannot be sent is the task's failure: the
         error goes on to Celery, and to nobody else, as the record is gone.
         """
+        app = self.runtime.app
+        called = signature(given(flow["signature"]), app=app)
+        if self._is_templated:
+            self._replace_within(holder, outcome, called)
         answer = self._until_told(lambda: replace_task(self.ledger, self.id, holder))
         if answer == "cancel":
             self._cancel(holder, outcome)
         if answer == "refused":
             self._let_go()
-        app = self.runtime.app
-        signature(given(flow["signature"]), app=app).delay()
+        called.delay()
         seconds = max(1, app.ledger.retention_seconds)
         self._until_told(lambda: app.redis.set(app.keys.replaced(self.tag), "", ex=seconds))
         log.info("task_replaced", task=self.id, attempt=holder.attempt)

@@ -47,6 +47,8 @@ def as_operator(settings: Settings) -> Settings:
     opened: dict[str, Any] = {}
     if not settings.is_set("allow_code"):
         opened["allow_code"] = (code.ALL,)
+    if not settings.is_set("gateway_functions"):
+        opened["gateway_functions"] = ("*",)
     if not settings.is_set("allow_secrets"):
         opened["allow_secrets"] = ("*",)
         opened["pass_env"] = (*settings.pass_env, *WITH_CREDENTIALS)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -57,7 +58,7 @@ def script(name: str, folder: Path, **more: str) -> subprocess.Popen[str]:
     home = folder / f"home-{name}"
     home.mkdir()
     return subprocess.Popen(
-        [sys.executable, *SCRIPTS.get(name, []), str(path), *(["echo"] if name == "run_all" else [])],
+        [sys.executable, *SCRIPTS.get(name, []), str(path), *(["echo", "function"] if name == "run_all" else [])],
         cwd=home,
         env=with_our_packages({**kept, **mark, "HOME": str(home), "PYTHONUNBUFFERED": "1", **more}),
         stdout=subprocess.PIPE,
@@ -231,4 +232,6 @@ def test_the_pytest_example_passes(scripts: Callable[[str], str]) -> None:
 
 
 def test_the_table_of_all_examples_is_printed(scripts: Callable[[str], str]) -> None:
-    assert "| `echo` | " in scripts("run_all")
+    table = scripts("run_all")
+
+    assert re.search(r"\| `echo` \| [\d.]+ \| 0 \|", table) and re.search(r"\| `function` \| [\d.]+ \| 0 \|", table)

@@ -58,7 +58,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> It
             patch.setenv(name, value)
         made = TestFleet(tmp_path_factory.mktemp("traced"), env=env, options=OPTIONS)
         try:
-            made.start_worker("w1", "--max-jobs", "2")
+            made.start_worker("w1", "--max-jobs", "2", "--include", "team_stages")
             yield made
         finally:
             if made.app.traces is not None:
@@ -129,6 +129,20 @@ def test_a_pipeline_is_one_tree(traced: TestFleet, collector: Collector) -> None
     for task in tasks:
         assert below(spans, task) == ["queue", "attempt echo"]
     assert pipeline.start <= tasks[0].start and tasks[0].end <= tasks[1].start and tasks[1].end <= pipeline.end
+
+
+def test_functions_of_templates_are_in_the_tree(traced: TestFleet, collector: Collector) -> None:
+    spec = {"taskType": "function", "function": {"name": "team_stages.words", "args": ["a b"]}}
+    run, task = submit_pipeline(graph({"name": "a", "spec": spec}), app=traced.app), submit(spec, app=traced.app)
+    run.wait(timeout=patient(60))
+    task.get(timeout=patient(30))
+
+    spans = with_all(collector, run.id, "submit pipeline", "pipeline")
+    (of_stage,) = [span for span in spans if span.parent == one(spans, "pipeline").id]
+    assert (of_stage.name, of_stage.attributes["gpuflow.stage"]) == ("task function", "a")
+    assert below(spans, of_stage) == ["queue", "attempt function"]
+    alone = with_all(collector, task.id, "submit function", "task function")
+    assert one(alone, "task function").parent == one(alone, "submit function").id
 
 
 def test_the_span_of_the_caller_is_the_parent(traced: TestFleet, collector: Collector) -> None:

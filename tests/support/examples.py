@@ -34,6 +34,7 @@ RUN_BY: Final[dict[str, str]] = {
     "configs/pipelines/container.yaml": "tests/integration/test_containers.py",
     "configs/pipelines/container-session.yaml": "tests/integration/test_container_sessions.py",
     "configs/pipelines/embedding.yaml": "tests/integration/test_shipped_pipelines.py",
+    "configs/pipelines/function.yaml": "tests/integration/test_function_example.py",
     "configs/pipelines/inference.yaml": "tests/integration/test_shipped_pipelines.py",
     "configs/pipelines/quickstart.yaml": "tests/e2e/test_quickstart.py",
     "configs/pipelines/rag.yaml": "tests/integration/test_shipped_pipelines.py",

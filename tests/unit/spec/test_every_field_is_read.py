@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+from gpuflow.errors import InvalidTemplate
 from gpuflow.spec import canonical, parse
 from gpuflow.spec.models_data import EvalFile
 from gpuflow.spec.models_kinds import Adapter
 from gpuflow.spec.models_task import Metadata, TaskSpec
-from gpuflow.spec.sections import ENGINE, INFERENCE, LORA, TRAINING_SCHEMAS, training_section
+from gpuflow.spec.sections import ENGINE, INFERENCE, LORA, TRAINING_SCHEMAS, is_used, training_section
 from gpuflow.spec.stages import Entry
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -43,6 +44,7 @@ READERS: dict[str, str | dict[str, str]] = {
         "echo": "executors/echo.py",
         "command": "executors/command.py",
         "container": "executors/container.py",
+        "function": "gpuflow/spec/function_section.py",
         "parameters": "gpuflow/merge/specs.py",
         "output": "gpuflow/artifacts/destination.py",
         "postprocess": "gpuflow/artifacts/manifest.py",
@@ -169,6 +171,7 @@ READERS: dict[str, str | dict[str, str]] = {
         "shell": "executors/command.py",
         "metrics": "executors/command.py",
     },
+    "Function": "gpuflow/spec/function_section.py",
     "Container": "gpuflow/worker/containers/local.py",
     "Output": {
         "destination": "gpuflow/artifacts/destination.py",
@@ -248,6 +251,16 @@ TOLD = {
         "data": {"type": "dataset", "url": "a/b", "trust_remote_code": True},
     },
 }
+
+
+def test_a_function_has_each_field_or_refuses_it() -> None:
+    honoured = {"taskType", "function", "resources", "parallel", "timeout", "priority", "target", "sloSeconds"}
+    refused = set(TaskSpec.model_fields) - honoured
+
+    assert {name for name in TaskSpec.model_fields if is_used(name, "function")} == honoured
+    for name in refused:
+        with pytest.raises(InvalidTemplate, match=f"spec.{name}: is not used by taskType function"):
+            canonical({"taskType": "function", "function": "a.b", name: {}})
 
 
 def models(annotation: object) -> list[type[BaseModel]]:

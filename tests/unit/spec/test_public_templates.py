@@ -84,6 +84,7 @@ def test_all_of_our_task_types_are_read_and_one_is_refused():
         "grpo",
         "command",
         "container",
+        "function",
     }
     assert set(TEMPLATES) - set(READ) == {"ppo_training_llama_1b"}
     with pytest.raises(InvalidTemplate) as caught:
