@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,18 +13,27 @@ from gpuflow import PipelineRun, submit_pipeline
 from gpuflow.broker.scripts import Script
 from gpuflow.ledger.ledger import ledger_script
 from tests.chaos.conftest import LEASE
-from tests.chaos.test_function_deaths import KillingProxy
+from tests.chaos.killing import KillingProxy, load_steps
 from tests.support.fleet import TestFleet, WorkerProcess
 from tests.support.waiting import eventually, patient
 
 OPTIONS = ("--include", "team_stages")
 
 
-def submitted(fleet: TestFleet, name: str, *args: Any) -> PipelineRun:
-    def call(function: str, *given: Any) -> dict[str, Any]:
-        return {"taskType": "function", "function": {"name": f"team_stages.{function}", "args": list(given)}}
+def only(label: str) -> dict[str, Any]:
+    """Return what a task asks for that one worker alone may take."""
+    return {"labels": {label: "1"}, "hardware": {"gpu": {"count": 0}}}
 
-    stages = [{"name": "one", "spec": call(name, *args)}, {"name": "two", "spec": call("same", "${one.result.value}")}]
+
+def submitted(fleet: TestFleet, name: str, *args: Any, labels: tuple[str, str] = ("", "")) -> PipelineRun:
+    """Submit two stages, each for a worker with a label, where one is given."""
+
+    def call(label: str, function: str, *given: Any) -> dict[str, Any]:
+        section = {"name": f"team_stages.{function}", "args": list(given)}
+        return {"taskType": "function", "function": section, **({"resources": only(label)} if label else {})}
+
+    one, two = call(labels[0], name, *args), call(labels[1], "same", "${one.result.value}")
+    stages = [{"name": "one", "spec": one}, {"name": "two", "spec": two}]
     return submit_pipeline({"apiVersion": "gpuflow/v1", "spec": {"stages": stages}}, app=fleet.app)
 
 
@@ -68,20 +78,31 @@ WAYS: dict[str, tuple[str, tuple[Any, ...], Script, int, Any]] = {
 
 
 @pytest.mark.parametrize("passes", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("way", WAYS)
-def test_a_worker_that_dies_when(fleet: TestFleet, way: str, passes: bool) -> None:
-    name, args, script, at, result = WAYS[way]
-    for one in ("start", "yield", "commit", "report"):
-        ledger_script(one).load(fleet.broker.client)  # so that the first answer is not that the server does not know it
-    with KillingProxy(fleet.broker.url, script, at=at, passes=passes) as proxy:
-        dying = WorkerProcess(proxy.url, fleet.folder, "dying", *OPTIONS, env={**fleet.env, **LEASE})
-        fleet.workers.append(dying.ready())
-        proxy.kill = lambda: dying.send(signal.SIGKILL)
-        run = submitted(fleet, name, *args)
-        eventually(lambda: dying.process.poll() is not None, what="its death")
-        fleet.start_worker("next", *OPTIONS, env=LEASE)
+def test_workers_that_die_at_each_step(fleet: TestFleet, passes: bool) -> None:
+    """They die beside each other, each with a first stage that it alone may take; another one then goes on."""
+    load_steps(fleet)
+    labels = {way: f"way-{number}" for number, way in enumerate(WAYS)}
+    proxies, dying, runs = {}, {}, {}
+    with contextlib.ExitStack() as stack:
+        for way, (_, _, script, at, _) in WAYS.items():
+            proxies[way] = stack.enter_context(KillingProxy(fleet.broker.url, script, at=at, passes=passes))
+            own = ("--label", f"{labels[way]}=1")
+            dying[way] = WorkerProcess(
+                proxies[way].url, fleet.folder, labels[way], *OPTIONS, *own, env={**fleet.env, **LEASE}
+            )
+            fleet.workers.append(dying[way])
+        for way, (name, args, *_) in WAYS.items():
+            worker = dying[way].ready()
+            proxies[way].kill = lambda worker=worker: worker.send(signal.SIGKILL)  # type: ignore[misc]
+            more = [only(labels[way])] if name == "replaces" else []
+            runs[way] = submitted(fleet, name, *args, *more, labels=(labels[way], "next"))
+        for way, worker in dying.items():
+            eventually(lambda: worker.process.poll() is not None, what=f"the death when {way}")  # noqa: B023
+        every = [word for label in (*labels.values(), "next") for word in ("--label", f"{label}=1")]
+        fleet.start_worker("next", *OPTIONS, *every, env=LEASE)
 
-        run.wait(timeout=patient(60))
+        for run in runs.values():
+            run.wait(timeout=patient(60))
 
-    assert value_of(run) == result
+    assert {way: value_of(run) for way, run in runs.items()} == {way: result for way, (*_, result) in WAYS.items()}
     nothing_is_left(fleet)

@@ -84,10 +84,11 @@ def third_try(self: Any, factor: int = 1) -> list[int]:
 
 
 @app.task(bind=True)
-def replaces(self: Any, how: str) -> Any:
+def replaces(self: Any, how: str, resources: dict[str, Any] | None = None) -> Any:
     """Replace itself."""
     if how == "by a function":
-        return self.replace(lengths.s(["a", "bb"], plus=10))
+        by = lengths.s(["a", "bb"], plus=10)
+        return self.replace(by.set(resources=resources) if resources else by)
     if how == "by Celery's":
         return self.replace(app.signature("celery.map", kwargs={"task": words.s(), "it": []}))
     return self.replace(words.s("a b") | lengths.s())
