@@ -41,5 +41,10 @@ def make_secret(path: Path) -> str:
 
 def open_new(path: Path) -> BinaryIO:
     """Open a new file for writing; what was there of that name, a link too, is removed first. Raises OSError."""
-    path.unlink(missing_ok=True)
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb", io.DEFAULT_BUFFER_SIZE)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except FileExistsError:
+        path.unlink()
+        descriptor = os.open(path, flags, 0o666)
+    return os.fdopen(descriptor, "wb", io.DEFAULT_BUFFER_SIZE)

@@ -27,6 +27,8 @@ from gpuflow.private_files import open_new
 MANIFEST_SCHEMA: Final = 1
 #: Results of fewer bytes are digested one after the other: a thread costs more.
 _FEW_BYTES: Final = 1 << 20
+#: The SHA-256 of an empty file.
+_OF_NOTHING: Final = hashlib.sha256().hexdigest()
 #: Folders that are packed, so that other stages can fetch them.
 _PACKED_FOLDERS: Final = ("final_model", "final_lora", "final_index")
 #: Folder of an attempt that holds the large fields of its result.
@@ -184,7 +186,10 @@ def _entries(folder: Path, wanted: Iterable[str]) -> Iterable[dict[str, Any]]:
     paths = sorted(path for path in plain_files(folder) if _is_result(path.relative_to(folder)))
     sizes = [path.stat().st_size for path in paths]
     at_once = sum(sizes) < _FEW_BYTES
-    digests = list(map(file_digest, paths)) if at_once else several(lambda path, _: file_digest(path), paths)
+    filled = [path for path, size in zip(paths, sizes, strict=True) if size]
+    taken = map(file_digest, filled) if at_once else several(lambda path, _: file_digest(path), filled)
+    digest_of = dict(zip(filled, taken, strict=True))
+    digests = [digest_of.get(path, _OF_NOTHING) for path in paths]
     names = [str(path.relative_to(folder)) for path in paths]
     for name, size, digest in zip(names, sizes, digests, strict=True):
         yield {"name": name, "bytes": size, "sha256": digest}

@@ -222,7 +222,7 @@ def scrubbed(outcome: Outcome, folder: Path, redactor: Redactor) -> Outcome:
 def scrub(folder: Path, redactor: Redactor) -> None:
     """Rewrite those files of an attempt that are text and hold a secret; each appears by rename. Raises OSError."""
     for path in plain_files(folder):
-        if path.suffix.lower() not in _TEXT_SUFFIXES:
+        if path.suffix.lower() not in _TEXT_SUFFIXES or not path.lstat().st_size:
             continue
         if _LEFT_ALONE & set(path.relative_to(folder).parts):
             continue
