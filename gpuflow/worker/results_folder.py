@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -78,6 +79,29 @@ class ResultsFolder:
         path.mkdir(exist_ok=True)
         (path / "logs").mkdir()
         return path
+
+    def forget_empty(self, number: int) -> bool:
+        """Remove the folder of an attempt that has left nothing, not even a line of its log; say whether that was so.
+
+        Nothing of the attempt may be alive that could put a link in the place of a folder. Raises OSError.
+        """
+        path, log = self.attempt_dir(number), self.log_path(number)
+        with os.scandir(path) as listed:
+            left = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in listed]
+        if left != [(log.parent.name, True)] or {one.name for one in log.parent.iterdir()} - {log.name}:
+            return False
+        with contextlib.suppress(FileNotFoundError):
+            if log.lstat().st_size:
+                return False
+            log.unlink()
+        try:
+            log.parent.rmdir()
+            path.rmdir()
+        except OSError:  # something has come meanwhile
+            return False
+        with contextlib.suppress(OSError):  # other attempts have one
+            self.root.rmdir()
+        return True
 
     def publish(self, number: int) -> None:
         """Point the top-level names at the committed attempt; each link appears by rename.

@@ -55,6 +55,7 @@ def test_the_process_of_a_call_answers_the_next_ones(fleet: TestFleet, worker: W
     record = fleet.app.ledger.get(sent.id)
     assert (record.state, record.attempt, record.queue) == ("SUCCEEDED", 1, "cpu")
     assert len([line for line in sessions(worker, "opened") if "on_cpu" in line]) == 1
+    assert not (fleet.results / sent.id).exists(), "it has left nothing, and printed nothing"
 
 
 def test_a_process_that_nobody_calls_ends(fleet: TestFleet, worker: WorkerProcess) -> None:

@@ -1,4 +1,4 @@
-"""The results folder of a task: which checkpoint the next attempt goes on from."""
+"""The results folder of a task: which checkpoint the next attempt goes on from, and what of it is not kept."""
 
 from __future__ import annotations
 
@@ -131,3 +131,46 @@ def test_the_child_learns_how_long_a_notice_is(tmp_path, seconds, expected):
 
     assert variables.get("NOTICE_SECONDS") == expected
     assert variables["RESUME_FROM"] == "/r"
+
+
+def test_an_attempt_that_has_left_nothing_has_no_folder(folder: ResultsFolder) -> None:
+    folder.create_attempt(1)
+    folder.log_path(1).touch()
+
+    assert folder.forget_empty(1)
+
+    assert not folder.root.exists()
+
+
+def test_the_folders_of_other_attempts_stay(folder: ResultsFolder) -> None:
+    folder.create_attempt(1)
+    folder.log_path(1).write_text("it failed\n")
+    folder.create_attempt(2)  # without a log, too
+
+    assert folder.forget_empty(2)
+
+    assert [path.name for path in folder.root.iterdir()] == ["attempt-1"]
+
+
+@pytest.mark.parametrize(
+    "name", ["answer.txt", "logs/executor.log", "logs/other.log", ".hidden", "sub/x", "checkpoints/x"]
+)
+def test_what_an_attempt_has_left_is_kept(folder: ResultsFolder, name: str) -> None:
+    left = folder.create_attempt(1) / name
+    left.parent.mkdir(exist_ok=True)
+    left.write_text("a word")
+
+    assert not folder.forget_empty(1)
+
+    assert left.read_text() == "a word"
+
+
+def test_a_link_in_the_place_of_its_logs_leads_nowhere(folder: ResultsFolder, tmp_path: Path) -> None:
+    (tmp_path / "executor.log").touch()
+    path = folder.create_attempt(1)
+    (path / "logs").rmdir()
+    (path / "logs").symlink_to(tmp_path)
+
+    assert not folder.forget_empty(1)
+
+    assert (tmp_path / "executor.log").exists()
