@@ -121,7 +121,11 @@ def check_result(fleet: TestFleet, record: TaskRecord) -> None:
     if record.state is not TaskState.SUCCEEDED:
         promised(record.manifest is None, f"{record.id} ended {record.state} with a result")
         return
-    manifest = _folder(fleet, record.id, record.attempt) / "manifest.json"
+    folder = _folder(fleet, record.id, record.attempt)
+    if record.manifest is None:
+        promised(record.task_type == FUNCTION_TYPE and not folder.exists(), f"{record.id}: results without a manifest")
+        return
+    manifest = folder / "manifest.json"
     digest = hashlib.sha256(manifest.read_bytes()).hexdigest()
     promised(digest == record.manifest, f"{record.id}: another manifest")
     told = record.result.get("attempt", record.attempt)  # the echo executor says which attempt it was

@@ -68,9 +68,10 @@ class Calls:
         return [(int(path.stem), int(path.suffix[1:])) for path in paths]
 
     def warm(self) -> int:
-        """Let one call be answered, and return the process."""
-        (task,) = self.send(0, waits=False)
-        self.ended(task)
+        """Let a few calls be answered, so that it is known that they are short, and return the process."""
+        for _ in range(3):
+            (task,) = self.send(0, waits=False)
+            self.ended(task)
         self.numbers.clear()
         pid = self._noted()[-1][1]
         for path in self.folder.glob(f"*.{pid}"):
@@ -156,7 +157,8 @@ def test_what_it_worked_on_has_failed_and_what_waited_is_answered(calls: Calls, 
     calls.ended(*others)
     calls.ended(victim, state=TaskState.FAILED)
     assert calls.history(victim) == [("failed", kind)]
-    assert [calls.history(task) for task in others] == [[WENT_BACK, SUCCEEDED]] * 2
+    assert [calls.history(task)[-1] for task in others] == [SUCCEEDED] * 2
+    assert all(set(calls.history(task)[:-1]) == {WENT_BACK} for task in others)
     gone([pid])
 
 

@@ -6,7 +6,9 @@ so that a process which hangs blocks neither an attempt nor the worker.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import queue
 import threading
 import time
@@ -31,7 +33,7 @@ log = get_logger("gpuflow.sessions")
 _READ_SECONDS: Final = 1.0
 #: A request that is aborted has ended after this time, or the session is ended.
 ABORT_SECONDS: Final = 30.0
-#: The same for a call of a function, whose process ends by that: one that has not by then stands still.
+#: The same for a call of a function that is worked on: its process ends by that, and one that has not stands still.
 FUNCTION_ABORT_SECONDS: Final = 5.0
 #: After a while without a word, or with an abort undone, it is given no more requests (seconds).
 SUSPECT_SECONDS: Final = 25.0
@@ -81,7 +83,7 @@ def _positive(seconds: Any) -> float | None:
 class Session:
     """A session; `on_end` is called once, on its reader's thread, when nothing of its process is left.
 
-    `on_room` is called there when it takes more requests than before.
+    `on_room` is called, on a thread of its own, when it takes more requests than before.
 
     It lives from `begin` on.
     """
@@ -186,10 +188,19 @@ class Session:
         self._tell({"op": "ping", "n": 0})
 
     def disobeys(self, now: float) -> bool:
-        """Whether an abort has been left undone for too long."""
-        most = FUNCTION_ABORT_SECONDS if self.of_function else ABORT_SECONDS
+        """Whether an abort has been left undone for too long.
+
+        Of functions that is so for the call that is worked on. One that waits behind it may well wait on: nothing of a
+        call is to end by the limit of another one.
+        """
         with self._lock:
-            return any(now - at > most for at in self._aborted.values())
+            works = self.of_function and any(asked.works for asked in self._open.values())
+            limits = {
+                id: ABORT_SECONDS if not works else FUNCTION_ABORT_SECONDS if self._open[id].works else math.inf
+                for id in self._aborted
+                if id in self._open
+            }
+            return any(now - self._aborted[id] > most for id, most in limits.items())
 
     def is_suspect(self, now: float) -> bool:
         """Whether it seems to hang: then it is given no more requests."""
@@ -349,11 +360,11 @@ class Session:
                 replicas = [asked for asked in self._open.values() if asked.replica]
             for asked in replicas:
                 asked.put("event", _LOADED)
-            self._on_room()
+            self._tell_room()
         elif name == PLACES:
             before, self.told = self.told, replace(self.told, max_requests=Told.read(event).max_requests)
             if self.told.max_requests > before.max_requests:
-                self._on_room()
+                self._tell_room()
         elif name == "closing":
             with self._lock:
                 if self.state == "ready":
@@ -369,6 +380,11 @@ class Session:
                 left, self._open = list(self._open.values()), {}
             for request in left:
                 request.end(event)
+
+    def _tell_room(self) -> None:
+        """Say that more may join it; what is said to the server may take its time, and the process is to be read."""
+        with contextlib.suppress(RuntimeError):  # without a thread, the next look at the queues finds it
+            threading.Thread(target=self._on_room, name="gpuflow-session-room", daemon=True).start()
 
     def _to_all(self, line: bytes, kind: Literal["event", "log"]) -> None:
         """Tell every open request how the loading goes."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import psutil
 import pytest
 
 from gpuflow.fleet.gpu_locks import Hold
-from gpuflow.protocol import Request
+from gpuflow.protocol import FUNCTION_TYPE, Request
 from gpuflow.routing.requirement import Requirement
 from gpuflow.worker.outcome import HandedBack
 from gpuflow.worker.sessions import keeper
@@ -20,7 +21,7 @@ from gpuflow.worker.sessions.keeper import Keeper
 from gpuflow.worker.sessions.logs import KEPT, new_log
 from gpuflow.worker.sessions.opening import Opening
 from gpuflow.worker.sessions.request import SessionRequest
-from gpuflow.worker.sessions.session import Told
+from gpuflow.worker.sessions.session import FUNCTION_ABORT_SECONDS, Told
 from gpuflow.worker.sessions.table import Sessions
 from gpuflow.worker.sessions.warm import LOADING_PLACES, Warm
 from tests.support.engines import scripted
@@ -365,9 +366,11 @@ def test_that_a_session_takes_more_is_told_at_once(pool: Pool) -> None:
 
     finish(pool.ask("1", says(9)))
 
-    assert pool.told == [("s",)], "it is told of five more"
+    eventually(lambda: pool.told == [("s",)], what="it is told of five more")
     finish(pool.ask("2", says(8)))
-    assert pool.told == [("s",)], "of fewer there is nothing to tell"
+    finish(pool.ask("3", says(9)))
+    eventually(lambda: len(pool.told) > 1, what="it is told of one more")
+    assert pool.told == 2 * [("s",)], "of fewer there is nothing to tell"
 
 
 def test_one_that_seems_to_hang_gets_no_more_requests(pool: Pool) -> None:
@@ -378,6 +381,30 @@ def test_one_that_seems_to_hang_gets_no_more_requests(pool: Pool) -> None:
 
     assert warm.has_place(now)
     assert not warm.has_place(now + 3600), "it has said nothing for an hour"
+
+
+def test_a_call_that_waits_behind_another_one_ends_no_process(pool: Pool) -> None:
+    """A function that keeps the interpreter to itself answers no abort as long as the first call works."""
+
+    def call(tag: str, prompt: str) -> SessionRequest:
+        spec = {"data": {"items": [prompt]}}
+        request = Request(task_id=tag, task_type=FUNCTION_TYPE, spec=spec, output_dir=str(pool.folder))
+        return pool.sessions.ask(tag, request, replace(scripted(), of_function=True))
+
+    works = json.dumps({"event": "worker", "id": "a#1", "status": "working"})
+    pool.sessions.expect("s", "a", None, None)
+    assert pool.sessions.join("s", "b")
+    first = call("a", f"do import os, time; os.write(1, {works.encode()!r} + bytes([10])); time.sleep(3600)")
+    session = ready(pool).session
+    assert session is not None
+    eventually(lambda: first.works, what="the first one is worked on")
+    call("b", "wait for ever").kill()
+
+    assert not session.disobeys(time.monotonic() + 3600), "that one waits"
+
+    first.kill()
+    assert session.disobeys(time.monotonic() + FUNCTION_ABORT_SECONDS + 1)
+    session.kill("it stands still")
 
 
 def test_one_that_says_that_it_dies_takes_nobody_in(pool: Pool) -> None:
