@@ -114,7 +114,7 @@ def test_a_replacement_that_failed_is_queued_again_as_what_it_is(fleet: TestFlee
     fleet.start_worker("w1", "--include", MODULE)
     until = tmp_path / "until"
     args = [str(tmp_path / "begun"), str(until)]
-    sent = submit(spec_of("hands_over", f"{MODULE}.waits", args, TENTH, timeout=2), app=fleet.app)
+    sent = submit(spec_of("hands_over", f"{MODULE}.waits", args, TENTH, timeout=4), app=fleet.app)
     failed = sent.wait(timeout=patient(30))
     assert (failed.state, failed.attempt) == ("FAILED", 2)
 
