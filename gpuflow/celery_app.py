@@ -39,7 +39,7 @@ from gpuflow.ledger.backend import Attempts, LedgerBackend
 from gpuflow.ledger.eventlog import EventLog
 from gpuflow.ledger.joining import joining_here
 from gpuflow.ledger.ledger import Ledger, RecordPart
-from gpuflow.ledger.records import RECORD_SCHEMA, SCHEMA_HEADER
+from gpuflow.ledger.records import SCHEMA_HEADER
 from gpuflow.ledger.states import TaskState
 from gpuflow.merge.completion import Merger
 from gpuflow.merge.store import MergeStore
@@ -309,7 +309,7 @@ class GPUFlow(Celery):  # type: ignore[misc]
             options["headers"] = {
                 **(options.get("headers") or {}),
                 RECORD_HEADER: prepared.header,
-                SCHEMA_HEADER: RECORD_SCHEMA,
+                SCHEMA_HEADER: int(prepared.header["fields"]["schema"]),
                 **({TRACEPARENT: submission.traceparent} if submission.traceparent else {}),
             }
         elif SPEC_OPTION in options:
@@ -321,6 +321,7 @@ class GPUFlow(Celery):  # type: ignore[misc]
                 **(options.get("headers") or {}),
                 RECORD_HEADER: call_by.header,
                 RECORDED_HEADER: 1,
+                SCHEMA_HEADER: int(call_by.header["fields"]["schema"]),
                 FUNCTION_HEADER: kind,
                 **({TRACEPARENT: submission.traceparent} if submission.traceparent else {}),
             }

@@ -19,7 +19,7 @@ from gpuflow.broker.wire import portable, wrapped
 from gpuflow.errors import InvalidTemplate
 from gpuflow.fleet.seen_fleet import SeenFleet
 from gpuflow.functions.calls import given
-from gpuflow.ledger.records import new_record_fields
+from gpuflow.ledger.records import RECORD_SCHEMA, new_record_fields
 from gpuflow.merge.keys import MergeKey, merge_key, plain_key
 from gpuflow.protocol import FUNCTION_TYPE, is_safe_id, whole_text
 from gpuflow.routing.affinity import hints
@@ -303,15 +303,18 @@ def templated_call(
 ) -> PreparedFunction:
     """Describe the record of a function that a template calls, as `submission_header` does; it runs in a child.
 
-    `options` has its canonical spec (SPEC_OPTION), and `resources` where it goes elsewhere than that says. Takes our
-    own entries out of `options`. Raises InvalidTemplate, ArtifactError when the store fails.
+    `options` has its canonical spec (SPEC_OPTION), and `resources` where it goes by one of its alternatives first, or
+    elsewhere than that says. Takes our own entries out of `options`. Workers of a version that knows of no such calls
+    leave it to others, by its schema. Raises InvalidTemplate, ArtifactError when the store fails.
     """
     spec = options.pop(SPEC_OPTION)
     owner = options.pop("owner", None) or ""
     key = options.pop("idempotency_key", None)
     task_id = options["task_id"] = options.get("task_id") or (id_for_key(owner, key) if key else str(uuid.uuid4()))
     title, pipeline, stage, labels = (options.pop(one, None) for one in ("title", "pipeline", "stage", "labels"))
-    alternatives = choose_requirements(app, options.pop("resources", None) or spec.get("resources"), light=True)
+    alternatives = _beginning_with(
+        options.pop("resources", None), choose_requirements(app, spec.get("resources"), light=True)
+    )
     asks = [(queue_name(one), json.dumps(one.to_dict())) for one in alternatives]
     submission = of_submit(
         app.traces,
@@ -330,6 +333,7 @@ def templated_call(
         stage=stage,
         labels=labels,
         traceparent=submission.traceparent,
+        schema=RECORD_SCHEMA,
     )
     limit = options.get("time_limit")
     # Where this process does not have the function, whether it is warm is for the workers that do: a session of that
@@ -353,6 +357,18 @@ def templated_call(
     return PreparedFunction(
         args=sent_args or (), kwargs=sent_kwargs, queue=asks[0][0], header=header, submission=submission
     )
+
+
+def _beginning_with(resources: Mapping[str, Any] | None, alternatives: list[Requirement]) -> list[Requirement]:
+    """Return alternatives in their order, from the one that `resources` are; those of `resources` where it is none."""
+    if resources is None:
+        return alternatives
+    asked = list(requirement_from_resources(resources, gpu_available=False))
+    names = [queue_name(one) for one in alternatives]
+    if queue_name(asked[0]) not in names:
+        return asked
+    first = names.index(queue_name(asked[0]))
+    return alternatives[first:] + alternatives[:first]
 
 
 def stored_function(app: GPUFlow, spec: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,16 +5,23 @@ So a task that is called again is put back by the same step that ends its attemp
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
+
+#: Fields of a record that belong to the message: what it asks for, and which queues it moves on to.
+_OF_QUEUES: Final = ("requirement", "alternatives", "fallback_seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Publication:
-    """One message, signed where messages are: its queue and list, and what is registered and stamped with it."""
+    """One message, signed where messages are: its queue and list, and what is registered and stamped with it.
+
+    `fields` are those of its record.
+    """
 
     message: str
     tag: str
@@ -23,10 +30,18 @@ class Publication:
     delay_seconds: float = 0
     requirement: str = ""
     hints: str = ""
+    fields: Mapping[str, str] = field(default_factory=dict)
 
-    def arguments(self) -> tuple[str, ...]:
-        """Return it as YIELD takes it."""
-        return self.message, self.list_key, self.tag, self.queue, self.requirement, self.hints
+    def arguments(self, *, replaces: bool = False) -> tuple[str, ...]:
+        """Return it as YIELD takes it; `replaces`: it is of another function than the task was submitted with.
+
+        With it goes what the record says of where the message may wait. The spec that was submitted stays there: by it
+        a stage is put together, and a submit that is repeated is known.
+        """
+        told = {name: self.fields[name] for name in _OF_QUEUES if name in self.fields}
+        if replaces and "spec" in self.fields:
+            told["replacement"] = self.fields["spec"]
+        return self.message, self.list_key, self.tag, self.queue, self.requirement, self.hints, json.dumps(told)
 
 
 #: What YIELD is told where the message that comes back is the one that was taken.

@@ -185,6 +185,7 @@ class Channel(stock.Channel):  # type: ignore[misc]
                 delay_seconds=float(delay or 0),
                 requirement=asked.get("requirement") or "",
                 hints=hints_text(asked.get("hints") or {}),
+                fields=asked.get("fields") or {},
             )
             held.append(publication)
             return

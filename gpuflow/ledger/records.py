@@ -11,8 +11,11 @@ from typing import Any, Final
 from gpuflow.ledger.states import TaskState
 from gpuflow.protocol import whole_text
 
-#: Schema number of a record; readers accept this one and the one before. 2: merged calls and their runs.
-RECORD_SCHEMA: Final = 2
+#: The newest schema of a record and its message that this version reads; it reads all before. 2: merged calls and their
+#: runs. 3: functions that templates call.
+RECORD_SCHEMA: Final = 3
+#: The schema of all other tasks: workers of the version before run them.
+COMMON_SCHEMA: Final = 2
 #: Fields of a record that are small whatever its task is: what lists and filters look at.
 HEAD_FIELDS: Final = (
     *("schema", "id", "state", "queue", "name", "owner", "labels", "task_type", "attempt", "worker", "pipeline"),
@@ -74,7 +77,7 @@ class TaskRecord:
 
     `lost`: its worker has gone, and it waits for another one (`Ledger.as_seen`). `run`: the run of merged calls that
     answers it, `call` the key of its call there; `is_run`: it is such a run. `labels` are the `metadata.labels` of the
-    template.
+    template. `replacement` is the spec of the function that has taken the place of the submitted one, within its stage.
     """
 
     id: str
@@ -109,7 +112,14 @@ class TaskRecord:
     is_run: bool = False
     usage: Usage = Usage()
     labels: Mapping[str, str] = field(default_factory=dict)
-    schema: int = RECORD_SCHEMA
+    replacement: Mapping[str, Any] | None = None
+    traceparent: str = ""
+    schema: int = COMMON_SCHEMA
+
+    @property
+    def runs(self) -> Mapping[str, Any]:
+        """The spec of what its next attempt runs: of what it was submitted with, or of what has replaced that."""
+        return self.spec if self.replacement is None else self.replacement
 
     @classmethod
     def from_hash(cls, raw: Mapping[str, str]) -> TaskRecord:
@@ -153,7 +163,9 @@ class TaskRecord:
             is_run="merge_tokens" in raw,
             usage=Usage.from_dict(parsed("usage")),
             labels=parsed("labels") or {},
-            schema=int(raw.get("schema", RECORD_SCHEMA)),
+            replacement=parsed("replacement"),
+            traceparent=raw.get("traceparent", ""),
+            schema=int(raw.get("schema", COMMON_SCHEMA)),
         )
 
     def public(self) -> dict[str, Any]:
@@ -241,10 +253,11 @@ def new_record_fields(
     stage: str | None = None,
     labels: Mapping[str, str] | None = None,
     traceparent: str = "",
+    schema: int | None = None,
 ) -> dict[str, str]:
     """Return the fields of a new record as strings, for the publish step."""
     fields = {
-        "schema": str(RECORD_SCHEMA),
+        "schema": str(COMMON_SCHEMA if schema is None else schema),
         "state": str(TaskState.QUEUED),
         "name": name,
         "owner": owner,

@@ -46,7 +46,7 @@ from gpuflow.functions.calls import (
     raised,
 )
 from gpuflow.ledger.ledger import Holder, StartVerdict
-from gpuflow.ledger.records import new_record_fields
+from gpuflow.ledger.records import TaskRecord, new_record_fields
 from gpuflow.ledger.replacing import replace_task
 from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
@@ -56,6 +56,7 @@ from gpuflow.routing.requirement import Requirement
 from gpuflow.routing.resources import asks_gpus_alone, format_resources
 from gpuflow.secrets import Redactor
 from gpuflow.spec.function_section import is_ours
+from gpuflow.traces.context import TRACEPARENT
 from gpuflow.worker.child_environment import child_environment, given_variables, python_path
 from gpuflow.worker.child_python import ChildPython
 from gpuflow.worker.child_user import child_user
@@ -365,26 +366,26 @@ class FunctionDelivery(Delivery):
         if asked is None:  # it was sent under another id
             self._ignore(holder, outcome, Retry(error["message"], exc=cause))
         try:
-            publication = self._publication(asked)
+            publication, is_replacement = self._publication(asked)
         except Exception as refused:  # noqa: BLE001  (Celery's own: what cannot be sent again is rejected)
             self._reject(holder, outcome, {"reason": str(refused), "requeue": False})
         self._tell_retry(holder, cause)
-        again = publication.arguments()
+        again = publication.arguments(replaces=is_replacement)
         self._put_back(holder, outcome, "failed", error, publication.delay_seconds, instead=again)
         raise Retry(error["message"], exc=cause, when=publication.delay_seconds or None)
 
-    def _publication(self, asked: Mapping[str, Any]) -> Publication:
-        """Return what Celery publishes for a retry. Raises what it raises."""
+    def _publication(self, asked: Mapping[str, Any]) -> tuple[Publication, bool]:
+        """Return what Celery publishes for a retry, and whether that is of a replacement. Raises what it raises."""
         record = self._until_told(lambda: self.ledger.get(self.id))
         options = {name: given(value) for name, value in asked["options"].items()}
         if record.requirement:
             options["resources"] = format_resources(Requirement.from_dict(record.requirement))
         options["task_id"] = self.id  # whatever the child says
         if self._is_templated:
-            options[SPEC_OPTION] = dict(record.spec)
+            options |= {SPEC_OPTION: dict(record.runs), **_told_of(record)}
         with holding(self.id) as held:
             self.runtime.app.send_task(self.task.name, given(asked["args"]), given(asked["kwargs"]), **options)
-        return held[-1]
+        return held[-1], record.replacement is not None
 
     def _tell_retry(self, holder: Holder, cause: Exception) -> None:
         """Let Celery's state be RETRY while the attempt is still ours: what the next one says comes after it."""
@@ -447,7 +448,8 @@ class FunctionDelivery(Delivery):
         except Exception as refused:  # noqa: BLE001  (Celery's own: whatever cannot be sent)
             self._refuse(holder, outcome, f"what it replaces itself by cannot be sent: {refused}")
         told = {"type": "Replaced", "message": f"replaced by {called.task}", "retryable": True}
-        self._put_back(holder, outcome, "preempted", told, publication.delay_seconds, instead=publication.arguments())
+        instead = publication.arguments(replaces=True)
+        self._put_back(holder, outcome, "preempted", told, publication.delay_seconds, instead=instead)
         raise Ignore
 
     def _as_replacement(self, called: Signature, options: dict[str, Any]) -> Publication:
@@ -456,11 +458,11 @@ class FunctionDelivery(Delivery):
         resources = options.get("resources") or getattr(app.tasks.get(called.task), "resources", None)
         own = {"accelerators": resources} if resources and not isinstance(resources, Mapping) else resources
         spec = {"taskType": FUNCTION_TYPE, "function": {"name": called.task}, **({"resources": own} if own else {})}
-        kept = self._until_told(lambda: self.ledger.get(self.id)).spec
+        record = self._until_told(lambda: self.ledger.get(self.id))
         limit = (self.request.timelimit or [None])[0]
-        options = {**options, SPEC_OPTION: spec, "task_id": self.id}
+        options = {**options, SPEC_OPTION: spec, "task_id": self.id, **_told_of(record)}
         options.pop("resources", None)
-        for name, value in (("time_limit", limit), ("priority", kept.get("priority"))):
+        for name, value in (("time_limit", limit), ("priority", record.spec.get("priority"))):
             if value is not None and options.get(name) is None:
                 options[name] = value  # the template's
         with holding(self.id) as held:
@@ -487,6 +489,11 @@ class FunctionDelivery(Delivery):
         self._until_told(lambda: app.redis.set(app.keys.replaced(self.tag), "", ex=seconds))
         log.info("task_replaced", task=self.id, attempt=holder.attempt)
         raise Ignore
+
+
+def _told_of(record: TaskRecord) -> dict[str, str]:
+    """Return options of the call of a template that its next message has as the first one had them."""
+    return {"owner": record.owner, **({TRACEPARENT: record.traceparent} if record.traceparent else {})}
 
 
 def _with_cause(made: Exception, error: Mapping[str, Any]) -> Exception:

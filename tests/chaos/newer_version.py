@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from gpuflow import celery_app
+from gpuflow import submission
 from gpuflow.ledger import ledger, records
 from gpuflow.worker import supervisor
 
 SCHEMA = records.RECORD_SCHEMA + 1
-MODULES = (celery_app, ledger, records, supervisor)
+MODULES = (ledger, records, submission, supervisor)
 
 for module in MODULES:
     module.RECORD_SCHEMA = SCHEMA  # type: ignore[attr-defined]
+records.COMMON_SCHEMA = SCHEMA  # type: ignore[misc]

@@ -14,7 +14,7 @@ from gpuflow.explaining import explain
 from gpuflow.settings import Settings
 from tests.chaos.accounting import check
 from tests.chaos.conftest import LEASE
-from tests.chaos.test_versions import CURRENT, HERE, MODULES, NEWER
+from tests.chaos.test_versions import CURRENT, HERE, NEWER, be_of
 from tests.support.fleet import TestFleet, WorkerProcess
 from tests.support.waiting import patient
 
@@ -42,8 +42,7 @@ def login(fleet: TestFleet, url: str) -> None:
 def test_a_password_and_a_version_change_under_load_and_nothing_is_lost(
     fleet: TestFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in MODULES:
-        monkeypatch.setattr(module, "RECORD_SCHEMA", CURRENT)
+    be_of(CURRENT, monkeypatch)
     old_url, old_password = fleet.broker.url, str(urlsplit(fleet.broker.url).password)
     new_url = old_url.replace(old_password, NEW_PASSWORD)
     env = {**LEASE, "PYTHONPATH": os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")])}
@@ -74,8 +73,7 @@ def test_a_password_and_a_version_change_under_load_and_nothing_is_lost(
         assert worker.process.wait(timeout=patient(60)) == 0, worker.log()[-2000:]
 
     # and then the senders, while one old worker is left: it leaves newer tasks to the others, and `explain` says why
-    for module in MODULES:
-        monkeypatch.setattr(module, "RECORD_SCHEMA", NEWER)
+    be_of(NEWER, monkeypatch)
     load()
     (told,) = explain(ids[-1], app=fleet.app)
     kinds = {one.worker: one.kind for one in told.workers}

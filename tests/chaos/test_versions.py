@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuflow import celery_app
+from gpuflow import submission
 from gpuflow.client import submit
 from gpuflow.fleet.registry import WorkerState
 from gpuflow.ledger import ledger, records
@@ -19,25 +19,30 @@ from tests.support.fleet import TestFleet
 from tests.support.waiting import eventually, patient
 
 #: Where the schema number is used; `newer_version` changes the same in a worker, and so is not imported here.
-MODULES = (celery_app, ledger, records, supervisor)
+MODULES = (ledger, records, submission, supervisor)
 CURRENT = records.RECORD_SCHEMA
 NEWER = CURRENT + 1
 HERE = str(Path(__file__).resolve().parent)
+
+
+def be_of(schema: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have this process be of the version that reads this schema, and writes it."""
+    for module in MODULES:
+        monkeypatch.setattr(module, "RECORD_SCHEMA", schema)
+    monkeypatch.setattr(records, "COMMON_SCHEMA", schema)
 
 
 def test_the_old_hands_back_what_is_newer_and_the_new_runs_what_is_older(
     fleet: TestFleet, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
-    for module in MODULES:
-        monkeypatch.setattr(module, "RECORD_SCHEMA", CURRENT)
+    be_of(CURRENT, monkeypatch)
     old = fleet.start_worker("old", "--max-jobs", "2", env=LEASE)
     running = submit(fleet.echo(until_exists=str(gate), output="old"), app=fleet.app)
     eventually(lambda: running.state == "RUNNING")
 
     # A newer client submits while only the old worker is there: it takes nothing of it.
-    for module in MODULES:
-        monkeypatch.setattr(module, "RECORD_SCHEMA", NEWER)
+    be_of(NEWER, monkeypatch)
     newer = [submit(fleet.echo(output=number), app=fleet.app) for number in range(3)]
     eventually(lambda: "delivery_passed_on" in old.log(), what="the old worker hands a newer task back")
     assert all(task.record().attempt == 0 for task in newer)
@@ -52,8 +57,7 @@ def test_the_old_hands_back_what_is_newer_and_the_new_runs_what_is_older(
     )
     old.send(signal.SIGTERM)
     eventually(lambda: fleet.registry.find("old").state is WorkerState.DRAINING, what="the old worker draining")
-    for module in MODULES:
-        monkeypatch.setattr(module, "RECORD_SCHEMA", CURRENT)
+    be_of(CURRENT, monkeypatch)
     older = submit(fleet.echo(output="older"), app=fleet.app)
     gate.touch()
 

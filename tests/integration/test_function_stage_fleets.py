@@ -110,7 +110,7 @@ def test_a_worker_without_the_function_starts_the_stage_for_one_that_has_it(flee
 def test_a_resumed_pipeline_calls_what_is_not_done(fleet: TestFleet, tmp_path: Path) -> None:
     fleet.start_worker("w1", "--include", MODULE)
     begun, until = tmp_path / "begun", tmp_path / "until"
-    run = submitted(fleet, spec_of("waits", str(begun), str(until), timeout=1))
+    run = submitted(fleet, spec_of("waits", str(begun), str(until), timeout=4))
     with pytest.raises(TaskFailed):
         run.wait(timeout=patient(60))
 

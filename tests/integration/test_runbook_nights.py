@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gpuflow import celery_app
+from gpuflow import submission
 from gpuflow.client import Task, submit, submit_pipeline
 from gpuflow.ledger import ledger, records
 from gpuflow.worker import supervisor
@@ -219,11 +219,10 @@ def test_12_23_and_24_a_disk_a_memory_and_a_clock(shell: Shell) -> None:
 
 def test_13_an_older_worker(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     shell.fleet.start_worker("w1", env=QUICK)
-    for module in (celery_app, ledger, records, supervisor):  # as where the newer version is installed
-        monkeypatch.setattr(module, "RECORD_SCHEMA", records.RECORD_SCHEMA + (module is celery_app))
-    newer = celery_app.RECORD_SCHEMA
-    for module in (ledger, records, supervisor):
+    newer = records.RECORD_SCHEMA + 1
+    for module in (ledger, records, submission, supervisor):  # as where the newer version is installed
         monkeypatch.setattr(module, "RECORD_SCHEMA", newer)
+    monkeypatch.setattr(records, "COMMON_SCHEMA", newer)
     monkeypatch.setattr("gpuflow.fleet.standing.RECORD_SCHEMA", newer)
     task = submit(shell.fleet.echo(output=1), app=shell.fleet.app)
     shell.says(13, ID=task.id)

@@ -94,6 +94,13 @@ def replaces(self: Any, how: str, resources: dict[str, Any] | None = None) -> An
     return self.replace(words.s("a b") | lengths.s())
 
 
+@app.task(bind=True)
+def hands_over(self: Any, to: str, args: list[Any], resources: dict[str, Any] | None = None) -> Any:
+    """Let another function take its place."""
+    by = app.signature(to, args=args)
+    return self.replace(by.set(resources=resources) if resources else by)
+
+
 @app.task
 def ends(how: str) -> None:
     """Say to Celery how it ended."""

@@ -11,7 +11,8 @@
 -- ARGV[12] 1: a warm session is to answer it by itself from now on
 -- ARGV[13] what the attempt has used, JSON (ledger.records.Usage), or ''
 -- ARGV[14] the message that takes the place of the one that was taken, or ''; with it ARGV[15] its list, ARGV[16] its tag,
--- ARGV[17] its queue, ARGV[18] the requirement of that queue, JSON or '', ARGV[19] its hints (common.lua)
+-- ARGV[17] its queue, ARGV[18] the requirement of that queue, JSON or '', ARGV[19] its hints (common.lua), ARGV[20] the
+-- fields of the record that belong to it, a JSON object (broker/publication.py)
 --
 -- Returns 'queued'; 'cancel' (a user has asked for it: commit CANCELLED instead); 'refused': nothing was changed.
 local state, attempt, token = unpack(redis.call('HMGET', KEYS[1], 'state', 'attempt', 'owner_token'))
@@ -30,7 +31,9 @@ if ARGV[14] ~= '' then
     raw = stamped(raw, seconds, ARGV[19])
     register(KEYS[7], ARGV[17], ARGV[18], seconds)
   end
+  redis.call('HDEL', KEYS[1], 'alternatives', 'fallback_seconds')
   redis.call('HSET', KEYS[1], 'message', raw, 'list', list, 'queue', ARGV[17])
+  for name, value in pairs(cjson.decode(ARGV[20])) do redis.call('HSET', KEYS[1], name, value) end
 end
 remember(KEYS[1], KEYS[3], seconds, ARGV[4], ARGV[5], ARGV[6], ARGV[13])
 redis.call('HINCRBY', KEYS[1], ARGV[4] == 'failed' and 'failures' or 'preemptions', 1)
