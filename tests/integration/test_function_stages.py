@@ -157,6 +157,37 @@ def test_an_artifact_of_a_function_is_passed_on(fleet: TestFleet, worker: Worker
     assert value_of(ended, "two") == 10 and set(value_of(ended)) == {"$artifact"}
 
 
+def test_what_several_tasks_leave_in_the_store_is_loaded(fleet: TestFleet, worker: WorkerProcess) -> None:
+    size = 1_200_000
+    many = {"name": "many", "matrix": {"echo.output": ["a" * size, "b" * (size + 1), "c"]}, "spec": fleet.echo()}
+    args = ["${many.result.results.output}", "${many.result.results}", "${many.result}"]
+    stages = [{"name": f"f{number}", "spec": call("shape", arg)} for number, arg in enumerate(args)]
+    ended = done(fleet, many, *stages)
+
+    stored = ended["many"].tasks[0].record().result
+    assert set(stored["output"]) == {"$artifact"}
+    sizes = [size, size + 1, 1]
+    assert value_of(ended, "f0") == sizes
+    assert [one["output"] for one in value_of(ended, "f1")] == sizes
+    assert [one["output"] for one in value_of(ended, "f2")["results"]] == sizes
+
+
+def test_a_file_that_is_no_json_is_judged_and_named_as_it_is(fleet: TestFleet, worker: WorkerProcess) -> None:
+    there = {"value": "${one.result.value}", "exists": True}
+    other = {"value": "${one.result.value}", "equals": "x"}
+    nodes = [
+        one(call("weights")),
+        {"name": "two", "dependsOn": ["one"], "condition": there, "spec": call("size_of", "${one.result.value}")},
+        {"name": "not", "dependsOn": ["one"], "condition": other, "spec": call("same", 1)},
+        {"name": "say", "dependsOn": ["one"], "spec": fleet.echo(message="made ${one.result.value}")},
+    ]
+    started = submit_pipeline({"apiVersion": "gpuflow/v1", "spec": {"graph": {"nodes": nodes}}}, app=fleet.app)
+    started.wait(timeout=patient(60))
+
+    assert value_of(started, "two") == 10 and started["not"].state == "SKIPPED"
+    assert "weights.bin" in started["say"].result["message"]
+
+
 def test_a_failing_function_fails_the_pipeline_with_its_cause(fleet: TestFleet, worker: WorkerProcess) -> None:
     after = {"name": "after", "spec": call("words", "${one.result.value}")}
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from gpuflow.errors import InvalidTemplate
-from gpuflow.pipelines.resolve import task_specs
+from gpuflow.pipelines.resolve import lookup_of, task_specs
 from gpuflow.routing.families import SPEC_OPTION, call_of
 from gpuflow.spec import Stage, Template, canonical, parse
-from gpuflow.spec.references import UnresolvedReference
+from gpuflow.spec.references import UnresolvedReference, parse_reference
 from gpuflow.spec.sharding import shard
 
 
@@ -135,11 +135,46 @@ def specs(stage: Stage, result: Any, functions: tuple[str, ...] = ()) -> list[di
 
 
 def test_what_other_types_leave_by_reference_is_loaded_and_what_functions_return_is_passed_on() -> None:
-    large = {"$artifact": {"url": "file:///x", "sha256": "0" * 64, "bytes": 9}}
     stage = stages_of({"taskType": "echo"}, function(args=["${a.result.items}", "${a.result}"])).stage("b")
 
-    assert specs(stage, {"items": large})[0]["function"]["args"] == [[1, 2, 3], {"items": [1, 2, 3]}]
-    assert specs(stage, {"items": large}, ("a",))[0]["function"]["args"] == [large, {"items": large}]
+    assert specs(stage, {"items": LARGE})[0]["function"]["args"] == [[1, 2, 3], {"items": [1, 2, 3]}]
+    assert specs(stage, {"items": LARGE}, ("a",))[0]["function"]["args"] == [LARGE, {"items": LARGE}]
+
+
+LARGE = {"$artifact": {"url": "file:///x", "sha256": "0" * 64, "bytes": 9}}
+
+
+def test_what_several_tasks_leave_by_reference_is_loaded_too() -> None:
+    paths = ["results.output", "results", "results[1]", "results[1].output"]
+    args = [*("${a.result." + path + "}" for path in paths), "${a.result}"]
+    stage = stages_of({"taskType": "echo"}, function(args=args)).stage("b")
+    result = {"results": [{"output": LARGE, "n": {"deep": LARGE}}, {"output": "small", "n": 1}], "usage": {"n": 2}}
+    whole = [{"output": [1, 2, 3], "n": {"deep": LARGE}}, {"output": "small", "n": 1}]
+
+    (spec,) = specs(stage, result)
+
+    given = spec["function"]["args"]
+    assert given == [[[1, 2, 3], "small"], whole, whole[1], "small", {"results": whole, "usage": {"n": 2}}]
+    (spec,) = specs(stage, result, ("a",))
+    assert spec["function"]["args"][:2] == [[LARGE, "small"], result["results"]]
+
+
+def no_json(value: Any) -> Any:
+    assert not (isinstance(value, dict) and "$artifact" in value), "a file that is no JSON was opened"
+    return value
+
+
+def test_nobody_looks_into_what_a_function_returns() -> None:
+    texts = {"taskType": "echo", "echo": {"message": "see ${a.result.value}", "output": "${a.result.value}"}}
+    stage = stages_of(function(), texts).stage("b")
+
+    (spec,) = task_specs(stage, lambda name: {"value": LARGE}, no_json, ("a",))
+
+    assert spec["echo"]["output"] == LARGE and "file:///x" in spec["echo"]["message"]
+    value = parse_reference("a.result.value")
+    assert lookup_of(lambda name: {"value": LARGE}, no_json, ("a",))(value) == LARGE
+    with pytest.raises(AssertionError, match="no JSON"):
+        lookup_of(lambda name: {"value": LARGE}, no_json)(value)
 
 
 def test_a_name_that_a_result_would_choose_is_refused_at_dispatch_too() -> None:
