@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -127,12 +128,14 @@ def test_one_task_of_a_template_is_a_function_too(fleet: TestFleet, worker: Work
 
 def test_what_looks_like_more_than_data_arrives_as_data(fleet: TestFleet, worker: WorkerProcess) -> None:
     odd = {"__type__": "nobody's", "__value__": [1]}
-    spec = call("given", odd, "$${env:HOME} $${a.b}", deep={"__type__": "datetime", "__value__": "no date"}, x=None)
+    day = {"__type__": "date", "__value__": "2026-03-01"}
+    deep = {"__type__": "datetime", "__value__": "no date"}
+    spec = call("given", odd, "$${env:HOME} $${a.b}", [day], deep=deep, x=None)
 
     told = value_of(done(fleet, one(spec)))
 
-    assert told["args"] == repr((odd, "${env:HOME} ${a.b}"))
-    assert told["kwargs"] == repr({"deep": {"__type__": "datetime", "__value__": "no date"}, "x": None})
+    assert told["args"] == repr((odd, "${env:HOME} ${a.b}", [date(2026, 3, 1)]))
+    assert told["kwargs"] == repr({"deep": deep, "x": None})
     assert value_of(done(fleet, one(call("same", odd)), {"name": "two", "spec": call("same", 1)})) == odd
 
 

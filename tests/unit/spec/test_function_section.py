@@ -43,7 +43,8 @@ def test_what_is_no_name_of_a_task_is_refused(name: Any) -> None:
 
 @pytest.mark.parametrize("name", ["gpuflow.command", "celery.map", "tasks.supervised.run", "gpuflow", "celery"])
 def test_tasks_of_gpuflow_and_celery_are_refused(name: str) -> None:
-    assert "a task of gpuflow or Celery itself" in mistakes(function(name))
+    told = mistakes(function(name))
+    assert ("names below `tasks.`" if name.startswith("tasks.") else "a task of gpuflow or Celery itself") in told
 
 
 @pytest.mark.parametrize("path", ["function", "function.name", "function.rows"])
@@ -68,8 +69,11 @@ def test_the_environment_is_read_by_the_function() -> None:
     ("fields", "parallel", "words"),
     [
         ({"kwargs": {"x": [1]}, "rows": "y"}, {"max_shards": 2}, "none of the arguments"),
+        ({"kwargs": {"x": None}, "rows": "x"}, {"max_shards": 2}, "is null; it is to be split"),
+        ({"args": [None], "rows": 0}, {"max_shards": 2}, "is null; it is to be split"),
         ({"args": [[1]], "rows": 1}, {"max_shards": 2}, "none of the arguments"),
         ({"args": [[1]], "rows": -1}, {"max_shards": 2}, "its place in args"),
+        ({"args": [[1]], "rows": [0]}, {"max_shards": 2}, "its place in args"),
         ({"args": [[1]], "rows": True}, {"max_shards": 2}, "its place in args"),
         ({"kwargs": {"x": "text"}, "rows": "x"}, {"max_shards": 2}, "it must be a list"),
         ({"kwargs": {"x": [1]}, "rows": "x"}, None, "splits nothing without parallel"),
@@ -78,6 +82,17 @@ def test_the_environment_is_read_by_the_function() -> None:
 )
 def test_what_is_split_is_a_list_among_the_arguments(fields: Any, parallel: Any, words: str) -> None:
     assert words in mistakes({**function(**fields), **({"parallel": parallel} if parallel else {})})
+
+
+def test_a_matrix_varies_arguments_of_the_short_form_too() -> None:
+    spec = {"taskType": "function", "function": "my_team.jobs.embed"}
+    stages = [{"name": "a", "spec": spec, "matrix": {"function.kwargs.x": [1, 2]}}]
+    stage = parse({"apiVersion": "gpuflow/v1", "spec": {"stages": stages}}).stage("a")
+
+    assert [one["function"] for one in specs(stage, {})] == [function(kwargs={"x": x})["function"] for x in (1, 2)]
+    assert "'data.items.x' leads nowhere" in mistakes(
+        {"taskType": "echo", "data": {"items": [1]}}, matrix={"data.items.x": [1]}
+    )
 
 
 def test_a_list_is_split_in_order() -> None:
