@@ -73,7 +73,7 @@ def test_the_environment_is_read_by_the_function() -> None:
         ({"args": [None], "rows": 0}, {"max_shards": 2}, "is null; it is to be split"),
         ({"args": [[1]], "rows": 1}, {"max_shards": 2}, "none of the arguments"),
         ({"args": [[1]], "rows": -1}, {"max_shards": 2}, "its place in args"),
-        ({"args": [[1]], "rows": [0]}, {"max_shards": 2}, "its place in args"),
+        ({"kwargs": {"x": [1]}, "rows": ["x"]}, {"max_shards": 2}, "its place in args"),
         ({"args": [[1]], "rows": True}, {"max_shards": 2}, "its place in args"),
         ({"kwargs": {"x": "text"}, "rows": "x"}, {"max_shards": 2}, "it must be a list"),
         ({"kwargs": {"x": [1]}, "rows": "x"}, None, "splits nothing without parallel"),
