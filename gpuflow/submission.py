@@ -15,7 +15,7 @@ from gpuflow import __version__
 from gpuflow.artifacts.destination import data_store
 from gpuflow.artifacts.large_arguments import ARGUMENTS, refer_arguments
 from gpuflow.artifacts.large_values import refer_large
-from gpuflow.broker.wire import portable, wrapped
+from gpuflow.broker.wire import MAPPING, portable
 from gpuflow.errors import InvalidTemplate
 from gpuflow.fleet.seen_fleet import SeenFleet
 from gpuflow.functions.calls import given
@@ -382,11 +382,29 @@ def stored_function(app: GPUFlow, spec: Mapping[str, Any]) -> dict[str, Any]:
 
 def _readable(args: Sequence[Any] | None, kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
     """Return arguments that a worker can read: a mapping that looks like a type of kombu's and is none stays one."""
-    try:
-        given([list(args or ()), dict(kwargs)])
-    except Exception:  # noqa: BLE001  (whatever the reader of a type makes of a value that is none of it)
-        args, kwargs = wrapped([list(args or ()), dict(kwargs)])
+    if not _is_readable([list(args or ()), dict(kwargs)]):
+        args, kwargs = _made_readable([list(args or ()), dict(kwargs)])
     return args or (), dict(kwargs)
+
+
+def _is_readable(value: Any) -> bool:
+    try:
+        given(value)
+    except Exception:  # noqa: BLE001  (whatever the reader of a type makes of a value that is none of it)
+        return False
+    return True
+
+
+def _made_readable(value: Any) -> Any:
+    """Return a copy of JSON-able data in which each mapping of that form, and no other, is one of gpuflow's type."""
+    if isinstance(value, list | tuple):
+        return [_made_readable(item) for item in value]
+    if not isinstance(value, Mapping):
+        return whole_text(value) if isinstance(value, str) else value
+    made = {whole_text(key): _made_readable(item) for key, item in value.items()}
+    if made.keys() != {"__type__", "__value__"} or _is_readable(made):
+        return made
+    return {"__type__": MAPPING, "__value__": [list(pair) for pair in made.items()]}
 
 
 def with_large_arguments(

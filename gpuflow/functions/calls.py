@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, Self
 
-from kombu.utils.json import dumps, loads
+from kombu.utils.json import dumps, loads, object_hook
 
 from gpuflow.protocol import whole_text
 
@@ -143,11 +143,26 @@ def given(value: Any) -> Any:
 
 
 def given_or_plain(value: Any) -> Any:
-    """Return the value that `plain` was made of; as it is where data looks like a type of kombu's, and is none."""
+    """Return the value that `plain` was made of; what of it looks like a type of kombu's, and is none, as it is."""
     try:
         return given(value)
     except Exception:  # noqa: BLE001  (whatever the reader of a type raises)
+        try:
+            return _given_where_it_can(value)
+        except RecursionError:
+            return value
+
+
+def _given_where_it_can(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_given_where_it_can(item) for item in value]
+    if not isinstance(value, dict):
         return value
+    read = {name: _given_where_it_can(item) for name, item in value.items()}
+    try:
+        return object_hook(read)
+    except Exception:  # noqa: BLE001  (as above)
+        return read
 
 
 def stored(error: BaseException) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from fastapi import Request
@@ -21,12 +21,13 @@ from gpuflow.artifacts.uploads import upload_places
 from gpuflow.celery_app import GPUFlow
 from gpuflow.client import with_data
 from gpuflow.gateway.problems import Problem
+from gpuflow.ledger.records import TaskRecord
 from gpuflow.protocol import whole_text
 from gpuflow.spec import Mistake, Template
 from gpuflow.spec.function_section import is_function
 from gpuflow.spec.reading import MAX_BYTES
 from gpuflow.spec.report import invalid, path_text
-from gpuflow.submission import stored_function
+from gpuflow.submission import stored_function, with_declared_resources
 from gpuflow.templates import parse_text
 
 M = TypeVar("M", bound=BaseModel)
@@ -117,13 +118,32 @@ def refuse_functions(template: Template, allowed: Sequence[str]) -> None:
     have a token, and no address of the broker, is for the operator to say.
     """
     for stage in template.stages:
-        name = str((stage.spec.get("function") or {}).get("name"))
-        if is_function(stage.spec) and not any(fnmatch.fnmatchcase(name, pattern) for pattern in allowed):
-            detail = (
-                f"stage {stage.name!r} calls the function {name}, which this gateway lets nobody call; its operator "
-                "allows it by GPUFLOW_GATEWAY_FUNCTIONS"
-            )
-            raise Problem(403, "function-not-allowed", whole_text(detail))
+        if is_function(stage.spec):
+            _refuse_function(f"stage {stage.name!r}", _function_of(stage.spec), allowed)
+
+
+def refuse_function_of(record: TaskRecord, allowed: Sequence[str]) -> None:
+    """Raise Problem 403 for a task that is the call of such a function, by a template or by plain Celery.
+
+    A merged call by plain Celery has no spec; its type is the name of its function.
+    """
+    if is_function(record.spec):
+        _refuse_function(f"task {record.id}", _function_of(record.spec), allowed)
+    elif not record.spec:
+        _refuse_function(f"task {record.id}", record.task_type, allowed)
+
+
+def _function_of(spec: Mapping[str, Any]) -> str:
+    return str((spec.get("function") or {}).get("name"))
+
+
+def _refuse_function(who: str, name: str, allowed: Sequence[str]) -> None:
+    if not any(fnmatch.fnmatchcase(name, pattern) for pattern in allowed):
+        detail = (
+            f"{who} calls the function {name}, which this gateway lets nobody call; its operator allows it by "
+            "GPUFLOW_GATEWAY_FUNCTIONS"
+        )
+        raise Problem(403, "function-not-allowed", whole_text(detail))
 
 
 def idempotency_key(request: Request) -> str | None:
@@ -138,16 +158,23 @@ def idempotency_key(request: Request) -> str | None:
     return key
 
 
-def same_work(app: GPUFlow, template: Template, stored: list[Any]) -> bool:
-    """Whether the specs that a record holds are those of the template, as a submit would store them."""
-    ready = with_data(template, app, uploads=False)
+def same_work(app: GPUFlow, template: Template, stored: list[Any], *, as_task: bool) -> bool:
+    """Whether the specs that a record holds are those of the template, as a submit would store them.
+
+    `as_task`: the record is that of a task, whose escapes are undone and whose large arguments are in the store. That
+    of a pipeline holds its template as it is.
+    """
+    ready = with_data(with_declared_resources(template, app), app, uploads=False)
 
     def in_store(spec: Any) -> Any:
         if is_function(spec):
             return stored_function(app, spec)
         return refer_large(spec, lambda: data_store(app.settings, app.broker_address()))
 
-    specs = [stage.spec if template.is_pipeline else in_store(stage.spec) for stage in ready.stages]
+    if as_task:
+        specs = [in_store(spec) for stage in ready.stages for spec in stage.tasks(str)]  # a task refers to no stage
+    else:
+        specs = [stage.spec for stage in ready.stages]
     return _plain(specs) == _plain(stored)
 
 

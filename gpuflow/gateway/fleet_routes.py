@@ -120,7 +120,7 @@ def _submit_task(app: GPUFlow, template: Template, key: str | None, caller: Gran
     warnings = told(app, template, fail_fast=False)
     task = submit(template, idempotency_key=key, owner=owner_for(caller, template.owner), uploads=False, app=app)
     record = app.ledger.find(task.id) if key else None
-    if record is not None and not same_work(app, template, [record.spec]):
+    if record is not None and not same_work(app, template, [record.spec], as_task=True):
         raise other_body(str(key))
     return submitted(TASKS, task.id, "task", warnings)
 

@@ -11,7 +11,14 @@ from fastapi.responses import JSONResponse
 from gpuflow.celery_app import GPUFlow
 from gpuflow.client import submit_pipeline
 from gpuflow.gateway.auth import Gatekeeper
-from gpuflow.gateway.bodies import idempotency_key, other_body, read_template, same_work, template_of
+from gpuflow.gateway.bodies import (
+    idempotency_key,
+    other_body,
+    read_template,
+    refuse_functions,
+    same_work,
+    template_of,
+)
 from gpuflow.gateway.documents import answers, body
 from gpuflow.gateway.fleet_calls import Calls
 from gpuflow.gateway.paging import page
@@ -116,7 +123,13 @@ def pipelines_router(calls: Calls, gatekeeper: Gatekeeper) -> APIRouter:
     )
     async def resume(id: RecordId, caller: Caller) -> JSONResponse:
         """Go on with a pipeline that has ended: `resumed`, `running` (not ended yet) or `succeeded` (all done)."""
-        outcome = await calls.run(lambda app: run_of(app, id, caller).resume())
+
+        def resumed(app: GPUFlow) -> str:
+            run = run_of(app, id, caller)
+            refuse_functions(Template.from_dict(app.pipelines.get(id).template), app.settings.gateway_functions)
+            return run.resume()
+
+        outcome = await calls.run(resumed)
         return JSONResponse({"id": id, "outcome": outcome}, status_code=202)
 
     return router
@@ -135,7 +148,7 @@ def submit_template(
     if record is not None:
         kept = Template.from_dict(record.template)
         same = (record.name, graph_of(kept)) == (template.name, graph_of(template))
-        if not same or not same_work(app, template, [stage.spec for stage in kept.stages]):
+        if not same or not same_work(app, template, [stage.spec for stage in kept.stages], as_task=False):
             raise other_body(str(key))
     return submitted(PREFIX, run.id, "pipeline", warnings)
 

@@ -16,7 +16,15 @@ from gpuflow.celery_app import GPUFlow
 from gpuflow.client import submit
 from gpuflow.explaining import explain_records
 from gpuflow.gateway.auth import Gatekeeper
-from gpuflow.gateway.bodies import idempotency_key, other_body, read_template, refuse_functions, same_work, template_of
+from gpuflow.gateway.bodies import (
+    idempotency_key,
+    other_body,
+    read_template,
+    refuse_function_of,
+    refuse_functions,
+    same_work,
+    template_of,
+)
 from gpuflow.gateway.documents import answers, body
 from gpuflow.gateway.fleet_calls import Calls
 from gpuflow.gateway.paging import page
@@ -140,7 +148,13 @@ def tasks_router(calls: Calls, gatekeeper: Gatekeeper) -> APIRouter:
     )  # fmt: skip
     async def retry_task(id: RecordId, caller: Caller) -> JSONResponse:
         """Queue a task again that has ended and has not succeeded."""
-        if not await calls.run(lambda app: handle(app, id, caller, to_steer=True).retry()):
+
+        def retried(app: GPUFlow) -> bool:
+            task = handle(app, id, caller, to_steer=True)
+            refuse_function_of(task.record(), app.settings.gateway_functions)
+            return task.retry()
+
+        if not await calls.run(retried):
             raise Problem(
                 409, "nothing-to-retry", f"task {id} has not ended, or has succeeded; there is nothing to retry"
             )
@@ -183,7 +197,9 @@ def _submit(app: GPUFlow, text: str, key: str | None, fail_fast: bool, caller: G
     warnings = told(app, template, fail_fast)
     task = submit(template, idempotency_key=key, owner=owner, uploads=False, app=app)
     record = app.ledger.find(task.id) if key else None
-    if record is not None and not (record.name == template.name and same_work(app, template, [record.spec])):
+    if record is not None and not (
+        record.name == template.name and same_work(app, template, [record.spec], as_task=True)
+    ):
         raise other_body(str(key))
     return submitted(PREFIX, task.id, "task", warnings)
 

@@ -154,7 +154,8 @@ class Engine:
     def _dispatch(self, record: PipelineRecord, spec_stage: Stage, stage: StageRecord) -> bool:
         try:
             if spec_stage.condition is not None:
-                verdict = condition_holds(spec_stage.condition, lookup_of(*self._results(record)))
+                functions = _functions_of(record)
+                verdict = condition_holds(spec_stage.condition, lookup_of(*self._results(record), functions))
                 if not verdict.holds:
                     return self._skip(record, stage, f"its condition does not hold: {verdict.reason}")
             count = len(self._specs_of(record, spec_stage))
@@ -213,9 +214,7 @@ class Engine:
 
     def _specs_of(self, record: PipelineRecord, spec_stage: Stage) -> list[dict[str, Any]]:
         """Return the specs of a stage's tasks, from the results of the stages before it. Raises GPUFlowError."""
-        stages = Template.from_dict(record.template).stages
-        functions = {stage.name for stage in stages if is_function(stage.spec)}
-        return task_specs(spec_stage, *self._results(record), functions)
+        return task_specs(spec_stage, *self._results(record), _functions_of(record))
 
     def _results(self, record: PipelineRecord) -> tuple[StageResult, Load]:
         """Return what gives the result of a stage, and what loads what a result only refers to."""
@@ -240,6 +239,11 @@ class Engine:
         for task in self.ledger.find_many(ids):
             if task is not None and not task.state.final:
                 self.app.cancel_task(task.id, "its pipeline was cancelled")
+
+
+def _functions_of(record: PipelineRecord) -> set[str]:
+    """Return the stages that call functions."""
+    return {stage.name for stage in Template.from_dict(record.template).stages if is_function(stage.spec)}
 
 
 def _task_error(task: TaskRecord) -> dict[str, Any]:

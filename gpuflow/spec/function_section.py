@@ -34,6 +34,7 @@ INSTEAD: Final[Mapping[str, str]] = {
     "merge": "each call of a function runs",
     "resultTtlSeconds": "each call of a function runs",
     "environment": "a function runs in the worker's own Python",
+    "sloSeconds": "give priority, or timeout",
 }
 
 
@@ -41,8 +42,14 @@ def name_problem(name: Any) -> str | None:
     """Return why a template cannot call a function by a name, or None."""
     if not isinstance(name, str) or len(name) > _MAX_NAME or _NAME.fullmatch(name) is None:
         return (
-            f"is {show(name)}; write the name of a Celery task of yours, such as my_team.jobs.embed: at most "
-            f"{_MAX_NAME} characters, no reference"
+            f"is {show(name)}; write the name of a Celery task of yours, such as my_team.jobs.embed: words of letters, "
+            f"digits and _ with dots between, at most {_MAX_NAME} characters, no reference; name= of the decorator "
+            "gives a task another name"
+        )
+    if name.partition(".")[0] == "tasks":
+        return (
+            f"is {show(name)}, and names below `tasks.` are kept for gpuflow's own; give a task of yours another one "
+            "by name= of the decorator, such as my_team.add"
         )
     if is_ours(name):
         return f"is {show(name)}, a task of gpuflow or Celery itself; a template calls functions of a team"
@@ -77,7 +84,7 @@ def check_function(spec: Mapping[str, Any], findings: Findings, *, at_dispatch: 
             findings.add(
                 ("function", *path), f"{reference}: a function has the worker's environment; read os.environ there"
             )
-    if section.get("rows") is not None:
+    if isinstance(section.get("rows"), int | str):
         _check_rows(spec, section, findings, at_dispatch=at_dispatch)
 
 
@@ -90,20 +97,25 @@ def _check_rows(spec: Mapping[str, Any], section: Mapping[str, Any], findings: F
     if is_pending(holder, at_dispatch=at_dispatch):
         return
     value = _argument(section, rows)
-    if value is None:
+    if not _is_given(section, rows):
         findings.add(("function", "rows"), f"is {show(rows)}, which is none of the arguments that are given")
     elif not isinstance(value, list) and not is_pending(value, at_dispatch=at_dispatch):
         at = ("function", "args", rows) if isinstance(rows, int) else ("function", "kwargs", rows)
         findings.add(at, f"is {show(value)}; it is to be split over tasks, so it must be a list")
 
 
-def _argument(section: Mapping[str, Any], rows: Any) -> Any:
-    """Return the argument that is split, None where it is not there."""
+def _is_given(section: Mapping[str, Any], rows: Any) -> bool:
+    """Say whether the argument that is split is there."""
     if isinstance(rows, int) and not isinstance(rows, bool):
         args = section.get("args")
-        return args[rows] if isinstance(args, list) and 0 <= rows < len(args) else None
+        return isinstance(args, list) and 0 <= rows < len(args)
     kwargs = section.get("kwargs")
-    return kwargs.get(rows) if isinstance(kwargs, Mapping) else None
+    return isinstance(kwargs, Mapping) and isinstance(rows, str) and rows in kwargs
+
+
+def _argument(section: Mapping[str, Any], rows: Any) -> Any:
+    """Return the argument that is split, None where it is not there."""
+    return section["args" if isinstance(rows, int) else "kwargs"][rows] if _is_given(section, rows) else None
 
 
 def is_function(spec: Mapping[str, Any]) -> bool:

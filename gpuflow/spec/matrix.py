@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from gpuflow.spec.report import Path
+from gpuflow.spec.report import Path, path_text
 
 #: Most tasks that one matrix may make.
 MAX_TASKS: Final = 1024
@@ -36,12 +36,12 @@ def set_path(spec: Mapping[str, Any], path: str | Path, value: Any) -> dict[str,
         elif isinstance(at, list) and isinstance(here, int) and here < len(at):
             at = at[here]
         else:
-            raise ValueError(f"{path!r} leads nowhere: there is no {here!r}")
+            raise ValueError(f"{path_text(steps)!r} leads nowhere: there is no {here!r}")
     last = steps[-1]
     in_mapping = isinstance(at, dict) and isinstance(last, str)
     in_list = isinstance(at, list) and isinstance(last, int) and last < len(at)
     if not in_mapping and not in_list:
-        raise ValueError(f"{path!r} leads nowhere: there is no {last!r}")
+        raise ValueError(f"{path_text(steps)!r} leads nowhere: there is no {last!r}")
     at[last] = copy.deepcopy(value)
     result: dict[str, Any] = done
     return result

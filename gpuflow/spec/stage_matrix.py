@@ -22,6 +22,8 @@ def check_matrix(
 
     `inside` takes mistakes of the spec, `at_matrix` those of the matrix (paths begin with its key).
     """
+    if isinstance(merged.get("function"), str):  # its short form: a path leads into the long one
+        merged = {**merged, "function": {"name": merged["function"]}}
     axes = _axes(merged, matrix, at_matrix)
     if not axes:
         return merged, None

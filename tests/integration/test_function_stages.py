@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -127,12 +128,14 @@ def test_one_task_of_a_template_is_a_function_too(fleet: TestFleet, worker: Work
 
 def test_what_looks_like_more_than_data_arrives_as_data(fleet: TestFleet, worker: WorkerProcess) -> None:
     odd = {"__type__": "nobody's", "__value__": [1]}
-    spec = call("given", odd, "$${env:HOME} $${a.b}", deep={"__type__": "datetime", "__value__": "no date"}, x=None)
+    day = {"__type__": "date", "__value__": "2026-03-01"}
+    deep = {"__type__": "datetime", "__value__": "no date"}
+    spec = call("given", odd, "$${env:HOME} $${a.b}", [day], deep=deep, x=None)
 
     told = value_of(done(fleet, one(spec)))
 
-    assert told["args"] == repr((odd, "${env:HOME} ${a.b}"))
-    assert told["kwargs"] == repr({"deep": {"__type__": "datetime", "__value__": "no date"}, "x": None})
+    assert told["args"] == repr((odd, "${env:HOME} ${a.b}", [date(2026, 3, 1)]))
+    assert told["kwargs"] == repr({"deep": deep, "x": None})
     assert value_of(done(fleet, one(call("same", odd)), {"name": "two", "spec": call("same", 1)})) == odd
 
 
@@ -155,6 +158,37 @@ def test_an_artifact_of_a_function_is_passed_on(fleet: TestFleet, worker: Worker
     )
 
     assert value_of(ended, "two") == 10 and set(value_of(ended)) == {"$artifact"}
+
+
+def test_what_several_tasks_leave_in_the_store_is_loaded(fleet: TestFleet, worker: WorkerProcess) -> None:
+    size = 1_200_000
+    many = {"name": "many", "matrix": {"echo.output": ["a" * size, "b" * (size + 1), "c"]}, "spec": fleet.echo()}
+    args = ["${many.result.results.output}", "${many.result.results}", "${many.result}"]
+    stages = [{"name": f"f{number}", "spec": call("shape", arg)} for number, arg in enumerate(args)]
+    ended = done(fleet, many, *stages)
+
+    stored = ended["many"].tasks[0].record().result
+    assert set(stored["output"]) == {"$artifact"}
+    sizes = [size, size + 1, 1]
+    assert value_of(ended, "f0") == sizes
+    assert [one["output"] for one in value_of(ended, "f1")] == sizes
+    assert [one["output"] for one in value_of(ended, "f2")["results"]] == sizes
+
+
+def test_a_file_that_is_no_json_is_judged_and_named_as_it_is(fleet: TestFleet, worker: WorkerProcess) -> None:
+    there = {"value": "${one.result.value}", "exists": True}
+    other = {"value": "${one.result.value}", "equals": "x"}
+    nodes = [
+        one(call("weights")),
+        {"name": "two", "dependsOn": ["one"], "condition": there, "spec": call("size_of", "${one.result.value}")},
+        {"name": "not", "dependsOn": ["one"], "condition": other, "spec": call("same", 1)},
+        {"name": "say", "dependsOn": ["one"], "spec": fleet.echo(message="made ${one.result.value}")},
+    ]
+    started = submit_pipeline({"apiVersion": "gpuflow/v1", "spec": {"graph": {"nodes": nodes}}}, app=fleet.app)
+    started.wait(timeout=patient(60))
+
+    assert value_of(started, "two") == 10 and started["not"].state == "SKIPPED"
+    assert "weights.bin" in started["say"].result["message"]
 
 
 def test_a_failing_function_fails_the_pipeline_with_its_cause(fleet: TestFleet, worker: WorkerProcess) -> None:

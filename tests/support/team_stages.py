@@ -45,6 +45,20 @@ def same(value: Any) -> Any:
 
 
 @app.task
+def shape(value: Any) -> Any:
+    """Return what it is given with its size in the place of each text."""
+    return _shape(value)
+
+
+def _shape(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _shape(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_shape(item) for item in value]
+    return len(value) if isinstance(value, str) else value
+
+
+@app.task
 def nested(levels: int) -> list[Any]:
     """Return lists in lists."""
     made: list[Any] = []

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from gpuflow import submit, submit_pipeline
+from gpuflow.gateway.bodies import refuse_function_of
+from gpuflow.gateway.problems import Problem
+from gpuflow.ledger.records import TaskRecord
+from gpuflow.ledger.states import TaskState
 from tests.support.fleet import TestFleet
 from tests.support.gateway import Gateway
 from tests.support.waiting import eventually, patient
@@ -87,14 +91,59 @@ def test_a_gateway_that_names_none_lets_nobody_call_one(fleet: TestFleet) -> Non
         refused(http.post(TASKS, json=call("team_stages.words", "a b")))
 
 
-@pytest.mark.parametrize("text", ["a b", "large " * 300_000])
-def test_a_key_runs_its_work_once(http: httpx.Client, tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("text", ["a b", "$${a.b}", "large " * 300_000])
+@pytest.mark.parametrize("route", [TASKS, PIPELINES])
+def test_a_key_runs_its_work_once(http: httpx.Client, fleet: TestFleet, route: str, text: str) -> None:
     key = {"Idempotency-Key": f"key-{len(text)}"}
-    first = http.post(TASKS, json=call("team_stages.same", text), headers=key)
-    assert ended(http, first.json()["url"])["result"]["value"] == text
+    first = http.post(route, json=call("team_stages.same", text), headers=key)
+    assert first.status_code == 201, first.text
+    ended(http, first.json()["url"])
 
-    again = http.post(TASKS, json=call("team_stages.same", text), headers=key)
-    other = http.post(TASKS, json=call("team_stages.same", f"{text}!"), headers=key)
+    again = http.post(route, json=call("team_stages.same", text), headers=key)
+    other = http.post(route, json=call("team_stages.same", f"{text}!"), headers=key)
 
     assert (again.status_code, again.json()["id"]) == (201, first.json()["id"])
     assert other.status_code == 409
+    if route == TASKS:
+        assert fleet.app.ledger.get(first.json()["id"]).result == {"value": text.replace("$$", "$")}
+
+
+def by_celery(fleet: TestFleet, name: str) -> str:
+    """Return the id of a call by plain Celery that has ended, as nobody has what it asks for."""
+    sent = fleet.app.send_task(name, ("a b",), resources="A100:1")
+    assert fleet.app.cancel_task(sent.id) == "cancelled"
+    return str(sent.id)
+
+
+def test_what_runs_again_is_asked_for_as_at_the_first_time(http: httpx.Client, fleet: TestFleet) -> None:
+    task = submit(call("team_stages.fails", "no"), app=fleet.app)
+    run = submit_pipeline(pipeline(call("team_stages.fails", "no")), app=fleet.app)
+    eventually(lambda: (fleet.state(task.id), run.state) == ("FAILED", "FAILED"), what="their ends")
+    other = by_celery(fleet, "team_stages.fails")
+
+    assert "team_stages.fails" in refused(http.post(f"{TASKS}/{task.id}/retry"))
+    refused(http.post(f"{TASKS}/{run['s0'].tasks[0].id}/retry"))
+    refused(http.post(f"{TASKS}/{other}/retry"))
+    refused(http.post(f"{PIPELINES}/{run.id}/resume"))
+    assert (fleet.state(task.id), run.state, fleet.state(other)) == ("FAILED", "FAILED", "CANCELLED")
+
+
+def test_what_the_gateway_allows_runs_again(http: httpx.Client, fleet: TestFleet) -> None:
+    wrong = call("team_stages.words", 1)
+    task, run = (http.post(route, json=wrong).json()["url"] for route in (TASKS, PIPELINES))
+    for url in (task, run):
+        eventually(lambda url=url: http.get(url).json()["state"] == "FAILED", what="its end")
+
+    answers = [http.post(f"{task}/retry"), http.post(f"{run}/resume")]
+    answers.append(http.post(f"{TASKS}/{by_celery(fleet, 'team_stages.words')}/retry"))
+
+    assert [answer.status_code for answer in answers] == [202, 202, 202], [answer.text for answer in answers]
+
+
+def test_a_merged_call_of_plain_celery_is_one_of_its_function() -> None:
+    record = TaskRecord(id="a", state=TaskState.FAILED, task_type="my_team.jobs.embed")
+
+    refuse_function_of(record, ["my_team.*"])
+    refuse_function_of(TaskRecord(id="b", state=TaskState.FAILED, task_type="echo", spec={"taskType": "echo"}), [])
+    with pytest.raises(Problem, match="my_team"):
+        refuse_function_of(record, ["team_stages.*"])

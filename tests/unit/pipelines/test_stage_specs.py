@@ -56,6 +56,17 @@ def test_a_path_that_leads_through_a_reference_loads_it() -> None:
     assert spec["echo"] == {"output": "answer 2", "message": 3}
 
 
+def test_a_path_leads_through_a_reference_of_each_of_several_tasks() -> None:
+    loader = Loader()
+    given = {"results": [{"output": reference()}, {"output": reference()}], "made": [{"by": {"a": reference()}}]}
+    echo = {"output": "${a.result.results.output[0][2].output}", "message": "${a.result.made.by.a[0][1].output}"}
+
+    (spec,) = specs({"echo": echo}, loader, given)
+
+    assert spec["echo"] == {"output": "answer 2", "message": "answer 1"}
+    assert loader.calls == 2, "the second one is not looked into"
+
+
 def test_text_around_a_reference_has_its_value() -> None:
     (spec,) = specs({"echo": {"output": "all: ${a.result.items}"}}, Loader())
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from gpuflow.errors import InvalidTemplate
-from gpuflow.pipelines.resolve import task_specs
+from gpuflow.pipelines.resolve import lookup_of, task_specs
 from gpuflow.routing.families import SPEC_OPTION, call_of
 from gpuflow.spec import Stage, Template, canonical, parse
-from gpuflow.spec.references import UnresolvedReference
+from gpuflow.spec.references import UnresolvedReference, parse_reference
 from gpuflow.spec.sharding import shard
 
 
@@ -43,7 +43,8 @@ def test_what_is_no_name_of_a_task_is_refused(name: Any) -> None:
 
 @pytest.mark.parametrize("name", ["gpuflow.command", "celery.map", "tasks.supervised.run", "gpuflow", "celery"])
 def test_tasks_of_gpuflow_and_celery_are_refused(name: str) -> None:
-    assert "a task of gpuflow or Celery itself" in mistakes(function(name))
+    told = mistakes(function(name))
+    assert ("names below `tasks.`" if name.startswith("tasks.") else "a task of gpuflow or Celery itself") in told
 
 
 @pytest.mark.parametrize("path", ["function", "function.name", "function.rows"])
@@ -68,8 +69,11 @@ def test_the_environment_is_read_by_the_function() -> None:
     ("fields", "parallel", "words"),
     [
         ({"kwargs": {"x": [1]}, "rows": "y"}, {"max_shards": 2}, "none of the arguments"),
+        ({"kwargs": {"x": None}, "rows": "x"}, {"max_shards": 2}, "is null; it is to be split"),
+        ({"args": [None], "rows": 0}, {"max_shards": 2}, "is null; it is to be split"),
         ({"args": [[1]], "rows": 1}, {"max_shards": 2}, "none of the arguments"),
         ({"args": [[1]], "rows": -1}, {"max_shards": 2}, "its place in args"),
+        ({"kwargs": {"x": [1]}, "rows": ["x"]}, {"max_shards": 2}, "its place in args"),
         ({"args": [[1]], "rows": True}, {"max_shards": 2}, "its place in args"),
         ({"kwargs": {"x": "text"}, "rows": "x"}, {"max_shards": 2}, "it must be a list"),
         ({"kwargs": {"x": [1]}, "rows": "x"}, None, "splits nothing without parallel"),
@@ -78,6 +82,17 @@ def test_the_environment_is_read_by_the_function() -> None:
 )
 def test_what_is_split_is_a_list_among_the_arguments(fields: Any, parallel: Any, words: str) -> None:
     assert words in mistakes({**function(**fields), **({"parallel": parallel} if parallel else {})})
+
+
+def test_a_matrix_varies_arguments_of_the_short_form_too() -> None:
+    spec = {"taskType": "function", "function": "my_team.jobs.embed"}
+    stages = [{"name": "a", "spec": spec, "matrix": {"function.kwargs.x": [1, 2]}}]
+    stage = parse({"apiVersion": "gpuflow/v1", "spec": {"stages": stages}}).stage("a")
+
+    assert [one["function"] for one in specs(stage, {})] == [function(kwargs={"x": x})["function"] for x in (1, 2)]
+    assert "'data.items.x' leads nowhere" in mistakes(
+        {"taskType": "echo", "data": {"items": [1]}}, matrix={"data.items.x": [1]}
+    )
 
 
 def test_a_list_is_split_in_order() -> None:
@@ -135,11 +150,46 @@ def specs(stage: Stage, result: Any, functions: tuple[str, ...] = ()) -> list[di
 
 
 def test_what_other_types_leave_by_reference_is_loaded_and_what_functions_return_is_passed_on() -> None:
-    large = {"$artifact": {"url": "file:///x", "sha256": "0" * 64, "bytes": 9}}
     stage = stages_of({"taskType": "echo"}, function(args=["${a.result.items}", "${a.result}"])).stage("b")
 
-    assert specs(stage, {"items": large})[0]["function"]["args"] == [[1, 2, 3], {"items": [1, 2, 3]}]
-    assert specs(stage, {"items": large}, ("a",))[0]["function"]["args"] == [large, {"items": large}]
+    assert specs(stage, {"items": LARGE})[0]["function"]["args"] == [[1, 2, 3], {"items": [1, 2, 3]}]
+    assert specs(stage, {"items": LARGE}, ("a",))[0]["function"]["args"] == [LARGE, {"items": LARGE}]
+
+
+LARGE = {"$artifact": {"url": "file:///x", "sha256": "0" * 64, "bytes": 9}}
+
+
+def test_what_several_tasks_leave_by_reference_is_loaded_too() -> None:
+    paths = ["results.output", "results", "results[1]", "results[1].output"]
+    args = [*("${a.result." + path + "}" for path in paths), "${a.result}"]
+    stage = stages_of({"taskType": "echo"}, function(args=args)).stage("b")
+    result = {"results": [{"output": LARGE, "n": {"deep": LARGE}}, {"output": "small", "n": 1}], "usage": {"n": 2}}
+    whole = [{"output": [1, 2, 3], "n": {"deep": LARGE}}, {"output": "small", "n": 1}]
+
+    (spec,) = specs(stage, result)
+
+    given = spec["function"]["args"]
+    assert given == [[[1, 2, 3], "small"], whole, whole[1], "small", {"results": whole, "usage": {"n": 2}}]
+    (spec,) = specs(stage, result, ("a",))
+    assert spec["function"]["args"][:2] == [[LARGE, "small"], result["results"]]
+
+
+def no_json(value: Any) -> Any:
+    assert not (isinstance(value, dict) and "$artifact" in value), "a file that is no JSON was opened"
+    return value
+
+
+def test_nobody_looks_into_what_a_function_returns() -> None:
+    texts = {"taskType": "echo", "echo": {"message": "see ${a.result.value}", "output": "${a.result.value}"}}
+    stage = stages_of(function(), texts).stage("b")
+
+    (spec,) = task_specs(stage, lambda name: {"value": LARGE}, no_json, ("a",))
+
+    assert spec["echo"]["output"] == LARGE and "file:///x" in spec["echo"]["message"]
+    value = parse_reference("a.result.value")
+    assert lookup_of(lambda name: {"value": LARGE}, no_json, ("a",))(value) == LARGE
+    with pytest.raises(AssertionError, match="no JSON"):
+        lookup_of(lambda name: {"value": LARGE}, no_json)(value)
 
 
 def test_a_name_that_a_result_would_choose_is_refused_at_dispatch_too() -> None:
