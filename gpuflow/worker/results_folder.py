@@ -75,8 +75,7 @@ class ResultsFolder:
     def create_attempt(self, number: int) -> Path:
         """Create the folder of a new attempt, with its logs folder. Raises OSError."""
         path = self.attempt_dir(number)
-        self.root.mkdir(parents=True, exist_ok=True)
-        path.mkdir(exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
         (path / "logs").mkdir()
         return path
 
