@@ -292,8 +292,8 @@ class FunctionDelivery(Delivery):
         children = outcome.result.get("children") or ()
         self.request.children.extend(result_from_tuple(given(one), app=self.task.app) for one in children)
         value = {"value": outcome.result.get("value")}
-        is_ours = child_user(self.runtime.app.settings) is None  # that of another user is read with his rights alone
-        if is_ours and not outcome.artifacts and self.folder.forget_empty(number):
+        own_user = child_user(self.runtime.app.settings) is None  # a folder of another's is read with his rights alone
+        if own_user and not outcome.artifacts and self.folder.forget_empty(number):
             return SealedResults(result=value, digest="", names=())
         sealed = super()._seal(number, replace(outcome, result=value))
         return replace(sealed, result={**sealed.result, **value})

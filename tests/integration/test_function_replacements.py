@@ -11,6 +11,7 @@ from gpuflow.explaining import explain
 from gpuflow.traces.context import continuing
 from tests.support.boxes import Box
 from tests.support.fleet import TestFleet
+from tests.support.signing import key_file, signing_env
 from tests.support.waiting import eventually, patient
 
 MODULE, GPU_MODULE = "team_stages", "team_stage_gpus"
@@ -63,10 +64,7 @@ def test_a_replacement_keeps_what_it_asks_for(fleet: TestFleet) -> None:
 
 
 def test_what_is_signed_stays_its_owners_in_every_queue_that_it_may_wait_in(tmp_path: Path) -> None:
-    key = tmp_path / "key"
-    key.write_text("0123456789abcdef" * 4)
-    key.chmod(0o600)
-    fleet = TestFleet(tmp_path, env={"GPUFLOW_SIGNING": "require", "GPUFLOW_SIGNING_KEY_FILE": str(key)})
+    fleet = TestFleet(tmp_path, env=signing_env(key_file(tmp_path)))
     try:
         fleet.start_worker("w1", "--include", MODULE)
         asked = {"accelerators": ["A100:1", "cpu"]}

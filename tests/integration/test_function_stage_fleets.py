@@ -13,6 +13,7 @@ from gpuflow.errors import InvalidTemplate, TaskFailed
 from tests.support.boxes import Box
 from tests.support.bubblewrap import need_bubblewrap
 from tests.support.fleet import TestFleet
+from tests.support.signing import key_file, signing_env
 from tests.support.waiting import eventually, patient
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
@@ -62,10 +63,7 @@ def test_a_warm_function_keeps_its_gpu_for_the_calls_of_a_stage(fleet: TestFleet
 
 
 def test_what_is_signed_is_called_and_retried(tmp_path: Path) -> None:
-    key = tmp_path / "key"
-    key.write_text("0123456789abcdef" * 4)
-    key.chmod(0o600)
-    fleet = TestFleet(tmp_path, env={"GPUFLOW_SIGNING": "require", "GPUFLOW_SIGNING_KEY_FILE": str(key)})
+    fleet = TestFleet(tmp_path, env=signing_env(key_file(tmp_path)))
     try:
         fleet.start_worker("w1", "--include", MODULE)
         assert result_of(submitted(fleet, spec_of("third_try")))["value"] == [2, 100]
