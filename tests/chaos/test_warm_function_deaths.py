@@ -35,6 +35,8 @@ PREFIX: Final = team_mortal.__name__
 OPTIONS: Final = ("--include", PREFIX, "-c", "8")
 #: What ends an attempt that is not the last one, by no fault of the function; and a retry.
 NO_FAULTS: Final = frozenset({"lost", "preempted"})
+#: The number of the call that others wait behind, to be one list.
+FIRST: Final = 9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,31 +44,36 @@ class Way:
     """What is called when a worker dies at the `at`-th of a step: so many calls, after one that opens the session.
 
     `retries` of each call; `waits`: the process is killed at the first call, so that those behind it go back; `evicts`:
-    it is another function that is called, for which the idle session makes room.
+    it is another function that is called, for which the idle session makes room; `together`: they are of one list.
     """
 
     step: Script
     at: int = 1
-    name: str = "single"
     calls: int = 3
     is_warm: bool = True
     retries: int = 0
     waits: bool = False
     evicts: bool = False
+    together: bool = False
     gpu: str = ""
+
+    @property
+    def name(self) -> str:
+        """The function that is called."""
+        return "other" if self.evicts else "together" if self.together else "single"
 
 
 WAYS: Final[Mapping[str, Way]] = {
     "the first call starts": Way(step=ledger_script("start"), is_warm=False, gpu="A100:1"),
     "a call joins at the pop": Way(step=broker_script("pop")),
-    "an idle session is to make room": Way(step=broker_script("pop"), evicts=True, name="other", gpu="H100:1"),
+    "an idle session is to make room": Way(step=broker_script("pop"), evicts=True, gpu="H100:1"),
     "a call that has joined starts": Way(step=ledger_script("start"), at=2),
     "a call is told of as running": Way(step=ledger_script("report"), at=2),
     "a result is committed": Way(step=ledger_script("commit"), at=2),
-    "a result of a list is committed": Way(step=ledger_script("commit"), at=2, name="together", calls=4),
+    "a result of a list is committed": Way(step=ledger_script("commit"), at=3, together=True, calls=4),
     "a retry goes back": Way(step=ledger_script("yield"), retries=1),
     "calls that waited go back": Way(step=ledger_script("yield"), waits=True),
-    "calls of a list go back": Way(step=ledger_script("yield"), name="together", calls=4, waits=True),
+    "calls of a list go back": Way(step=ledger_script("yield"), together=True, calls=4, waits=True),
 }
 
 
@@ -135,24 +142,39 @@ class Night:
     def bring_about(self, death: Death) -> None:
         """Make the calls at which the worker dies."""
         way, until = death.way, str(death.folder / "go") if death.way.waits else ""
-        more = [until] if way.name == "together" else [] if way.evicts else [until, way.retries]
+        more = [] if way.evicts else [until] if way.together else [until, way.retries]
         pops = way.step is broker_script("pop")
         if pops:  # the next pop finds them
             death.proxy.stall()
         else:
             death.proxy.kill = death.kill
+        behind = self.begin_one(death) if way.together else ""
         for number in range(1, way.calls + 1):
             self.send(death, way.name, number, *more)
         if pops:
             death.proxy.kill = death.kill
             death.proxy.allow()
+        if way.waits or way.together:
+            eventually(
+                lambda: len(self.running(death)) == way.calls + way.together, what="calls that wait in the process"
+            )
+        if behind:
+            Path(behind).touch()
         if way.waits:
-            begun = eventually(lambda: list(death.folder.glob("[1-9].*")), what="calls in the process")
-            if way.name == "together":
-                eventually(lambda: len(list(death.folder.glob("[1-9].*"))) > 1, what="a list in the process")
-            else:
-                eventually(lambda: len(self.running(death)) > 1, what="a call that waits in the process")
+            at_work = way.calls if way.together else 1
+            begun = eventually(lambda: len(found := self.noted(death)) == at_work and found, what="calls at work")
             os.kill(int(begun[0].suffix[1:]), signal.SIGKILL)
+
+    def begin_one(self, death: Death) -> str:
+        """Let a call work until a file is there, which is returned: those that are sent meanwhile are one list."""
+        until = str(death.folder / "go-first")
+        self.send(death, death.way.name, FIRST, until)
+        eventually(lambda: list(death.folder.glob(f"{FIRST}.*")), what="a call at work")
+        return until
+
+    def noted(self, death: Death) -> list[Path]:
+        """Return what calls have noted when they began, but for those that were there before."""
+        return [path for path in death.folder.glob("[0-9]*.*") if 0 < int(path.stem) < FIRST]
 
     def running(self, death: Death) -> list[str]:
         """Return the calls that run by their records: one of them works, and others wait in the process."""

@@ -14,6 +14,10 @@ from typing import Any
 from celery import Task
 
 from gpuflow import BatchedCall, app, batch
+from gpuflow.functions import warm
+
+# How many calls may wait in the process, and how long, is left to no machine: here, all do that were sent ahead.
+vars(warm).update(_AHEAD_SECONDS=60.0, _LONG_SECONDS=60.0)
 
 
 def note(folder: str, number: int) -> None:
