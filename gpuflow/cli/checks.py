@@ -31,6 +31,10 @@ _BEAT_SECONDS: Final = 90.0
 _SKEW_SECONDS: Final = 5.0
 #: The oldest server whose commands we use (Redis; every Valkey is newer).
 _OLDEST_SERVER: Final = (6, 2)
+#: The first Valkey that replays its append-only file whatever the user `default` may do. No such Redis is known.
+_REPLAYS_ALL: Final = (9, 1, 2)
+#: Writes of ours, each in a transaction of the append-only file: what `default` has to be allowed.
+_REPLAYED: Final = ("EXEC", "SET KEY v", "HSET KEY f v", "XADD KEY * f v", "ZADD KEY 1 m", "LPUSH KEY v")
 _LIBRARIES: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "inference": ("inference", ("torch", "transformers", "peft", "accelerate", "safetensors")),
     "training": ("train", ("torch", "transformers", "trl", "peft", "datasets")),
@@ -141,6 +145,7 @@ def server(url: str, settings: Settings) -> list[Check]:
     try:
         info: Any = client.info()
         found = [_version(shown, info), *_replica(info), _persistence(info, _setting(client, "appendfsync"), settings)]
+        found.extend(_replay(client, info, settings))
         found.append(_eviction(info, settings))
         found.extend(_memory(info))
         found.append(_beat(client, settings))
@@ -164,11 +169,16 @@ def _setting(client: Any, name: str) -> str:
         return ""
 
 
+def _numbers(version: object) -> tuple[int, ...]:
+    """Return the first three numbers of a version, as many as there are."""
+    return tuple(int(part) for part in str(version).split(".")[:3] if part.isdecimal())
+
+
 def _version(url: str, info: Mapping[str, Any]) -> Check:
     valkey = info.get("valkey_version")
     number = str(valkey or info.get("redis_version", "0"))
     detail = f"{url}: {'Valkey' if valkey else 'Redis'} {number}"
-    parts = tuple(int(part) for part in number.split(".")[:2] if part.isdecimal())
+    parts = _numbers(number)
     if info.get("cluster_enabled"):
         return Check(name="broker", status="fail", detail=f"{detail} as a cluster", mend="use a server without Cluster")
     if not valkey and parts < _OLDEST_SERVER:
@@ -217,6 +227,43 @@ def _persistence(info: Mapping[str, Any], fsync: str, settings: Settings) -> Che
         detail="the append-only file is off: accepted tasks are lost when the server restarts",
         mend="set `appendonly yes` on the server, or GPUFLOW_ALLOW_VOLATILE=1 to accept that",
     )
+
+
+def _replay(client: Any, info: Mapping[str, Any], settings: Settings) -> list[Check]:
+    """Say whether the server, when it starts, takes all of its append-only file.
+
+    Most servers replay transactions with the rights of the user `default`, and leave out what it may not do. Each Lua
+    step of ours is such a transaction.
+    """
+    import redis
+
+    if not info.get("aof_enabled") or _numbers(info.get("valkey_version", "0")) >= _REPLAYS_ALL:
+        return []
+    mend = (
+        "before that, write `user default off resetpass ~* &* +@all` into its aclfile, then ACL LOAD (without a file: "
+        "ACL SETUSER and that line): nobody can log in as `default`, which may do everything"
+    )
+    key = f"{settings.key_prefix}gpuflow.replay"
+    try:
+        if client.acl_whoami() == "default":
+            return []  # it may write what we write
+        for command in _REPLAYED:
+            words = (key if word == "KEY" else word for word in command.split())
+            answer = client.execute_command("ACL", "DRYRUN", "default", *words)
+            if answer != "OK":
+                detail = (
+                    "at its next start the server leaves out most of its append-only file, and with it accepted tasks: "
+                    f"it takes of it what its user `default` may do ({answer})"
+                )
+                return [Check(name="replay", status="fail", detail=detail, mend=mend)]
+    except redis.ResponseError as error:
+        detail = (
+            "whether the server takes all of its append-only file at its next start cannot be seen: "
+            f"it needs the rights of its user `default` for that ({error})"
+        )
+        mend = "let this user ask (`+acl|dryrun`, Redis 7 or newer), or as the administrator: ACL GETUSER default"
+        return [Check(name="replay", status="warn", detail=detail, mend=mend)]
+    return []
 
 
 def _eviction(info: Mapping[str, Any], settings: Settings) -> Check:

@@ -95,9 +95,10 @@ class TlsServer:
         self.write_users([])
         self._start()
 
-    def write_users(self, lines: Sequence[str]) -> None:
+    def write_users(self, lines: Sequence[str], administrator: str = "default") -> None:
         """Write the file of users, the administrator first; read at a start and by `ACL LOAD`."""
-        self.users.write_text("\n".join([f"user default on >{self._password} ~* &* +@all", *lines]) + "\n")
+        self._administrator = administrator
+        self.users.write_text("\n".join([f"user {administrator} on >{self._password} ~* &* +@all", *lines]) + "\n")
         self.users.chmod(0o600)
 
     def address(self, login: str = "", **parameters: str) -> str:
@@ -110,6 +111,13 @@ class TlsServer:
             **parameters,
         }
         return f"rediss://{login}127.0.0.1:{self.port}/0?{urlencode({k: v for k, v in asked.items() if v})}"
+
+    def restart(self) -> None:
+        """End the server as an administrator does, and start it again on its data, at another port."""
+        self.client.close()
+        self.process.terminate()
+        assert self.process.wait(timeout=patient(30)) == 0
+        self._start()
 
     def _start(self) -> None:
         for _ in range(_TRIES):  # another process may take the port that was free a moment ago
@@ -128,7 +136,7 @@ class TlsServer:
                     [self._program, *words], stdout=log, stderr=log, cwd=self.folder, start_new_session=True,
                     env={**os.environ, "LC_ALL": "C"},
                 )  # fmt: skip
-            self.url = self.address(f":{self._password}@")
+            self.url = self.address(f"{self._administrator}:{self._password}@")
             self.client: Any = redis.Redis.from_url(self.url, decode_responses=True)
 
             def answers() -> str:
