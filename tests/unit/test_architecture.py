@@ -40,3 +40,11 @@ def test_what_it_names_is_there(place: str, name: str) -> None:
 @pytest.mark.parametrize("step", sorted(set(re.findall(r"`?\b(\w+\.lua)\b", TEXT))))
 def test_every_step_in_the_broker_is_there(step: str) -> None:
     assert list((ROOT / "gpuflow").rglob(f"lua/{step}"))
+
+
+def test_the_steps_are_in_the_folders_that_it_names() -> None:
+    named = TEXT[TEXT.index("Steps in the broker:") :].partition("\n\n")[0].partition(":")[2]
+    folders = re.findall(r"([\w,\s]+?)\s+in\s+`(gpuflow/\w+/lua/)`", named)
+    steps = [(folder, step) for words, folder in folders for step in re.findall(r"\w+", words) if step != "and"]
+    assert len(steps) == 12
+    assert [step for folder, step in steps if not (ROOT / folder / f"{step}.lua").is_file()] == []
