@@ -17,7 +17,9 @@ from gpuflow import BatchedCall, app, batch
 from gpuflow.functions import warm
 
 # How many calls may wait in the process, and how long, is left to no machine: here, all do that were sent ahead.
-vars(warm).update(_AHEAD_SECONDS=60.0, _LONG_SECONDS=60.0)
+for limit in ("_AHEAD_SECONDS", "_LONG_SECONDS"):
+    assert limit in vars(warm), f"{warm.__name__} has no {limit} any more"
+    setattr(warm, limit, 60.0)
 
 
 def note(folder: str, number: int) -> None:
