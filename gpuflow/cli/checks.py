@@ -31,10 +31,6 @@ _BEAT_SECONDS: Final = 90.0
 _SKEW_SECONDS: Final = 5.0
 #: The oldest server whose commands we use (Redis; every Valkey is newer).
 _OLDEST_SERVER: Final = (6, 2)
-#: The first Valkey that replays its append-only file whatever the user `default` may do. No such Redis is known.
-_REPLAYS_ALL: Final = (9, 1, 2)
-#: Writes of ours, each in a transaction of the append-only file: what `default` has to be allowed.
-_REPLAYED: Final = ("EXEC", "SET KEY v", "HSET KEY f v", "XADD KEY * f v", "ZADD KEY 1 m", "LPUSH KEY v")
 _LIBRARIES: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "inference": ("inference", ("torch", "transformers", "peft", "accelerate", "safetensors")),
     "training": ("train", ("torch", "transformers", "trl", "peft", "datasets")),
@@ -169,16 +165,13 @@ def _setting(client: Any, name: str) -> str:
         return ""
 
 
-def _numbers(version: object) -> tuple[int, ...]:
-    """Return the first three numbers of a version, as many as there are."""
-    return tuple(int(part) for part in str(version).split(".")[:3] if part.isdecimal())
-
-
 def _version(url: str, info: Mapping[str, Any]) -> Check:
+    from gpuflow.broker.replay import numbers_of
+
     valkey = info.get("valkey_version")
     number = str(valkey or info.get("redis_version", "0"))
     detail = f"{url}: {'Valkey' if valkey else 'Redis'} {number}"
-    parts = _numbers(number)
+    parts = numbers_of(number)[:2]
     if info.get("cluster_enabled"):
         return Check(name="broker", status="fail", detail=f"{detail} as a cluster", mend="use a server without Cluster")
     if not valkey and parts < _OLDEST_SERVER:
@@ -230,40 +223,27 @@ def _persistence(info: Mapping[str, Any], fsync: str, settings: Settings) -> Che
 
 
 def _replay(client: Any, info: Mapping[str, Any], settings: Settings) -> list[Check]:
-    """Say whether the server, when it starts, takes all of its append-only file.
+    """Say whether the server, when it next starts, takes all of its append-only file."""
+    from gpuflow.broker import replay
 
-    Most servers replay transactions with the rights of the user `default`, and leave out what it may not do. Each Lua
-    step of ours is such a transaction.
-    """
-    import redis
-
-    if not info.get("aof_enabled") or _numbers(info.get("valkey_version", "0")) >= _REPLAYS_ALL:
+    if not info.get("aof_enabled"):
         return []
-    mend = (
-        "before that, write `user default off resetpass ~* &* +@all` into its aclfile, then ACL LOAD (without a file: "
-        "ACL SETUSER and that line): nobody can log in as `default`, which may do everything"
-    )
-    key = f"{settings.key_prefix}gpuflow.replay"
     try:
-        if client.acl_whoami() == "default":
-            return []  # it may write what we write
-        for command in _REPLAYED:
-            words = (key if word == "KEY" else word for word in command.split())
-            answer = client.execute_command("ACL", "DRYRUN", "default", *words)
-            if answer != "OK":
-                detail = (
-                    "at its next start the server leaves out most of its append-only file, and with it accepted tasks: "
-                    f"it takes of it what its user `default` may do ({answer})"
-                )
-                return [Check(name="replay", status="fail", detail=detail, mend=mend)]
-    except redis.ResponseError as error:
+        denied = replay.left_out(client, info, settings.key_prefix)
+    except replay.CannotBeSeen as error:
         detail = (
             "whether the server takes all of its append-only file at its next start cannot be seen: "
             f"it needs the rights of its user `default` for that ({error})"
         )
         mend = "let this user ask (`+acl|dryrun`, Redis 7 or newer), or as the administrator: ACL GETUSER default"
         return [Check(name="replay", status="warn", detail=detail, mend=mend)]
-    return []
+    if not denied:
+        return []
+    detail = (
+        "at its next start the server leaves out most of its append-only file, and with it accepted tasks: "
+        f"it takes of it what its user `default` may do ({denied})"
+    )
+    return [Check(name="replay", status="fail", detail=detail, mend=f"before that, {replay.MEND}")]
 
 
 def _eviction(info: Mapping[str, Any], settings: Settings) -> Check:

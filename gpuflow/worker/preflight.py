@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from typing import Any
@@ -10,6 +11,7 @@ import psutil
 import redis
 from redis.exceptions import ResponseError
 
+from gpuflow.broker import replay
 from gpuflow.errors import GPUFlowError
 from gpuflow.fleet.registry import Fleet, WorkerEntry
 from gpuflow.logs import get_logger
@@ -25,6 +27,7 @@ def require_durable(client: redis.Redis, settings: Settings) -> None:
     """Raise GPUFlowError for a broker that may lose what it has accepted, unless GPUFLOW_ALLOW_VOLATILE is set.
 
     Where the user may not read the configuration, the operator declares by that setting that the broker is durable.
+    What a user may not ask of the rights of others is left to `gpuflow doctor`.
     """
     if settings.allow_volatile:
         return
@@ -49,6 +52,14 @@ def require_durable(client: redis.Redis, settings: Settings) -> None:
             f"the broker may evict tasks when its memory is full (maxmemory-policy {policy}); "
             f"set `maxmemory-policy noeviction` on the server{mend}"
         )
+    with contextlib.suppress(replay.CannotBeSeen):
+        server: Any = client.info("server")
+        denied = replay.left_out(client, server, settings.key_prefix)
+        if denied:
+            raise GPUFlowError(
+                "the broker leaves out most of its append-only file when it starts, for its user `default` may too "
+                f"little ({denied}): a restart would lose accepted tasks; {replay.MEND}{mend}"
+            )
 
 
 def require_own_id(fleet: Fleet, worker_id: str, hostname: str, timeout_seconds: float) -> None:

@@ -5,9 +5,9 @@ Servers replay transactions with the rights of the user `default`; each Lua step
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,8 +16,10 @@ import redis
 from gpuflow.celery_app import GPUFlow
 from gpuflow.cli import checks
 from gpuflow.client import submit
+from gpuflow.errors import GPUFlowError
 from gpuflow.ledger.states import TaskState
 from gpuflow.settings import Settings
+from gpuflow.worker.preflight import require_durable
 from tests.support.tls_server import TlsServer
 
 _FOLDER = Path(__file__).parents[2] / "deploy" / "valkey"
@@ -58,6 +60,11 @@ def test_a_restart_keeps_what_was_accepted_or_doctor_has_warned(
     assert [check.status for check in found] == told
     assert all("default" in check.detail and "ACL" in check.mend for check in found)
 
+    refused = contextlib.nullcontext() if kept else pytest.raises(GPUFlowError, match=r"default.*ALLOW_VOLATILE=1")
+    with refused:
+        require_durable(app.redis, settings)
+    require_durable(app.redis, settings.model_copy(update={"allow_volatile": True}))
+
     app.close()
     server.restart()
     app = GPUFlow("after", settings=fleet_settings(server, tmp_path))
@@ -76,5 +83,8 @@ def test_nobody_logs_in_as_the_user_that_may_do_everything(server: TlsServer) ->
     server.write_users(_SHIPPED, administrator="admin")
     server.restart()
     for login in ("", ":@", "default:@", "default:secret@"):
-        with closing(redis.Redis.from_url(server.address(login))) as client, pytest.raises(redis.AuthenticationError):
+        with (
+            contextlib.closing(redis.Redis.from_url(server.address(login))) as client,
+            pytest.raises(redis.AuthenticationError),
+        ):
             client.get("gpuflow.x")
