@@ -67,7 +67,8 @@ class WorkerEntry:
 
     `interval_seconds` and `timeout_seconds` are those of its heartbeats, `seen_seconds` how long ago the last one was
     by the server's clock; None: it is OFFLINE, or of a version that did not tell. `stopped`: it has said itself that it
-    ends, so that nobody lost it.
+    ends, so that nobody lost it. One that is OFFLINE runs no `tasks`, whatever it said last: they have ended, or are
+    taken from it when their leases end.
     """
 
     id: str
@@ -159,6 +160,11 @@ class WorkerEntry:
         overdue = (seen or 0.0) - interval
         if state is not WorkerState.OFFLINE and overdue > max(OVERDUE_SECONDS, OVERDUE_SHARE * interval):
             state = WorkerState.SILENT
+        load = {**json.loads(raw.get("load") or "{}"), **newer}
+        tasks = tuple(json.loads(raw.get("tasks") or "[]"))
+        if state is WorkerState.OFFLINE:
+            tasks = ()
+            load |= {"jobs": 0} if "jobs" in load else {}
         return cls(
             id=raw["id"],
             state=state,
@@ -172,8 +178,8 @@ class WorkerEntry:
             capability=json.loads(raw.get("capability") or "{}"),
             queues=tuple(json.loads(raw.get("queues") or "[]")),
             class_name=raw.get("class", ""),
-            tasks=tuple(json.loads(raw.get("tasks") or "[]")),
-            load={**json.loads(raw.get("load") or "{}"), **newer},
+            tasks=tasks,
+            load=load,
             bandwidth_bytes_per_second=int(raw.get("bandwidth_bytes_per_second") or 0) or None,
             started_at=float(raw.get("started_at", "0")),
             heartbeat_at=heartbeat,
@@ -365,6 +371,11 @@ class Fleet:
         pipe.pttl(self.keys.heartbeat(worker_id))
         (seconds, micros), raw, left = pipe.execute()
         return WorkerEntry.from_hash(raw, left_ms=left, now=seconds + micros / 1e6) if raw.get("state") else None
+
+    def last_tasks(self, worker_id: str) -> list[str]:
+        """Return the tasks that a worker, there or not, has said last it runs; their records say whether it does."""
+        raw = self.client.hget(self.keys.worker(worker_id), "tasks")
+        return [str(task) for task in json.loads(raw or "[]")]
 
     def ids(self) -> list[str]:
         """Return the ids of all known workers."""

@@ -15,6 +15,7 @@ from gpuflow.fleet.registry import WorkerEntry, WorkerState
 from gpuflow.fleet.worker_views import capability_of
 from gpuflow.ledger.records import RECORD_SCHEMA
 from gpuflow.routing.describe import ago
+from gpuflow.routing.situation import disk_full_text
 from gpuflow.terminal import one_line
 
 #: A clock that is off by less is not told of, in seconds: it is compared with what a heartbeat's way takes.
@@ -143,8 +144,7 @@ def _machine(entry: WorkerEntry) -> dict[Kind, str]:
     found: dict[Kind, str] = {}
     capability = capability_of(entry)
     if capability.lacks_disk:
-        floor = capability.disk_floor_mib
-        found["disk-full"] = f"has {capability.disk_free_mib} MiB of disk free, less than its floor of {floor} MiB"
+        found["disk-full"] = disk_full_text(capability)
     driver, problems = entry.load.get("driverProblem"), _texts(entry.load.get("gpuProblems"))
     if driver:
         found["no-driver"] = f"has a GPU that cannot be used: {one_line(driver, _CAUSE)}"

@@ -46,6 +46,7 @@ from gpuflow.routing.placement import FreeGpus, GpuGrant, HostUsage
 from gpuflow.routing.queue_names import is_demand_queue
 from gpuflow.routing.requirement import Requirement
 from gpuflow.routing.views import Reservation, RunningTask, WorkerView
+from gpuflow.terminal import one_line
 
 #: What a task may be while GPUs are kept free for it.
 _WAITS: Final = (TaskState.PENDING, TaskState.QUEUED)
@@ -157,6 +158,7 @@ def view_of(entry: WorkerEntry, records: Mapping[str, TaskRecord], now: float) -
         usage=_usage(load),
         idle_gpus=free.whole - unheld.whole,
         idle_mib={uuid: mib - unheld.room_mib.get(uuid, 0) for uuid, mib in free.room_mib.items()},
+        gpu_problems=_gpu_problems(load),
     )
 
 
@@ -249,6 +251,12 @@ def _asked(record: TaskRecord | None) -> Requirement | None:
         return Requirement.from_dict(record.requirement) if record is not None and record.requirement else None
     except UNREADABLE:
         return None  # of a newer version
+
+
+def _gpu_problems(load: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return why GPUs of a machine cannot be used, as another machine has written it, each in one line."""
+    told = (load.get("driverProblem"), *(_texts(load.get("gpuProblems")) or ()))
+    return tuple(one_line(text) for text in told if isinstance(text, str) and text)
 
 
 def _record_schema(load: Mapping[str, Any]) -> int | None:

@@ -137,8 +137,7 @@ def _inputs(app: GPUFlow, worker: str, records: Sequence[TaskRecord]) -> set[str
         return set()
     pipelines = app.pipelines.find_many(sorted({record.pipeline for record in records if record.pipeline}))
     go_on = {one.id for one in pipelines if one is not None and not one.state.final}
-    entry = Fleet(app.redis, app.keys).find(worker)
-    running = app.ledger.as_seen(app.ledger.heads(entry.tasks)) if entry is not None else []
+    running = app.ledger.as_seen(app.ledger.heads(Fleet(app.redis, app.keys).last_tasks(worker)))
     owners = {one.owner for one in running if one.worker == worker and one.state in _LIVE}
     return {record.id for record in records if record.pipeline in go_on or record.owner in owners}
 

@@ -16,7 +16,7 @@ from gpuflow.routing.describe import ago, describe
 from gpuflow.routing.offers import is_function, task_type_of
 from gpuflow.routing.requirement import Requirement
 from gpuflow.routing.resources import format_resources
-from gpuflow.routing.situation import PASSING, Situation, judge
+from gpuflow.routing.situation import IN_WORDS, PASSING, Distance, Situation, judge
 from gpuflow.routing.views import QueueView, TaskView, WorkerView
 
 #: Schema number of `to_dict()`. Fields are added, never renamed, within one number.
@@ -26,27 +26,10 @@ MAX_LISTED: Final = 12
 
 Outcome = Literal["starts", "waits", "cannot", "runs", "ended"]
 
-_IN_WORDS: Final = {
-    "busy": "busy",
-    "reserved": "reserved for a bigger task",
-    "spread": "with a replica of the model already",
-    "avoided": "left out after a failure",
-    "connecting": "connecting",
-    "foreign": "held by a process outside gpuflow",
-    "restricted": "kept away by -Q",
-    "outdated": "too old",
-    "no_executor": "without the executor",
-    "not_allowed": "closed to its code or secrets",
-    "draining": "draining",
-    "disabled": "disabled",
-    "silent": "silent",
-    "offline": "gone",
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """The answer for one task. `workers` begin with who can take it and end with the farthest miss."""
+    """The answer for one task. `workers` begin with who can take it and end with the farthest miss (`Distance`)."""
 
     task: TaskView
     queue: QueueView
@@ -92,15 +75,22 @@ class Explanation:
             f"  asks for: {describe(self.requirement)}",
             f"  queue:    {self._queue()}",
         ]
-        capable, others = self.capable, self.others
-        lines.extend(f"  limits:   {text}" for text in _limits([one for one in capable if one.kind != "offline"]))
-        if capable:
-            lines.append("  workers that have what it asks for:")
-            lines.extend(_listed(capable, ""))
-        if others:
-            lines.append("  workers that cannot run it, the nearest miss first:")
-            lines.extend(_listed(others, "the task "))
+        there = [one for one in self.capable if one.distance < Distance.GONE]
+        lines.extend(f"  limits:   {text}" for text in _limits(there))
+        sections: tuple[tuple[str, str, Sequence[Situation]], ...] = (
+            ("that have what it asks for", "", there),
+            ("with a GPU that cannot be used", "the task ", self._at(Distance.HINDERED, fits=False)),
+            ("that could run it, were they started again", "", self._at(Distance.GONE, fits=True)),
+            ("that cannot run it, the nearest miss first", "the task ", self._at(Distance.UNFIT, fits=False)),
+        )
+        for heading, subject, workers in sections:
+            if workers:
+                lines.append(f"  workers {heading}:")
+                lines.extend(_listed(workers, subject))
         return [" ".join(line.splitlines()) for line in lines]
+
+    def _at(self, distance: Distance, *, fits: bool) -> list[Situation]:
+        return [one for one in self.workers if one.distance is distance and one.fits is fits]
 
     def _queue(self) -> str:
         queue = self.queue
@@ -118,13 +108,13 @@ class Explanation:
 def explain(requirement: Requirement, task: TaskView, queue: QueueView, workers: Sequence[WorkerView]) -> Explanation:
     """Explain where a task stands.
 
-    Workers that are gone are told only where they could have run it; those that have stopped by themselves, which
-    nobody misses, only where no other will.
+    Workers that are gone are told only where they would take it if they were started again; those that have stopped by
+    themselves, which nobody misses, only where no other will.
     """
     judged = [judge(requirement, queue.name, task, worker) for worker in workers]
     gone = {worker.id for worker in workers if worker.state == "OFFLINE"}
     stopped = {worker.id for worker in workers if worker.stopped}
-    told = [one for one in judged if one.fits or one.worker not in gone]
+    told = [one for one in judged if one.would_take_it or one.worker not in gone]
     if any(one.kind in PASSING and one.worker not in stopped for one in told):
         told = [one for one in told if one.worker not in stopped]
     told.sort(key=lambda one: (*one.order, one.worker))
@@ -152,7 +142,7 @@ def _verdict(ask: Requirement, task: TaskView, queue: QueueView, workers: Sequen
     passing = [one for one in capable if one.kind in PASSING]
     if passing:
         return "waits", ("waits: " if state else "would wait: ") + _who(capable)
-    return "cannot", "cannot start: " + (_kept(queue, task, capable) if capable else _nobody(workers))
+    return "cannot", "cannot start: " + _cause(queue, task, workers)
 
 
 def _free_verdict(queue: QueueView, free: Sequence[str]) -> tuple[Outcome, str]:
@@ -162,23 +152,48 @@ def _free_verdict(queue: QueueView, free: Sequence[str]) -> tuple[Outcome, str]:
     return "starts", f"can start now: {who}"
 
 
-def _who(capable: Sequence[Situation]) -> str:
-    """Return who could run it and why nobody does now."""
+def _cause(queue: QueueView, task: TaskView, workers: Sequence[Situation]) -> str:
+    """Return why nobody will take it: what keeps the nearest away, and what to do; then who else could be started."""
+    gone = [one for one in workers if one.distance is Distance.GONE]
+    there = [one for one in workers if one.distance < Distance.GONE]
+    if gone and not there:
+        return _kept(queue, task, gone)
+    capable = [one for one in there if one.fits]
+    text = _kept(queue, task, capable, left=bool(gone)) if capable else _nobody(workers, left=bool(gone))
+    if not gone:
+        return text
+    first = gone[0]
+    which = f"one of {len(gone)} that have gone" if len(gone) > 1 else f"which {_went(first)}"
+    joint = ", such as" if text.endswith("start another one") else "; or start"
+    return f"{text}{joint} {first.worker}, {which}"
+
+
+def _went(one: Situation) -> str:
+    return "has stopped" if one.stopped else "is gone"
+
+
+def _who(capable: Sequence[Situation], *, left: bool = False) -> str:
+    """Return who could run it and why nobody does now. `left`: others that could have gone."""
+    first = capable[0]
     if len(capable) == 1:
-        return f"the only capable worker {capable[0].worker} {capable[0].text}"
+        who = f"left, {first.worker}," if left else first.worker
+        return f"the only capable worker {who} {first.text}"
     counts = Counter(one.kind for one in capable)
     if len(counts) == 1:
         all_of = "both" if len(capable) == 2 else f"all {len(capable)}"
-        return f"{all_of} capable workers are {_IN_WORDS[capable[0].kind]}; {capable[0].worker} {capable[0].text}"
-    parts = ", ".join(f"{count} {_IN_WORDS[kind]}" for kind, count in counts.items())
+        have_stopped = first.kind == "offline" and all(one.stopped for one in capable)
+        stand = "have stopped" if have_stopped else f"are {IN_WORDS[first.kind]}"
+        return f"{all_of} capable workers{' left' if left else ''} {stand}; {first.worker} {first.text}"
+    parts = ", ".join(f"{count} {IN_WORDS[kind]}" for kind, count in counts.items())
     return f"{len(capable)} workers can run it, none of them now: {parts}"
 
 
-def _kept(queue: QueueView, task: TaskView, capable: Sequence[Situation]) -> str:
+def _kept(queue: QueueView, task: TaskView, capable: Sequence[Situation], *, left: bool = False) -> str:
     """Return why the capable workers will not take it, and the mend if there is one for all."""
     task_type = task_type_of(task.executor)
     lacking = [one for one in capable if one.mend]
     mends = {
+        "disk_full": "make room there",
         "outdated": "upgrade gpuflow there",
         "restricted": f"start one without -Q, or with -Q {queue.name}",
         "no_executor": (
@@ -195,18 +210,22 @@ def _kept(queue: QueueView, task: TaskView, capable: Sequence[Situation]) -> str
         "offline": "start it again",
     }
     kinds = {one.kind for one in capable}
-    mend = mends.get(kinds.pop(), "") if len(kinds) == 1 else "start another one"
-    return f"{_who(capable)}; {mend}" if mend else _who(capable)
+    is_one = len(kinds) == 1 and not (capable[0].also and capable[0].distance < Distance.GONE)
+    mend = mends.get(kinds.pop(), "") if is_one else "start another one"
+    who = _who(capable, left=left)
+    return f"{who}; {mend}" if mend else who
 
 
-def _nobody(workers: Sequence[Situation]) -> str:
-    if not workers:
+def _nobody(workers: Sequence[Situation], *, left: bool = False) -> str:
+    """Return that no machine has what is asked for, and what the nearest has not."""
+    unable = [one for one in workers if not one.fits]
+    if not unable:
         return "no worker is there; start one with `celery -A gpuflow worker`"
-    nearest = workers[0]
+    nearest = unable[0]
     who = (
-        f"the only worker, {nearest.worker}, cannot run it"
-        if len(workers) == 1
-        else (f"none of {len(workers)} workers can run it; the nearest is {nearest.worker}")
+        f"the only worker{' left' if left else ''}, {nearest.worker}, cannot run it"
+        if len(unable) == 1
+        else (f"none of {len(unable)} workers {'left ' if left else ''}can run it; the nearest is {nearest.worker}")
     )
     return f"{who}: the task {nearest.text}"
 

@@ -5,13 +5,15 @@ Used by `gpuflow.routing.explain` and by the checks at submit.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import Any, Final, Literal
 
 from gpuflow.protocol import is_user_type
 from gpuflow.routing.capability import Capability
 from gpuflow.routing.describe import ago
-from gpuflow.routing.fit import match, nearness
+from gpuflow.routing.fit import Fit, match, nearness
 from gpuflow.routing.offers import (
     Lack,
     in_words,
@@ -30,22 +32,70 @@ from gpuflow.routing.requirement import Requirement
 from gpuflow.routing.units import show_gb
 from gpuflow.routing.views import Reservation, RunningTask, TaskView, WorkerView
 
-#: In the order in which they are told. Those after `foreign` do not pass by waiting.
 Kind = Literal[
     "free", "busy", "reserved", "spread", "avoided", "connecting", "foreign",
-    "restricted", "outdated", "no_executor", "not_allowed", "draining", "disabled", "silent", "offline", "unfit",
+    "disabled", "disk_full", "restricted", "no_executor", "not_allowed", "outdated", "gpu_problem",
+    "draining", "silent", "offline", "unfit",
 ]  # fmt: skip
-ORDER: Final[tuple[Kind, ...]] = Kind.__args__  # type: ignore[attr-defined]
+
+
+class Distance(IntEnum):
+    """How far a worker is from running a task: by whom what keeps it away is ended. The nearest are told first, and
+    they are why the task does not run; those that are farther are told after them.
+    """
+
+    NONE = 0  #: it can take the task now
+    PASSES = 1  #: what keeps it ends by itself
+    HINDERED = 2  #: it is there, and somebody can end what keeps it
+    GONE = 3  #: it has stopped, or is gone, and takes the task once it is started again
+    UNFIT = 4  #: its machine has not what the task asks for
+
+
+#: Kinds by distance. Those of HINDERED by what ends them: a command, room on a disk, a start with other settings, an
+#: upgrade, a mend of the machine; and last where nobody can do it to this worker: it ends, or does not answer.
+_KINDS: Final[Mapping[Distance, tuple[Kind, ...]]] = {
+    Distance.NONE: ("free",),
+    Distance.PASSES: ("busy", "reserved", "spread", "avoided", "connecting", "foreign"),
+    Distance.HINDERED: (
+        *("disabled", "disk_full", "restricted", "no_executor", "not_allowed", "outdated", "gpu_problem"),
+        *("draining", "silent"),
+    ),
+    Distance.GONE: ("offline",),
+    Distance.UNFIT: ("unfit",),
+}
+_DISTANCES: Final = {kind: distance for distance, kinds in _KINDS.items() for kind in kinds}
+#: In the order in which they are told.
+ORDER: Final = tuple(_DISTANCES)
 #: What ends by itself.
-PASSING: Final = frozenset({"free", "busy", "reserved", "spread", "avoided", "connecting", "foreign"})
+PASSING: Final = frozenset(_KINDS[Distance.NONE] + _KINDS[Distance.PASSES])
+#: Kinds where workers are counted, and where something is told beside: "2 disabled", "it is also disabled".
+IN_WORDS: Final[Mapping[Kind, str]] = {
+    "busy": "busy",
+    "reserved": "reserved for a bigger task",
+    "spread": "with a replica of the model already",
+    "avoided": "left out after a failure",
+    "connecting": "connecting",
+    "foreign": "held by a process outside gpuflow",
+    "disabled": "disabled",
+    "disk_full": "short of disk",
+    "restricted": "kept away by -Q",
+    "no_executor": "without the executor",
+    "not_allowed": "closed to its code or secrets",
+    "outdated": "too old",
+    "draining": "draining",
+    "silent": "silent",
+    "offline": "gone",
+}
 #: Running tasks that are named; the others are counted.
 _MAX_NAMED: Final = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
-    """`text` goes on after the worker's name: "is busy with train (7aa1)"; `reasons` are there only if it is unfit.
+    """`text` goes on after the worker's name: "is busy with train (7aa1)"; `reasons` are there only if the machine has
+    not what is asked for, and then it goes on after "the task".
 
+    `also` is what keeps the worker away beside `kind`; `stopped` says of one that is offline that it stopped by itself.
     `mend` is the command that mends it on that worker's machine, where there is one. `limits` is what holds the task to
     the memory and CPUs that it asks for there, and what is in the way of more; None where it asks for neither.
     """
@@ -53,6 +103,8 @@ class Situation:
     worker: str
     kind: Kind
     text: str
+    also: tuple[Kind, ...] = ()
+    stopped: bool = False
     reasons: tuple[Reason, ...] = ()
     nearness: float = 0.0
     tasks: tuple[RunningTask, ...] = ()
@@ -62,12 +114,22 @@ class Situation:
     @property
     def fits(self) -> bool:
         """Whether the machine has what the task asks for, however it is occupied."""
-        return self.kind != "unfit"
+        return not self.reasons
+
+    @property
+    def distance(self) -> Distance:
+        """How far the worker is from running the task."""
+        return _DISTANCES[self.kind]
+
+    @property
+    def would_take_it(self) -> bool:
+        """Whether a worker that is offline would take the task once it is started again as it was, and enabled."""
+        return self.kind == "offline" and set(self.also) <= {"disabled"}
 
     @property
     def order(self) -> tuple[float, ...]:
-        """Sort key: who can take it, then who could, then the others, the nearest first."""
-        return (ORDER.index(self.kind), self.nearness)
+        """Sort key: the nearest to running the task first; `Distance` says what counts as near."""
+        return (self.distance, not self.fits, len(self.also), ORDER.index(self.kind), self.nearness)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -85,29 +147,66 @@ class Situation:
 
 def judge(ask: Requirement, queue: str, task: TaskView, worker: WorkerView) -> Situation:
     """Return how a worker stands to a task of `queue`."""
-    fit = match(ask, worker.capability)
-    if not fit.fits:
+    fit = _fit(ask, worker)
+    is_broken = _is_broken(fit, worker)
+    if not fit.fits and not is_broken:
         more = len(fit.reasons) - 1
-        others = f"; {more} more {'requirement fails' if more == 1 else 'requirements fail'}" if more else ""
+        rest = f"; {more} more {'requirement fails' if more == 1 else 'requirements fail'}" if more else ""
         return Situation(
             worker=worker.id,
             kind="unfit",
-            text=f"{fit.reasons[0].message}{others}",
+            text=f"{fit.reasons[0].message}{rest}",
             reasons=fit.reasons,
             nearness=nearness(fit),
         )
     lack = _lack(ask, task, worker)
-    kept: tuple[Kind, str] | None = _kept_away(queue, task, worker)
-    if kept is None and lack is not None:
-        what = in_words(task.executor)
-        kept = "no_executor", f"has no {what if is_function(task.executor) else f'executor {what}'}: {lack.why}"
+    kept: dict[Kind, str] = {}
+    if is_broken:
+        kept["gpu_problem"] = f"{fit.reasons[0].message}: {worker.gpu_problems[0]}"
+    for one, why in _hindrances(queue, task, worker, lack):
+        kept.setdefault(one, why)
+    (kind, text), *others = kept.items() or [_passing(ask, queue, task, worker) or ("free", "is free")]
+    also = tuple(other for other, _ in others)
+    besides = f"; it is also {' and '.join(IN_WORDS[other] for other in also)}" if also else ""
+    return Situation(
+        worker=worker.id,
+        kind=kind,
+        text=text + besides,
+        also=also,
+        stopped=worker.stopped,
+        reasons=fit.reasons,
+        tasks=worker.tasks,
+        mend=lack.mend if lack is not None and kind == "no_executor" else "",
+        limits=worker.limits if ask.cpu or ask.memory_mib else None,
+    )
+
+
+def disk_full_text(capability: Capability) -> str:
+    """Return what is told of a worker with too little free disk, after its name."""
+    floor = capability.disk_floor_mib
+    return f"has {capability.disk_free_mib} MiB of disk free, less than its floor of {floor} MiB"
+
+
+def _fit(ask: Requirement, worker: WorkerView) -> Fit:
+    """Return whether the machine has what is asked for. That its disk is full is no part of that: it passes."""
+    fit = match(ask, worker.capability)
+    if fit.fits or not worker.capability.lacks_disk:
+        return fit
+    with_room = match(ask, replace(worker.capability, disk_floor_mib=0))
+    return with_room if with_room.fits or _is_broken(with_room, worker) else fit
+
+
+def _is_broken(fit: Fit, worker: WorkerView) -> bool:
+    """Whether a worker has too few GPUs for a task, and some that cannot be used: these may be the ones."""
+    return bool(worker.gpu_problems) and [reason.kind for reason in fit.reasons] == ["gpu_count"]
+
+
+def _passing(ask: Requirement, queue: str, task: TaskView, worker: WorkerView) -> tuple[Kind, str] | None:
+    """Return what keeps a worker from the task and ends by itself."""
     double = _doubled(task, worker)
     if double is not None and not worker.kept[task.session]:  # without GPUs it never takes a second one
-        kept = kept or double
-    kind, text = kept or _occupied(ask, queue, task, worker) or double or ("free", "is free")
-    mend = lack.mend if lack is not None and kind == "no_executor" else ""
-    limits = worker.limits if ask.cpu or ask.memory_mib else None
-    return Situation(worker=worker.id, kind=kind, text=text, tasks=worker.tasks, mend=mend, limits=limits)
+        return _held_off(task, worker) or double
+    return _held_off(task, worker) or _occupied(ask, queue, task, worker) or double
 
 
 def _lack(ask: Requirement, task: TaskView, worker: WorkerView) -> Lack | None:
@@ -128,41 +227,45 @@ def _lack(ask: Requirement, task: TaskView, worker: WorkerView) -> Lack | None:
     return offers.lacking.get(name) or Lack(why="no executor and no environment there has that name")
 
 
-def _kept_away(queue: str, task: TaskView, worker: WorkerView) -> tuple[Kind, str] | None:
-    """Return what keeps a worker from the task whatever else it does."""
+def _hindrances(queue: str, task: TaskView, worker: WorkerView, lack: Lack | None) -> Iterator[tuple[Kind, str]]:
+    """Yield all that keeps a worker from the task until somebody ends it, what counts for every task first."""
     if worker.state == "OFFLINE":
         heard = "" if worker.silent_seconds is None else f": it was last heard of {ago(worker.silent_seconds)} ago"
-        return "offline", f"{'has stopped' if worker.stopped else 'is gone'}{heard}"
+        yield "offline", f"{'has stopped' if worker.stopped else 'is gone'}{heard}"
     if worker.state == "SILENT":
-        return "silent", f"is silent: it was last heard of {ago(worker.silent_seconds or 0)} ago"
+        yield "silent", f"is silent: it was last heard of {ago(worker.silent_seconds or 0)} ago"
     if worker.state == "DRAINING":
-        return "draining", "is draining: it ends what it runs and takes nothing new"
+        yield "draining", "is draining: it ends what it runs and takes nothing new"
     if not worker.enabled:
         who = f" {worker.disabled_by};" if worker.disabled_by else ":"
-        return "disabled", f"is disabled{who} it takes nothing until it is enabled again"
+        yield "disabled", f"is disabled{who} it takes nothing until it is enabled again"
+    if worker.capability.lacks_disk:
+        yield "disk_full", disk_full_text(worker.capability)
     if worker.record_schema is not None and worker.record_schema < task.record_schema:
-        return (
-            "outdated",
-            "has an older gpuflow than the sender of the task, and leaves it to newer workers",
-        )
+        yield "outdated", "has an older gpuflow than the sender of the task, and leaves it to newer workers"
     task_type = task_type_of(task.executor)
     limited = None if is_function(task_type) else worker.executors
     if limited is not None and task_type and task_type not in limited:
-        return (
-            "no_executor",
-            f"has no executor {task_type}: it was started with --executors {','.join(limited)}",
-        )
+        yield "no_executor", f"has no executor {task_type}: it was started with --executors {','.join(limited)}"
     if is_user_type(task_type) and task_type not in (worker.user_types or ()):
-        return "no_executor", f"has no executor {task_type}: no package there registers it, nor GPUFLOW_EXECUTORS"
+        yield "no_executor", f"has no executor {task_type}: no package there registers it, nor GPUFLOW_EXECUTORS"
     if worker.allows_code is not None and (lacking := not_allowed(task.executor, worker.allows_code)):
-        return "not_allowed", lacking
+        yield "not_allowed", lacking
     if worker.secrets is not None and (lacking := not_offered(task.secrets, worker.secrets)):
-        return "not_allowed", lacking
+        yield "not_allowed", lacking
     if worker.families is not None and not any(family_matches(queue, family) for family in worker.families):
         served = ",".join(worker.families)
-        return "restricted", f"does not serve {queue}: " + (
-            f"its -Q is {served}" if served else "its -Q has no such queue"
+        yield (
+            "restricted",
+            f"does not serve {queue}: " + (f"its -Q is {served}" if served else "its -Q has no such queue"),
         )
+    if lack is not None:
+        what = in_words(task.executor)
+        yield "no_executor", f"has no {what if is_function(task.executor) else f'executor {what}'}: {lack.why}"
+
+
+def _held_off(task: TaskView, worker: WorkerView) -> tuple[Kind, str] | None:
+    """Return what keeps a worker from the task for a while, whatever else it does."""
     if task.avoids == worker.id and (task.avoid_seconds or 0) > 0:
         return "avoided", f"is left out for {ago(task.avoid_seconds or 0)} more: the last attempt failed there"
     if worker.state == "CONNECTING":

@@ -56,7 +56,7 @@ class WorkerView:
     `record_schema` the newest records that it reads (None: not told), `kept` the sessions that replicas of served
     models keep loaded, with whether they have GPUs, `usage` what is in use of its host (None: not told), `idle_gpus`
     those of `free_gpus` that models hold which idle, and `idle_mib` how much of `room_mib` is theirs: these are evicted
-    first.
+    first. `gpu_problems` say why GPUs of the machine cannot be used, which are no part of `capability`.
     """
 
     id: str
@@ -86,6 +86,7 @@ class WorkerView:
     usage: HostUsage | None = None
     idle_gpus: frozenset[str] = frozenset()
     idle_mib: Mapping[str, int] = field(default_factory=dict)
+    gpu_problems: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

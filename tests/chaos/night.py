@@ -49,6 +49,8 @@ class Views:
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)
     states: dict[str, dict[str, str]] = field(default_factory=dict)
     warned: dict[str, frozenset[str]] = field(default_factory=dict)
+    #: Tasks that workers which have gone are said to run.
+    ghosts: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 class Night:
@@ -153,6 +155,9 @@ class Night:
             for task_id, state in self.states.items():
                 if states.get(task_id) != state:
                     yield f"{view} says {states.get(task_id)} of {task_id}, it is {state}"
+        for view, ghosts in views.ghosts.items():
+            if ghosts:
+                yield f"{view} says that workers which have gone run tasks: {ghosts}"
         for kind in WARNED:
             whom = frozenset(name for name, kinds in self.stands.items() if kind in kinds)
             if views.warned.get(kind, frozenset()) != whom:
@@ -181,6 +186,11 @@ class Night:
         found.standing["the monitor"] = {
             name: frozenset(one.kind for one in row.standings) for name, row in rows.items()
         }
+        found.ghosts = {
+            "workers": {name: len(one["tasks"]) for name, one in workers.items() if one["state"] == "OFFLINE"},
+            "the monitor": {name: len(row.tasks) + row.more_tasks for name, row in rows.items() if row.entry.is_gone},
+        }
+        found.ghosts = {view: {name: n for name, n in said.items() if n} for view, said in found.ghosts.items()}
         told = {row["name"]: row for row in self.said("queues")}.get("cpu", _EMPTY)
         shown = {row["name"]: row for row in explain_queues(fleet.app)}.get("cpu", _EMPTY)
         (explained,) = self.said("explain", str(self._template))

@@ -141,3 +141,28 @@ def test_a_pipeline_is_explained_task_by_task(fleet: TestFleet) -> None:
     eventually(lambda: run.state.final, within=60)
     found = gpuflow.explain(run.id, app=fleet.app)
     assert [one.outcome for one in found] == ["ended"]
+
+
+def test_what_keeps_a_worker_that_is_there_is_told_before_one_that_has_stopped(fleet: TestFleet) -> None:
+    quick = {"HEARTBEAT_INTERVAL_SEC": "1"}
+    fleet.start_worker("before", env=quick).stop()
+    closed = fleet.start_worker("closed", env={**quick, "GPUFLOW_ALLOW_CODE": "none"})
+    fleet.start_worker("full", env={**quick, "GPUFLOW_ALLOW_CODE": "none", "GPUFLOW_DISK_FLOOR_BYTES": str(2**60)})
+    spec = {"taskType": "command", "command": {"command": "true"}, "resources": {"hardware": {"cpu": 1}}}
+    task = submit(spec, app=fleet.app)
+
+    found = explained(fleet, task.id)
+
+    assert [(one.worker, one.kind) for one in found.workers] == [
+        ("closed", "not_allowed"),
+        ("full", "disk_full"),
+        ("before", "offline"),
+    ]
+    assert "1 closed to its code or secrets, 1 short of disk" in found.verdict
+    assert found.verdict.endswith("; start another one, such as before, which has stopped")
+    closed.stop()
+    found = explained(fleet, task.id)
+    assert [one.worker for one in found.workers] == ["full", "before"], "as it was, it would not take the task"
+    assert found.verdict.startswith("cannot start: the only capable worker left, full, has ")
+    fleet.workers[-1].stop()
+    assert explained(fleet, task.id).verdict.startswith("cannot start: the only capable worker before has stopped: ")

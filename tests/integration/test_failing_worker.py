@@ -49,8 +49,8 @@ def test_a_worker_with_a_full_disk_takes_nothing_and_says_so(fleet: TestFleet) -
 
     (told,) = explain(task.id, app=fleet.app)
 
-    assert "of free disk, which a worker keeps" in " ".join(told.to_lines())
-    assert [worker.worker for worker in told.others] == ["full"]
+    assert "of disk free, less than its floor of" in told.verdict and told.verdict.endswith("; make room there")
+    assert [(worker.worker, worker.kind) for worker in told.capable] == [("full", "disk_full")]
     environment = {**os.environ, "REDIS_URL": fleet.broker.url, "HOME": str(fleet.folder)}
     command = [str(Path(sys.executable).with_name("gpuflow"))]
     workers = subprocess.run([*command, "workers"], env=environment, capture_output=True, text=True, check=True).stdout

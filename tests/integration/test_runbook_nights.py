@@ -145,7 +145,15 @@ def test_5_the_broker_is_a_replica(shell: Shell) -> None:
 
 def test_6_nothing_runs(shell: Shell) -> None:
     task = submit(shell.fleet.echo(output=1), app=shell.fleet.app)
-    shell.says(6, ID=task.id)
+    shell.says(6, quotes=(0, 1), ID=task.id)
+    worker = shell.fleet.start_worker("w1", env=QUICK)
+    ends(task)
+    worker.stop()
+    task = submit(shell.fleet.echo(output=2), app=shell.fleet.app)
+    shell.says(6, quotes=(0, 2), ID=task.id)
+    shell.fleet.start_worker("w9", env={**QUICK, "GPUFLOW_DISK_FLOOR_BYTES": str(1 << 60)})
+    assert "or start w1, which has stopped" in night(6).text
+    assert "or start w1, which has stopped" in shell.typed(6, lines=(1,), ID=task.id)
     shell.fleet.start_worker("w1", env=QUICK)
     ends(task)
 

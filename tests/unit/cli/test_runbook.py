@@ -5,13 +5,19 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
 import yaml
 
 from gpuflow.cli import cli
-from tests.support.runbook import PAGE, nights
+from gpuflow.routing.capability import Capability
+from gpuflow.routing.explain import explain
+from gpuflow.routing.requirement import Requirement
+from gpuflow.routing.situation import IN_WORDS, Kind
+from gpuflow.routing.views import QueueView, RunningTask, TaskView, WorkerView
+from tests.support.runbook import PAGE, nights, pattern
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
@@ -103,6 +109,58 @@ def test_each_word_of_a_log_is_one_that_the_product_writes() -> None:
     words += [word for night in nights() for word in re.findall(r"`event=([a-z_]+)", night.text)]
     assert len(words) > 30
     assert [word for word in words if f'"{word}"' not in source] == []
+
+
+def worker_view(name: str, **fields: Any) -> WorkerView:
+    return WorkerView(id=name, capability=Capability(cpu_count=8, disk_free_mib=800), **fields)
+
+
+def full(name: str) -> WorkerView:
+    return WorkerView(id=name, capability=Capability(cpu_count=8, disk_free_mib=800, disk_floor_mib=1024))
+
+
+STOPPED = {"state": "OFFLINE", "stopped": True, "silent_seconds": 9.0}
+GONE = {"state": "OFFLINE", "silent_seconds": 300.0}
+GPU, BIG = Requirement(gpu_count=1), Requirement(cpu=900)
+#: What keeps a task of type `command`, and the nights that are found by what `explain` says of it.
+ANSWERS: list[tuple[Requirement, list[WorkerView], set[int]]] = [
+    (Requirement(), [], {6}),
+    (Requirement(), [worker_view("w1", **STOPPED)], {6}),
+    (Requirement(), [worker_view("w1", **STOPPED), worker_view("w2", **STOPPED)], {6}),
+    (Requirement(), [worker_view("w1", **GONE)], {20}),
+    (Requirement(), [worker_view("w1", **GONE), worker_view("w2", **STOPPED)], {20}),
+    (Requirement(), [worker_view("w1", state="SILENT", silent_seconds=50.0)], {20}),
+    (BIG, [worker_view("w1")], {7}),
+    (BIG, [worker_view("w1"), worker_view("w2"), worker_view("w3", **STOPPED)], {7}),
+    (Requirement(), [worker_view("w1", families=("gpu-a100",))], {8}),
+    (Requirement(), [worker_view("w1", allows_code=()), worker_view("w2", **STOPPED)], {9}),
+    (Requirement(), [worker_view("w1", enabled=False), worker_view("w2", **STOPPED)], {10}),
+    (Requirement(), [worker_view("w1", free_jobs=0, tasks=(RunningTask(id="t"),))], {11}),
+    (Requirement(), [full("w1"), worker_view("w2", **STOPPED)], {12}),
+    (Requirement(), [worker_view("w1", record_schema=0)], {13}),
+    (GPU, [worker_view("w1", gpu_problems=("the GPU is lost",))], {7, 22}),
+]
+
+
+@pytest.mark.parametrize(("ask", "workers", "expected"), ANSWERS, ids=range(len(ANSWERS)))
+def test_what_explain_says_leads_to_its_night(ask: Requirement, workers: list[WorkerView], expected: set[int]) -> None:
+    task = TaskView(id="t1", name="t", state="QUEUED", executor="command")
+    lines = explain(ask, task, QueueView(name=ask.queue_name()), workers).to_lines()
+    said = "\n".join([lines[0], *(line for line in lines if line.startswith("  workers with"))])
+    found = set()
+    for row in index().split("| a view says | night |")[1].splitlines():
+        seen, _, leads = row.replace("`none` in", "").strip("| ").rpartition(" | ")
+        night = re.match(r"(?:all at once: .*; else )?\[(\d+)\]", leads)
+        if night and any(pattern(quote).search(said) for quote in re.findall(r"`([^`]+)`", seen)):
+            found.add(int(night[1]))
+    assert found == expected, said
+
+
+def test_each_word_by_which_workers_are_counted_leads_to_its_night() -> None:
+    (row,) = [row for row in index().splitlines() if "none of them now" in row]
+    kinds: dict[Kind, int] = {"disabled": 10, "disk_full": 12, "outdated": 13, "restricted": 8, "offline": 20}
+    for kind, number in kinds.items():
+        assert re.search(rf"{IN_WORDS[kind]} \[{number}\]", row), kind
 
 
 def test_each_night_says_what_to_do_and_how_one_sees_that_it_is_over() -> None:

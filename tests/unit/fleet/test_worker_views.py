@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any, cast
 
@@ -108,3 +109,16 @@ def test_what_cannot_be_read_says_nothing_of_other_workers_of_its_machine() -> N
     odd = replace(odd, load={**odd.load, "gpusSeenAt": 10**400})
 
     assert kinds(odd, worker("a", 1.0, BOTH), ask=WHOLE)["a"] == "free"
+
+
+@pytest.mark.parametrize(("said", "left_ms"), [("OFFLINE", -2), ("BUSY", -2)], ids=["stopped", "lost"])
+def test_a_worker_that_has_gone_runs_nothing_whatever_it_said_last(said: str, left_ms: int) -> None:
+    last = WorkerEntry(id="w1", state=WorkerState.BUSY, tasks=("t1", "t2"), load={"jobs": 2, "freeJobs": 0})
+    raw = {**last.to_hash(), "state": said, "newer_load": json.dumps({"startedAt": 0.0, "load": {"jobs": 3}})}
+
+    there, gone = (WorkerEntry.from_hash(raw | {"state": state}, left_ms=left)
+                   for state, left in (("BUSY", 1000), (said, left_ms)))  # fmt: skip
+
+    assert (there.tasks, there.load["jobs"]) == (("t1", "t2"), 3)
+    assert (gone.state, gone.tasks, gone.load["jobs"]) == (WorkerState.OFFLINE, (), 0)
+    assert gone.public()["tasks"] == [] and view_of(gone, {}, now=1000.0).tasks == ()

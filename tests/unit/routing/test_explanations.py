@@ -37,6 +37,10 @@ def busy(name, *cards, **fields):
     return view(name, *cards, **{"state": "BUSY", "free_gpus": (), "tasks": (TRAIN,), **fields})
 
 
+def with_disk(worker, *, free_mib, floor_mib):
+    return replace(worker, capability=replace(worker.capability, disk_free_mib=free_mib, disk_floor_mib=floor_mib))
+
+
 def told(resources, *workers, task=TASK, depth=1, place=1, oldest=130):
     (ask,) = requirement_from_resources(resources, gpu_available=True)
     queue = QueueView(name=ask.queue_name(), depth=depth, place=place, oldest_seconds=oldest)
@@ -107,6 +111,18 @@ SITUATIONS = {
         busy("box1", "a100-80"),
         view("box2", "a100-80", state="OFFLINE", stopped=True),
         view("box3", "a100-80", state="OFFLINE", silent_seconds=90),
+    ),
+    "full-disk-beside-a-stopped-one": lambda: told(
+        "A100:1",
+        view("box1", "a100-80", state="OFFLINE", stopped=True, silent_seconds=4000),
+        with_disk(view("box2", "a100-80"), free_mib=800, floor_mib=1024),
+        view("lab", "4090"),
+    ),
+    "lost-gpu-beside-a-stopped-one": lambda: told(
+        "A100:1",
+        view("box1", "a100-80", state="OFFLINE", stopped=True, silent_seconds=4000),
+        view("box2", gpu_problems=("GPU-1: the GPU is lost (it fell off the bus); reset it or reboot the machine",)),
+        view("lab", "4090"),
     ),
     "after-a-failure": lambda: told(
         "A100:1",
