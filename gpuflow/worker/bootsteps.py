@@ -54,7 +54,6 @@ from gpuflow.worker.sessions.neighbours import Neighbours
 from gpuflow.worker.sessions.setup import make_sessions, yield_to
 from gpuflow.worker.signed_work import SignedWork
 from gpuflow.worker.slots import Limits
-from gpuflow.worker.spot_notices import SpotNotices
 from gpuflow.worker.stopping import Stopper
 from gpuflow.worker.task_limits import limits_of
 from gpuflow.worker.thread_context import of_this_thread
@@ -225,6 +224,9 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
         if runtime.stopper is not None:
             runtime.stopper.start()
             if settings.spot_notices == "aws":
+                # Here, as few workers need the HTTP client, whose import is a twelfth of a start.
+                from gpuflow.worker.spot_notices import SpotNotices
+
                 SpotNotices(settings.spot_metadata_url, runtime.stopper.drain).start()
         log.info("machine", worker=runtime.worker_id, gpus=names, cpus=runtime.hardware.cpu_count)
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import pytest
 
-from tests.gate import durations, leftovers
+from tests.gate import durations, leftovers, selection
 from tests.support.waiting import BrokenPromise, patient
 
 #: How long the processes of a module may take to end after it, in seconds.
@@ -48,7 +48,15 @@ _report = RunReport()
 _reported: set[str] = set()
 
 
-# -- the order of the files --------------------------------------------------------------------------------------------
+# -- which files are read, and in which order --------------------------------------------------------------------------
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import files of which `-m` would leave nothing: of a small suite that import is most of the start."""
+    names = selection.required(config.option.markexpr)
+    if not names or collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
+        return None
+    return None if selection.may_have(collection_path.read_text("utf-8"), names) else True
 
 
 @pytest.hookimpl(trylast=True)

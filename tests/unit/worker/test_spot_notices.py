@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import queue
+import subprocess
+import sys
 
 import pytest
 
@@ -67,3 +69,13 @@ def test_one_notice_drains_once_and_a_token_that_is_refused_is_renewed(tells_tim
         watch.join(timeout=patient(10))
     assert why == f"spot notice: terminate in {seconds:.0f} s" and left == seconds
     assert not watch.is_alive() and drained.empty()
+
+
+def test_a_worker_that_waits_for_no_notice_loads_no_http_client() -> None:
+    program = "import sys, gpuflow.worker.bootsteps; print('httpx' in sys.modules)"
+
+    told = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=patient(60), check=True
+    )
+
+    assert told.stdout == "False\n"
