@@ -95,12 +95,13 @@ def merge_line(counts: Mapping[str, int]) -> str:
 
 
 @click.group(invoke_without_command=True, short_help="List the workers; show, steer, create or delete one.")
+@click.option("--all", "everyone", is_flag=True, help="Also those that have gone.")
 @json_option
 @click.pass_context
-def workers(ctx: click.Context, as_json: bool) -> None:
+def workers(ctx: click.Context, everyone: bool, as_json: bool) -> None:
     """List the workers; show, enable, disable, drain, create or delete one."""
     if ctx.invoked_subcommand is None:
-        ctx.invoke(list_workers, as_json=as_json)
+        ctx.invoke(list_workers, everyone=everyone, as_json=as_json)
 
 
 for _command in (create_worker, rotate_worker_token, delete_worker):
@@ -148,6 +149,7 @@ def show_worker(worker_id: str, as_json: bool) -> None:
     from gpuflow.cli.errors import bad_input
     from gpuflow.cli.session import connected
     from gpuflow.client import reachable
+    from gpuflow.explaining import server_time
     from gpuflow.fleet.registry import UNREADABLE, Fleet
     from gpuflow.fleet.standing import public, unreadable_text
 
@@ -155,6 +157,7 @@ def show_worker(worker_id: str, as_json: bool) -> None:
         try:
             worker = Fleet(app.redis, app.keys).find(worker_id)
             shown = {} if worker is None else public(worker)
+            now = server_time(app)
         except UNREADABLE:
             raise bad_input(unreadable_text([worker_id])) from None
     if worker is None:
@@ -166,7 +169,9 @@ def show_worker(worker_id: str, as_json: bool) -> None:
     load["offers"] = _offers(load.pop("offers", None))
     shown["standing"] = "; ".join(one["text"] for one in shown["standing"]) or "well"
     times = {"startedAt": "started", "heartbeatAt": "heartbeat"}
-    output.pairs({times.get(key, key): output.when(value) if key in times else value for key, value in shown.items()})
+    output.pairs(
+        {times.get(key, key): output.when_ago(value, now) if key in times else value for key, value in shown.items()}
+    )
     output.pairs({"gpus": gpu_text(worker), "labels": _labels(worker)})
     output.pairs({key: value for key, value in capability.items() if key not in ("gpus", "labels", "schema")})
     output.pairs(load)

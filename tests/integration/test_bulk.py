@@ -126,7 +126,14 @@ def test_failed_tasks_are_listed_and_retried_together(fleet: TestFleet, command:
         (["cancel", "--state", "asleep"], "is no state of a task; there are PENDING"),
         (["cancel", "--older-than", "soon"], "--older-than 'soon' is not a duration"),
         (["cancel", "--label", "=x"], "names no label"),
-        (["status", "x", "--owner", "ana"], "filters select several"),
+        (["status", "x", "--owner", "ana"], "filters select them"),
+        (["status", "x", "y", "--watch"], "--watch follows one"),
+        (["status", "x", "y"], "no task or pipeline 'x', 'y'"),
+        (["cancel", "x", "KEPT", "y"], "no task or pipeline 'x', 'y'; nothing was done"),
+        (["retry", "x", "KEPT"], "no task or pipeline 'x'; nothing was done"),
+        (["dead", "purge", "KEPT", "x"], "no task or pipeline 'x'; nothing was done"),
+        (["dead", "purge", "KEPT"], "not among the dead letters"),
+        (["dead", "--owner", "ana", "retry", "--all"], "stand after that word"),
         (["dead", "purge", "--state", "failed"], "dead letters are tasks in state DEAD"),
         (["retry", "--all", "--owner", "ana", "x"], "not both"),
     ],
@@ -135,9 +142,35 @@ def test_what_cannot_be_meant_changes_nothing(
     fleet: TestFleet, command: Command, arguments: list[str], cause: str
 ) -> None:
     waiting = submit(template("ana", "kept"), app=fleet.app)
-    done = command(*arguments, code=2)
+    done = command(*[waiting.id if word == "KEPT" else word for word in arguments], code=2)
     assert cause in str(done.exception)
     assert waiting.state == TaskState.QUEUED
+
+
+def test_several_ids_and_filters_are_shown_with_ages(fleet: TestFleet, command: Command) -> None:
+    app = fleet.app
+    first, second = (submit(template("ana", name), app=app) for name in ("one", "two"))
+    stage = {"name": "a", "spec": {"taskType": "echo", "echo": {}, "resources": {"hardware": {"gpu": {"count": 0}}}}}
+    run = submit_pipeline({"apiVersion": "gpuflow/v1", "metadata": {"name": "p"}, "spec": {"stages": [stage]}}, app=app)
+
+    shown = json.loads(command("status", second.id, run.id, first.id, "--json").stdout)
+
+    assert [one["id"] for one in shown["tasks"]] == [second.id, first.id]
+    assert [one["id"] for one in shown["pipelines"]] == [run.id]
+    for listed in (command("status", first.id, run.id), command("status", "--owner", "ana"), command("status")):
+        assert first.id in listed.stdout and " s ago" in listed.stdout
+    assert " s ago)" in command("status", first.id).stdout
+    assert command("dead", "--owner", "ana").stderr.startswith("no dead letters that all of these")
+
+
+def test_what_is_not_tried_again_says_why(fleet: TestFleet, command: Command) -> None:
+    waiting, ended = (submit(template("ana", name), app=fleet.app) for name in ("waits", "ends"))
+    assert ended.cancel() == "cancelled"
+
+    told = command("retry", ended.id, waiting.id)
+
+    assert "1 of 2 queued again" in told.stdout
+    assert "not tried again: 1 (not ended or succeeded)" in told.stderr
 
 
 def test_a_command_waits_for_the_broker_and_says_so(fleet: TestFleet) -> None:
