@@ -42,9 +42,9 @@ def test_help_lists_every_command_and_imports_none() -> None:
 
 
 def test_version(invoke: Invoke) -> None:
-    from gpuflow import __version__
+    from gpuflow.build import full_version
 
-    assert invoke("--version").stdout.strip() == f"gpuflow {__version__}"
+    assert invoke("--version").stdout.strip() == f"gpuflow {full_version()}"
 
 
 @pytest.mark.parametrize(
