@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -16,6 +16,9 @@ from gpuflow.routing.describe import ago
 if TYPE_CHECKING:
     from gpuflow.fleet.orders import Order
     from gpuflow.fleet.registry import WorkerEntry
+
+#: Between two looks at a worker that is to stop.
+_LOOK_SECONDS: Final = 0.5
 
 
 @click.command(short_help="List the queues.")
@@ -249,8 +252,9 @@ def drain_worker(worker_id: str, deadline: str | None, waiting: bool) -> None:
     from gpuflow.cli import output
     from gpuflow.cli.errors import bad_input
     from gpuflow.cli.session import connected
+    from gpuflow.cli.watch import PATIENCE_SECONDS
     from gpuflow.client import reachable
-    from gpuflow.errors import GPUFlowError
+    from gpuflow.errors import BrokerUnavailable, GPUFlowError
     from gpuflow.fleet.orders import OrderRefused
     from gpuflow.fleet.orders import drain_worker as order_drain
     from gpuflow.fleet.registry import Fleet
@@ -270,8 +274,18 @@ def drain_worker(worker_id: str, deadline: str | None, waiting: bool) -> None:
         tasks = f"; it runs {len(ordered.tasks)}" if ordered.tasks else ""
         output.line(f"{worker_id} takes nothing new{tasks}")
         until = None if seconds is None else time.monotonic() + seconds
+        away_since: float | None = None
         while waiting:
-            worker = fleet.find(worker_id)
+            try:
+                with reachable():
+                    worker = fleet.find(worker_id)
+            except BrokerUnavailable:  # a broker that restarts ends no wait
+                away_since = away_since or time.monotonic()
+                if time.monotonic() - away_since > PATIENCE_SECONDS:
+                    raise
+                time.sleep(_LOOK_SECONDS)
+                continue
+            away_since = None
             if worker is None or worker.stopped:
                 output.line(f"{worker_id} has stopped")
                 return
@@ -280,7 +294,7 @@ def drain_worker(worker_id: str, deadline: str | None, waiting: bool) -> None:
                     f"{worker_id} {standings(worker)[0].text}, and has not said that it stops; look after its machine: "
                     "what it ran is lost and begins elsewhere"
                 )
-            time.sleep(0.5)
+            time.sleep(_LOOK_SECONDS)
 
 
 def gpu_text(worker: WorkerEntry) -> str:

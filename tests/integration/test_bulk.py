@@ -192,6 +192,36 @@ def test_a_command_waits_for_the_broker_and_says_so(fleet: TestFleet) -> None:
     assert json.loads(out)["id"] == task.id
 
 
+def test_who_follows_a_drain_or_a_task_hears_of_an_outage_and_of_the_end(fleet: TestFleet) -> None:
+    fleet.start_worker("w1")
+    gate = fleet.folder / "gate"
+    task = submit(fleet.echo(until_exists=str(gate)), app=fleet.app)
+    eventually(lambda: task.state == TaskState.RUNNING)
+    pipe = subprocess.PIPE
+    environment = {**os.environ, "REDIS_URL": fleet.broker.url}
+
+    def started(*words: str) -> subprocess.Popen[str]:
+        line = [sys.executable, "-c", "from gpuflow.cli import main; main()", *words]
+        return subprocess.Popen(line, env=environment, cwd=fleet.folder, text=True, stdout=pipe, stderr=pipe)
+
+    with started("logs", "-f", task.id) as logs, started("workers", "drain", "w1", "--wait") as drain:
+        try:
+            assert logs.stdout is not None and drain.stdout is not None and logs.stderr is not None
+            assert "QUEUED" in logs.stdout.readline()
+            assert drain.stdout.readline() == "w1 takes nothing new; it runs 1\n"
+            fleet.broker.kill()
+            assert "the broker does not answer" in logs.stderr.readline()
+            fleet.broker.restart()
+            assert logs.stderr.readline() == "the broker answers again\n"
+            gate.touch()
+            told, trouble = drain.communicate(timeout=patient(90))
+            assert (drain.returncode, told) == (0, "w1 has stopped\n"), trouble
+            assert logs.wait(timeout=patient(60)) == 0
+        finally:
+            logs.kill()
+            drain.kill()
+
+
 def test_a_command_does_not_wait_where_its_password_is_wrong(fleet: TestFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REDIS_URL", fleet.broker.url.replace("://:", "://:not-"))
     monkeypatch.setenv("GPUFLOW_SUBMIT_TIMEOUT_SEC", "86400")
