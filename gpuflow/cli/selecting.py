@@ -104,7 +104,7 @@ def check_choice(command: str, ids: Sequence[str], selection: Selection, *, ever
         raise bad_input(f"name the tasks, choose them by filters such as --owner, or --all: `gpuflow {command} ID`")
 
 
-def apart(app: GPUFlow, record_ids: Sequence[str]) -> tuple[list[PipelineRun], list[str]]:
+def apart(app: GPUFlow, record_ids: Sequence[str], *, steers: bool = True) -> tuple[list[PipelineRun], list[str]]:
     """Return the pipelines among some ids, and the ids of tasks. Raises UnknownTask, naming what is neither."""
     from gpuflow.client import PipelineRun, reachable
     from gpuflow.errors import UnknownTask
@@ -117,7 +117,8 @@ def apart(app: GPUFlow, record_ids: Sequence[str]) -> tuple[list[PipelineRun], l
     missing = [id for id, pipeline in found.items() if pipeline is None]
     if missing:
         named = ", ".join(repr(id) for id in missing[:_SHOWN]) + (" ..." if len(missing) > _SHOWN else "")
-        raise UnknownTask(f"no task or pipeline {named}; nothing was done: `gpuflow status` lists those of this fleet")
+        undone = "nothing was done: " if steers else ""
+        raise UnknownTask(f"no task or pipeline {named}; {undone}`gpuflow status` lists those of this fleet")
     return [PipelineRun(id, app) for id in others], [id for id, head in heads.items() if head is not None]
 
 

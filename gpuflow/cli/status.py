@@ -156,7 +156,7 @@ def _named(app: GPUFlow, record_ids: Sequence[str], as_json: bool) -> None:
     from gpuflow.cli.selecting import apart
     from gpuflow.client import reachable
 
-    pipelines, task_ids = apart(app, record_ids)
+    pipelines, task_ids = apart(app, record_ids, steers=False)
     with reachable():
         tasks = app.ledger.as_seen(app.ledger.find_many(task_ids))
         _show(app, [one.record() for one in pipelines], tasks, as_json, empty="")
