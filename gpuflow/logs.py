@@ -107,6 +107,14 @@ def use_level(log_level: str) -> None:
     logging.getLogger("gpuflow").setLevel(min(chosen, logging.getLogger().level or logging.CRITICAL))
 
 
+def use_format(log_format: str, handler: logging.Handler) -> None:
+    """Let a handler write the setting LOG_FORMAT, text or json, and no secrets."""
+    if log_format == "json":
+        handler.setFormatter(JsonFormatter())
+    elif not isinstance(handler.formatter, MaskingFormatter):
+        handler.setFormatter(MaskingFormatter(handler.formatter))
+
+
 def dress(log_format: str, *loggers: str | None) -> None:
     """Make the handlers of these loggers (None: the root) write for an operator.
 
@@ -116,10 +124,7 @@ def dress(log_format: str, *loggers: str | None) -> None:
     says_all = logging.getLogger("gpuflow").isEnabledFor(logging.DEBUG)
     for name in loggers:
         for handler in logging.getLogger(name).handlers:
-            if log_format == "json":
-                handler.setFormatter(JsonFormatter())
-            elif not isinstance(handler.formatter, MaskingFormatter):
-                handler.setFormatter(MaskingFormatter(handler.formatter))
+            use_format(log_format, handler)
             if sys.version_info < (3, 13):
                 handler.handle = partial(_handle, handler)  # type: ignore[method-assign, assignment]
             if not says_all and not any(isinstance(one, SymptomFilter) for one in handler.filters):

@@ -102,9 +102,9 @@ class LazyGroup(click.Group):
 
 def _show_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     if wanted and not ctx.resilient_parsing:
-        from gpuflow import __version__
+        from gpuflow.build import full_version
 
-        click.echo(f"gpuflow {__version__}")
+        click.echo(f"gpuflow {full_version()}")
         ctx.exit()
 
 

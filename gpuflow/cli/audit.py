@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -147,16 +146,22 @@ def _list(since: str | None, globs: tuple[str, str, str], limit: int, as_json: b
     from gpuflow.cli import output
     from gpuflow.cli.session import connected
     from gpuflow.client import reachable
+    from gpuflow.explaining import server_time
     from gpuflow.spec.units import duration_seconds
 
     try:
-        oldest = time.time() - duration_seconds(since) if since else 0.0
+        back_seconds = duration_seconds(since) if since else None
     except ValueError as error:
         raise bad_input(f"--since {since!r}: {error}") from None
     actor, action, target = globs
-    wanted = Filter(actor=actor, action=action, target=target, since=max(0.0, oldest))
     with connected() as app, reachable():
-        found, after = AuditLog(app.redis, app.keys).newest(wanted, limit)
+        oldest = 0.0 if back_seconds is None else server_time(app) - back_seconds
+        wanted = Filter(actor=actor, action=action, target=target, since=max(0.0, oldest))
+        log = AuditLog(app.redis, app.keys)
+        found, after = log.newest(wanted, limit)
+        while after and len(found) < limit:  # it looks at a bounded part, and a bulk leaves thousands of other entries
+            further, after = log.newest(wanted, limit - len(found), after)
+            found += further
     if as_json:
         output.emit_json([entry.public() for entry in found])
         return DONE

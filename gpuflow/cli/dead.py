@@ -9,7 +9,7 @@ import click
 
 from gpuflow.cli.errors import DONE, FAILED, bad_input
 from gpuflow.cli.options import json_option
-from gpuflow.cli.selecting import check_choice, chosen, confirmed, selection_of, selection_options
+from gpuflow.cli.selecting import apart, check_choice, chosen, confirmed, selection_of, selection_options, told_if_cut
 
 if TYPE_CHECKING:
     from gpuflow.celery_app import GPUFlow
@@ -22,21 +22,34 @@ _SHOWN_CHARS: Final = 200
 _dry_run = click.option("--dry-run", is_flag=True, help="Show what would be done, and do nothing.")
 
 
+_limit = click.option(
+    "--limit", default=50, show_default=True, type=click.IntRange(1, 10_000), help="How many, newest first."
+)
+
+
 @click.group(invoke_without_command=True, short_help="List, show, retry or purge dead letters.")
+@_limit
+@selection_options
 @json_option
 @click.pass_context
-def dead(ctx: click.Context, as_json: bool) -> None:
-    """List, show, retry or purge the tasks that used up their attempts."""
+def dead(ctx: click.Context, limit: int, filters: Mapping[str, Any], as_json: bool) -> None:
+    """List, show, retry or purge the tasks that used up their attempts; the options here are those of `dead list`."""
     if ctx.invoked_subcommand is None:
-        ctx.invoke(list_dead, as_json=as_json)
+        _list(limit, filters, as_json)
+    elif as_json or any(filters.values()):
+        raise bad_input(f"options of `gpuflow dead {ctx.invoked_subcommand}` stand after that word")
 
 
 @dead.command("list")
-@click.option("--limit", default=50, show_default=True, type=click.IntRange(1, 10_000), help="How many, newest first.")
+@_limit
 @selection_options
 @json_option
 def list_dead(limit: int, filters: Mapping[str, Any], as_json: bool) -> None:
     """List the dead letters, the newest first: all, or those that all given filters select."""
+    _list(limit, filters, as_json)
+
+
+def _list(limit: int, filters: Mapping[str, Any], as_json: bool) -> None:
     from gpuflow.cli import output
     from gpuflow.cli.session import connected
     from gpuflow.client import reachable
@@ -78,18 +91,20 @@ def show_dead(task_id: str, as_json: bool) -> None:
     """Show a dead letter: every attempt, its cause, and the end of its log."""
     from gpuflow.cli import output
     from gpuflow.cli.session import connected
+    from gpuflow.client import reachable
 
     with connected() as app:
         handle = _dead_task(app, task_id)
         record, attempts = handle.record(), handle.attempts()
+        with reachable():
+            now = app.ledger.now()
     if as_json:
         output.emit_json({**record.public(), "attempts": [entry.public() for entry in attempts]})
         return
-    output.pairs(
-        {"task": record.id, "name": record.name, "queue": record.queue, "died": output.when(record.finished_at)}
-    )
+    died = output.when_ago(record.finished_at, now)
+    output.pairs({"task": record.id, "name": record.name, "queue": record.queue, "died": died})
     output.line()
-    print_attempts(attempts, logs=True)
+    print_attempts(attempts, now, logs=True)
 
 
 @dead.command("retry")
@@ -102,23 +117,14 @@ def retry_dead(
     task_ids: tuple[str, ...], everything: bool, filters: Mapping[str, Any], dry_run: bool, as_json: bool
 ) -> int:
     """Queue dead letters again, with all attempts before them: those named, or those that all filters select."""
-    from gpuflow.bulk import retry_many
-    from gpuflow.cli import output
     from gpuflow.cli.session import connected
-    from gpuflow.cli.steer import note_pipelines
+    from gpuflow.cli.steer import retried
 
     with connected() as app:
         records = _chosen(app, "retry", task_ids, everything, filters)
         if dry_run and not confirmed(records, "retry", dry_run=True, yes=True, as_json=as_json):
             return DONE
-        verdicts = retry_many(app, [record.id for record in records])
-    queued = [task_id for task_id, verdict in verdicts.items() if verdict == "queued"]
-    if as_json:
-        output.emit_json({"queued": queued})
-    else:
-        output.line(f"{len(queued)} of {len(verdicts)} queued again")
-        note_pipelines(records)
-    return DONE if len(queued) == len(verdicts) else FAILED
+        return retried(app, records, as_json=as_json)
 
 
 @dead.command("purge")
@@ -139,8 +145,11 @@ def purge_dead(
         records = _chosen(app, "purge", task_ids, everything, filters)
         if dry_run and not confirmed(records, "purge", dry_run=True, yes=True, as_json=as_json):
             return DONE
-        with reachable():
-            purged = [record.id for record in records if app.ledger.purge(record.id)]
+        purged = []
+        with told_if_cut(len(records)) as progress, reachable():
+            for number, record in enumerate(records, 1):
+                purged += [record.id] if app.ledger.purge(record.id) else []
+                progress(number)
     if as_json:
         output.emit_json({"purged": purged})
     else:
@@ -149,7 +158,7 @@ def purge_dead(
 
 
 @dead.command("messages")
-@click.option("--limit", default=50, show_default=True, type=click.IntRange(1, 10_000), help="How many, newest first.")
+@_limit
 @click.option("--purge", is_flag=True, help="Forget them all.")
 @json_option
 def messages(limit: int, purge: bool, as_json: bool) -> None:
@@ -173,8 +182,8 @@ def messages(limit: int, purge: bool, as_json: bool) -> None:
         )
 
 
-def print_attempts(attempts: list[AttemptEntry], *, logs: bool) -> None:
-    """Print how each attempt went; with `logs` the end of what it had written."""
+def print_attempts(attempts: list[AttemptEntry], now: float, *, logs: bool) -> None:
+    """Print how each attempt went, `now` by the server; with `logs` the end of what it had written."""
     from gpuflow.cli import output
 
     output.table(
@@ -184,7 +193,7 @@ def print_attempts(attempts: list[AttemptEntry], *, logs: bool) -> None:
                 entry.attempt,
                 entry.outcome,
                 entry.worker,
-                output.span(entry.started_at, entry.ended_at),
+                output.span(entry.started_at, entry.ended_at, now),
                 (entry.error or {}).get("message", ""),
             ]
             for entry in attempts
@@ -203,9 +212,16 @@ def _chosen(
 
     selection = _of_dead(filters)
     check_choice(f"dead {verb}", task_ids, selection, everything=everything)
-    for task_id in task_ids:
-        _dead_task(app, task_id)
-    return chosen(app, task_ids, selection, states=[TaskState.DEAD])
+    pipelines, _ = apart(app, task_ids)
+    if pipelines:
+        raise bad_input(f"{pipelines[0].id} is a pipeline; dead letters are tasks: `gpuflow dead list`")
+    records = chosen(app, task_ids, selection, states=[TaskState.DEAD])
+    for record in records:
+        if record.state is not TaskState.DEAD:
+            raise bad_input(
+                f"{record.id} is {record.state}, not among the dead letters; `gpuflow dead list` shows those"
+            )
+    return records
 
 
 def _of_dead(filters: Mapping[str, Any]) -> Selection:

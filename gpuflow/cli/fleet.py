@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -16,6 +16,9 @@ from gpuflow.routing.describe import ago
 if TYPE_CHECKING:
     from gpuflow.fleet.orders import Order
     from gpuflow.fleet.registry import WorkerEntry
+
+#: Between two looks at a worker that is to stop.
+_LOOK_SECONDS: Final = 0.5
 
 
 @click.command(short_help="List the queues.")
@@ -95,12 +98,13 @@ def merge_line(counts: Mapping[str, int]) -> str:
 
 
 @click.group(invoke_without_command=True, short_help="List the workers; show, steer, create or delete one.")
+@click.option("--all", "everyone", is_flag=True, help="Also those that have gone.")
 @json_option
 @click.pass_context
-def workers(ctx: click.Context, as_json: bool) -> None:
+def workers(ctx: click.Context, everyone: bool, as_json: bool) -> None:
     """List the workers; show, enable, disable, drain, create or delete one."""
     if ctx.invoked_subcommand is None:
-        ctx.invoke(list_workers, as_json=as_json)
+        ctx.invoke(list_workers, everyone=everyone, as_json=as_json)
 
 
 for _command in (create_worker, rotate_worker_token, delete_worker):
@@ -148,6 +152,7 @@ def show_worker(worker_id: str, as_json: bool) -> None:
     from gpuflow.cli.errors import bad_input
     from gpuflow.cli.session import connected
     from gpuflow.client import reachable
+    from gpuflow.explaining import server_time
     from gpuflow.fleet.registry import UNREADABLE, Fleet
     from gpuflow.fleet.standing import public, unreadable_text
 
@@ -155,6 +160,7 @@ def show_worker(worker_id: str, as_json: bool) -> None:
         try:
             worker = Fleet(app.redis, app.keys).find(worker_id)
             shown = {} if worker is None else public(worker)
+            now = server_time(app)
         except UNREADABLE:
             raise bad_input(unreadable_text([worker_id])) from None
     if worker is None:
@@ -166,7 +172,9 @@ def show_worker(worker_id: str, as_json: bool) -> None:
     load["offers"] = _offers(load.pop("offers", None))
     shown["standing"] = "; ".join(one["text"] for one in shown["standing"]) or "well"
     times = {"startedAt": "started", "heartbeatAt": "heartbeat"}
-    output.pairs({times.get(key, key): output.when(value) if key in times else value for key, value in shown.items()})
+    output.pairs(
+        {times.get(key, key): output.when_ago(value, now) if key in times else value for key, value in shown.items()}
+    )
     output.pairs({"gpus": gpu_text(worker), "labels": _labels(worker)})
     output.pairs({key: value for key, value in capability.items() if key not in ("gpus", "labels", "schema")})
     output.pairs(load)
@@ -244,8 +252,9 @@ def drain_worker(worker_id: str, deadline: str | None, waiting: bool) -> None:
     from gpuflow.cli import output
     from gpuflow.cli.errors import bad_input
     from gpuflow.cli.session import connected
+    from gpuflow.cli.watch import PATIENCE_SECONDS
     from gpuflow.client import reachable
-    from gpuflow.errors import GPUFlowError
+    from gpuflow.errors import BrokerUnavailable, GPUFlowError
     from gpuflow.fleet.orders import OrderRefused
     from gpuflow.fleet.orders import drain_worker as order_drain
     from gpuflow.fleet.registry import Fleet
@@ -265,8 +274,18 @@ def drain_worker(worker_id: str, deadline: str | None, waiting: bool) -> None:
         tasks = f"; it runs {len(ordered.tasks)}" if ordered.tasks else ""
         output.line(f"{worker_id} takes nothing new{tasks}")
         until = None if seconds is None else time.monotonic() + seconds
+        away_since: float | None = None
         while waiting:
-            worker = fleet.find(worker_id)
+            try:
+                with reachable():
+                    worker = fleet.find(worker_id)
+            except BrokerUnavailable:  # a broker that restarts ends no wait
+                away_since = away_since or time.monotonic()
+                if time.monotonic() - away_since > PATIENCE_SECONDS:
+                    raise
+                time.sleep(_LOOK_SECONDS)
+                continue
+            away_since = None
             if worker is None or worker.stopped:
                 output.line(f"{worker_id} has stopped")
                 return
@@ -275,7 +294,7 @@ def drain_worker(worker_id: str, deadline: str | None, waiting: bool) -> None:
                     f"{worker_id} {standings(worker)[0].text}, and has not said that it stops; look after its machine: "
                     "what it ran is lost and begins elsewhere"
                 )
-            time.sleep(0.5)
+            time.sleep(_LOOK_SECONDS)
 
 
 def gpu_text(worker: WorkerEntry) -> str:

@@ -110,8 +110,8 @@ def summary(look: FleetLook, rates: Mapping[str, float]) -> str:
     return " | ".join(parts)
 
 
-def view(look: FleetLook, rates: Mapping[str, float]) -> RenderableType:
-    """Return the live view."""
+def view(look: FleetLook, rates: Mapping[str, float], away: str = "") -> RenderableType:
+    """Return the live view; `away` says that the broker does not answer, and stands above what it said last."""
     from rich.console import Group
     from rich.text import Text
 
@@ -139,6 +139,7 @@ def view(look: FleetLook, rates: Mapping[str, float]) -> RenderableType:
     ]
     at = time.strftime("%H:%M:%S", time.localtime(look.now))
     return Group(
+        *([Text(away, style="bold red")] if away else []),
         Text(f"{at}  {summary(look, rates)}", style="bold"),
         _table("worker,state,gpus,in use,tasks,seen", workers, len(workers)),
         _table("queue,waiting,oldest,running,workers", queues, len(queues)),
@@ -183,10 +184,23 @@ def _progress(task: TaskRecord) -> str:
     return f"{progress.get('current', 0):g}/{progress['total']:g}" if progress.get("total") else ""
 
 
+def away_text(seconds: float) -> str:
+    """Return what is said of a broker that has been away for so long."""
+    since = f"has not answered for {seconds:.0f} s" if seconds >= 1 else "does not answer"
+    return f"the broker {since}; what stands here is what it said before"
+
+
 def looks(
-    app: GPUFlow, *, clock: Callable[[], float] = time.monotonic, wait: Callable[[float], None] = time.sleep
+    app: GPUFlow,
+    away: Callable[[float], object],
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    wait: Callable[[float], None] = time.sleep,
 ) -> Iterator[FleetLook]:
-    """Yield the fleet again and again. Raises BrokerUnavailable when the broker has been away for PATIENCE_SECONDS."""
+    """Yield the fleet again and again; `away` is called with the seconds whenever the broker has not answered.
+
+    Raises BrokerUnavailable when it has been away for PATIENCE_SECONDS.
+    """
     from gpuflow.client import reachable
 
     away_since: float | None = None
@@ -198,6 +212,7 @@ def looks(
             away_since = clock() if away_since is None else away_since
             if clock() - away_since > PATIENCE_SECONDS:
                 raise
+            away(clock() - away_since)
         else:
             away_since = None
             yield look
@@ -213,8 +228,15 @@ def watch_fleet(app: GPUFlow) -> None:
     from rich.live import Live
 
     rates = Rates()
+    last: FleetLook | None = None
     with Live(console=Console(), screen=True, auto_refresh=False) as live:
-        for look in looks(app):
+
+        def away(seconds: float) -> None:
+            if last is not None:
+                live.update(view(last, {}, away_text(seconds)), refresh=True)
+
+        for look in looks(app, away):
+            last = look
             live.update(view(look, rates.per_minute(look)), refresh=True)
 
 
@@ -222,7 +244,15 @@ def _plain(app: GPUFlow) -> None:
     from gpuflow.cli.output import line
 
     last = ""
-    for look in looks(app):
+
+    def away(seconds: float) -> None:
+        nonlocal last
+        if last:  # once; the next look is told again
+            line(f"{time.strftime('%H:%M:%S')}  {away_text(seconds)}")
+            sys.stdout.flush()
+            last = ""
+
+    for look in looks(app, away):
         text = clean(summary(look, {}))
         if text != last:
             line(f"{time.strftime('%H:%M:%S', time.localtime(look.now))}  {text}")

@@ -90,12 +90,13 @@ _STYLES = {
 
 
 def pairs(values: Mapping[str, object]) -> None:
-    """Print names and values in two columns; empty values are left out."""
+    """Print names and values in two columns; empty values are left out. No line of a value looks like a name."""
     shown = {name: value for name, value in values.items() if value not in (None, "", [], {}, ())}
     width = max((len(name) for name in shown), default=0)
     for name, value in shown.items():
         text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
-        line(f"{name.ljust(width)}  {text}")
+        lines = clean(text).splitlines() or [""]
+        line(f"{name.ljust(width)}  " + f"\n{'':{width}}  ".join(lines))
 
 
 def when(seconds: float | None) -> str:
@@ -107,6 +108,18 @@ def when(seconds: float | None) -> str:
     return time.strftime("%H:%M:%S" if same_day else "%Y-%m-%d %H:%M:%S", local)
 
 
-def span(start: float | None, end: float | None) -> str:
-    """Return how long something took, or has taken until now; empty if it has not begun."""
-    return "" if not start else duration((end or time.time()) - start)
+def age(seconds: float | None, now: float) -> str:
+    """Return how long ago something was, by the clock of the server that wrote both."""
+    from gpuflow.routing.describe import ago
+
+    return "" if not seconds else f"{ago(now - seconds)} ago"
+
+
+def when_ago(seconds: float | None, now: float) -> str:
+    """Return a time of day and how long ago it was."""
+    return "" if not seconds else f"{when(seconds)} ({age(seconds, now)})"
+
+
+def span(start: float | None, end: float | None, now: float) -> str:
+    """Return how long something took, or has taken until `now`, by the server; empty if it has not begun."""
+    return "" if not start else duration((end or now) - start)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,6 +15,7 @@ from gpuflow.cli.errors import bad_input
 
 if TYPE_CHECKING:
     from gpuflow.celery_app import GPUFlow
+    from gpuflow.client import PipelineRun
     from gpuflow.ledger.records import TaskRecord
     from gpuflow.ledger.selection import Selection
     from gpuflow.ledger.states import TaskState
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 #: So many tasks are listed before anything is done to them; the rest is counted.
 _SHOWN: Final = 20
+#: Characters of such a line.
+_WIDEST: Final = 300
 
 _OPTIONS: Final = (
     click.option("--state", "states", multiple=True, metavar="STATE", help="In this state, as QUEUED (repeatable)."),
@@ -100,6 +104,43 @@ def check_choice(command: str, ids: Sequence[str], selection: Selection, *, ever
         raise bad_input(f"name the tasks, choose them by filters such as --owner, or --all: `gpuflow {command} ID`")
 
 
+def apart(app: GPUFlow, record_ids: Sequence[str], *, steers: bool = True) -> tuple[list[PipelineRun], list[str]]:
+    """Return the pipelines among some ids, and the ids of tasks. Raises UnknownTask, naming what is neither."""
+    from gpuflow.client import PipelineRun, reachable
+    from gpuflow.errors import UnknownTask
+
+    ids = list(dict.fromkeys(record_ids))
+    with reachable():
+        heads = dict(zip(ids, app.ledger.heads(ids), strict=True))
+        others = [id for id, head in heads.items() if head is None]
+        found = dict(zip(others, app.pipelines.find_many(others), strict=True))
+    missing = [id for id, pipeline in found.items() if pipeline is None]
+    if missing:
+        named = ", ".join(repr(id) for id in missing[:_SHOWN]) + (" ..." if len(missing) > _SHOWN else "")
+        undone = "nothing was done: " if steers else ""
+        raise UnknownTask(f"no task or pipeline {named}; {undone}`gpuflow status` lists those of this fleet")
+    return [PipelineRun(id, app) for id in others], [id for id, head in heads.items() if head is not None]
+
+
+@contextmanager
+def told_if_cut(total: int) -> Iterator[Callable[[int], None]]:
+    """Give what takes the number of tasks that are done; where the broker goes away, or Ctrl-C comes, tell it."""
+    from gpuflow.cli import output
+    from gpuflow.errors import BrokerUnavailable
+
+    done = 0
+
+    def progress(count: int) -> None:
+        nonlocal done
+        done = count
+
+    try:
+        yield progress
+    except (BrokerUnavailable, KeyboardInterrupt):
+        output.note(f"stopped after {done} of {total} tasks: what was done stays, and the same command does the rest")
+        raise
+
+
 def chosen(
     app: GPUFlow,
     task_ids: Sequence[str],
@@ -143,6 +184,7 @@ def confirmed(
     Nothing is asked with `yes`, of one task, or where nobody sits at a terminal. With `dry_run` nothing goes on.
     """
     from gpuflow.cli import output
+    from gpuflow.terminal import one_line
 
     if dry_run and as_json:
         shown = {"tasks": [record.public() for record in records], "pipelines": [one.public() for one in pipelines]}
@@ -153,9 +195,9 @@ def confirmed(
     if dry_run or asks:
         show = output.line if dry_run else output.note
         for one in pipelines:
-            show(f"{one.id}  {one.state}  {one.name}  {one.owner}  pipeline")
+            show(one_line(f"{one.id}  {one.state}  {one.name}  {one.owner}  pipeline", _WIDEST))
         for record in records[:_SHOWN]:
-            show(f"{record.id}  {record.state}  {record.name}  {record.owner}  {record.queue}")
+            show(one_line(f"{record.id}  {record.state}  {record.name}  {record.owner}  {record.queue}", _WIDEST))
         if len(records) > _SHOWN:
             show(f"and {len(records) - _SHOWN} more")
     counted = f"{len(records)} tasks" + (f" and {len(pipelines)} pipelines" if pipelines else "")

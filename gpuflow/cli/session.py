@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from pydantic import SecretStr
 
@@ -21,9 +20,6 @@ from gpuflow.settings import Settings
 if TYPE_CHECKING:
     from gpuflow.celery_app import GPUFlow
 
-#: Between two tries to reach a broker that is away.
-_FIRST_PAUSE_SECONDS: Final = 0.1
-_LONGEST_PAUSE_SECONDS: Final = 2.0
 #: What may be asked of a fleet that does not run: `gpuflow status` and others look at the stored data.
 NO_FLEET = (
     "REDIS_URL is not set and no embedded server runs; set REDIS_URL=redis://host:6379/0, "
@@ -43,26 +39,16 @@ def _reached(app: GPUFlow) -> GPUFlow:
 
     Raises BrokerUnavailable after `submit_timeout_seconds`, and at once where waiting does not help: a wrong password.
     """
-    from gpuflow.broker.answers import Meaning, meaning_of
+    from gpuflow.broker.waiting import until_reached
     from gpuflow.cli.output import note
     from gpuflow.client import reachable
 
-    patience = app.settings.submit_timeout_seconds
-    deadline, pause = time.monotonic() + patience, _FIRST_PAUSE_SECONDS
-    while True:
-        try:
-            with reachable():
-                app.redis.ping()
-            return app
-        except BrokerUnavailable as error:
-            left = deadline - time.monotonic()
-            cause = error.__cause__
-            if left <= 0 or cause is None or meaning_of(cause) is Meaning.DENIED:
-                raise
-            if pause == _FIRST_PAUSE_SECONDS:
-                note(f"the broker does not answer ({cause}); waiting {patience:g} s for it, Ctrl-C ends that")
-        time.sleep(min(pause, left))
-        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+    def ping() -> None:
+        with reachable():
+            app.redis.ping()
+
+    until_reached(ping, app.settings.submit_timeout_seconds, note)
+    return app
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import click
 
 from gpuflow.cli.errors import DONE, FAILED, bad_input
 from gpuflow.cli.options import json_option
-from gpuflow.cli.selecting import check_choice, chosen, confirmed, selection_of, selection_options
+from gpuflow.cli.selecting import apart, check_choice, chosen, confirmed, selection_of, selection_options, told_if_cut
 
 if TYPE_CHECKING:
     from gpuflow.celery_app import GPUFlow
@@ -47,7 +47,7 @@ def cancel(
     with connected() as app:
         if len(record_ids) == 1 and not dry_run:
             return _cancel_one(app, record_ids[0], as_json=as_json)
-        pipelines, task_ids = _apart(app, record_ids)
+        pipelines, task_ids = apart(app, record_ids)
         records: list[TaskRecord] = []
         if task_ids or not pipelines:
             open_states = [state for state in TaskState if not state.final]
@@ -62,7 +62,8 @@ def cancel(
         ):
             return DONE
         verdicts = {one.id: "cancelled" if one.cancel() else "final" for one in pipelines}
-        verdicts |= cancel_many(app, [record.id for record in records])
+        with told_if_cut(len(records)) as progress:
+            verdicts |= cancel_many(app, [record.id for record in records], progress=progress)
     if as_json:
         output.emit_json({"verdicts": verdicts})
     else:
@@ -97,20 +98,6 @@ def _cancel_one(app: GPUFlow, record_id: str, *, as_json: bool) -> int:
     return DONE
 
 
-def _apart(app: GPUFlow, record_ids: Sequence[str]) -> tuple[list[Any], list[str]]:
-    """Return the pipelines among some ids, and the other ids. Raises UnknownTask."""
-    from gpuflow import client
-
-    pipelines, task_ids = [], []
-    for record_id in dict.fromkeys(record_ids):
-        handle = client.get(record_id, app=app)
-        if isinstance(handle, client.PipelineRun):
-            pipelines.append(handle)
-        else:
-            task_ids.append(record_id)
-    return pipelines, task_ids
-
-
 @click.command(short_help="Queue ended tasks again.")
 @click.argument("task_ids", metavar="[ID]...", nargs=-1)
 @click.option("--all", "everything", is_flag=True, help="All tasks that failed or died.")
@@ -125,8 +112,6 @@ def retry(
 
     Filters without --state select tasks that failed or died; cancelled ones only with `--state cancelled`.
     """
-    from gpuflow.bulk import retry_many
-    from gpuflow.cli import output
     from gpuflow.cli.session import connected
     from gpuflow.ledger.states import TaskState
 
@@ -135,20 +120,31 @@ def retry(
     with connected() as app:
         if len(task_ids) == 1 and not dry_run:
             return _retry_one(app, task_ids[0], as_json=as_json)
-        pipelines, only_tasks = _apart(app, task_ids)
+        pipelines, only_tasks = apart(app, task_ids)
         if pipelines:
             raise bad_input(f"{pipelines[0].id} is a pipeline; `gpuflow resume {pipelines[0].id}` runs the rest of it")
         failed = (TaskState.FAILED, TaskState.DEAD)
         records = chosen(app, only_tasks, selection, states=failed)
         if not confirmed(records, "retry", dry_run=dry_run, yes=yes, as_json=as_json):
             return DONE
-        verdicts = retry_many(app, [record.id for record in records])
+        return retried(app, records, as_json=as_json)
+
+
+def retried(app: GPUFlow, records: Sequence[TaskRecord], *, as_json: bool) -> int:
+    """Queue ended tasks again, tell what came of it, and return the exit code. Raises BrokerUnavailable."""
+    from gpuflow.bulk import retry_many
+    from gpuflow.cli import output
+
+    with told_if_cut(len(records)) as progress:
+        verdicts = retry_many(app, [record.id for record in records], progress=progress)
     queued = [task_id for task_id, verdict in verdicts.items() if verdict == "queued"]
     if as_json:
         output.emit_json({"queued": queued, "verdicts": verdicts})
     else:
         output.line(f"{len(queued)} of {len(verdicts)} queued again")
-        note_pipelines(records)
+        for verdict, count in Counter(verdict for verdict in verdicts.values() if verdict != "queued").items():
+            output.note(f"not tried again: {count} ({verdict})")
+        note_pipelines([record for record in records if verdicts[record.id] == "queued"])
     return DONE if len(queued) == len(verdicts) else FAILED
 
 

@@ -30,6 +30,7 @@ def follow(
     `tick` is called at least once a second, also while nothing happens. Raises BrokerUnavailable when the broker has
     been away too long, UnknownTask, and what `tick` raises.
     """
+    from gpuflow.cli.output import note
     from gpuflow.client import reachable
     from gpuflow.ledger.eventlog import EventCursor
 
@@ -41,13 +42,17 @@ def follow(
             with reachable():
                 ended = _look(app, handle, cursor)
                 events = cursor.wait(0.001 if ended else _SLICE_SECONDS)
-        except BrokerUnavailable:
-            away_since = away_since or time.monotonic()
+        except BrokerUnavailable as error:
+            if away_since is None:
+                away_since = time.monotonic()
+                note(f"the broker does not answer ({error.__cause__}); waiting {PATIENCE_SECONDS:g} s for it")
             if time.monotonic() - away_since > PATIENCE_SECONDS:
                 raise
             time.sleep(_SLICE_SECONDS / 4)
             continue
-        away_since = None
+        if away_since is not None:
+            away_since = None
+            note("the broker answers again")
         yield from events
         if ended and not events:
             return

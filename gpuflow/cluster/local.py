@@ -24,6 +24,7 @@ from redis.retry import Retry
 
 from gpuflow.broker.embedded import EmbeddedServer
 from gpuflow.broker.keys import Keys
+from gpuflow.broker.waiting import until_reached
 from gpuflow.cluster import commands
 from gpuflow.cluster.process import ManagedProcess
 from gpuflow.errors import BrokerUnavailable, GPUFlowError
@@ -178,15 +179,19 @@ class LocalCluster:
             self._login = make_login(self._settings, self._gateway_port)
 
     def _reach(self) -> None:
-        """Raise BrokerUnavailable at once, instead of workers that try for ever."""
-        try:
-            if self._client is not None:
-                self._client.ping()
-        except redis.RedisError as error:
-            raise BrokerUnavailable(
-                f"the broker {mask_url(self.url)} cannot be used ({error}); check REDIS_URL, "
-                "or unset it for the embedded one"
-            ) from error
+        """Wait for a broker that is away, as every command does. Raises BrokerUnavailable."""
+
+        def ping() -> None:
+            try:
+                if self._client is not None:
+                    self._client.ping()
+            except redis.RedisError as error:
+                raise BrokerUnavailable(
+                    f"the broker {mask_url(self.url)} cannot be used ({error}); check REDIS_URL, "
+                    "or unset it for the embedded one"
+                ) from error
+
+        until_reached(ping, self._settings.submit_timeout_seconds, self._note)
 
     def wait_ready(self, deadline_seconds: float = READY_SECONDS) -> None:
         """Wait until every worker is registered and serves, and the gateway answers.

@@ -161,7 +161,7 @@ def _machine(entry: WorkerEntry) -> dict[Kind, str]:
     protocol = entry.load.get("protocol")
     record = protocol.get("record") if isinstance(protocol, Mapping) else None
     if isinstance(record, int) and record < RECORD_SCHEMA:
-        version = f" ({one_line(entry.version, 40)})" if entry.version else ""
+        version = f" ({one_line(entry.version.partition('+')[0], 40)})" if entry.version else ""
         found["outdated"] = f"has an older gpuflow{version} than this one, and leaves newer tasks to others"
     return found
 

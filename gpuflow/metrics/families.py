@@ -19,7 +19,7 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.utils import floatToGoString
 
-from gpuflow import __version__
+from gpuflow.build import full_version
 from gpuflow.fleet.registry import WorkerEntry, WorkerState
 from gpuflow.fleet.standing import KINDS, by_kind
 from gpuflow.metrics.counters import BUCKETS, FIRST_TOKEN_BUCKETS, durations, parse
@@ -75,7 +75,7 @@ def families(readings: Readings) -> list[Metric]:
     for name, row in METRICS.items():
         short = name.removeprefix("gpuflow_")
         if row.kind == "info":
-            metrics.append(InfoMetricFamily(name, row.text, value={"version": __version__}))
+            metrics.append(InfoMetricFamily(name, row.text, value={"version": full_version()}))
         elif row.kind == "histogram":
             metrics.append(histograms[short])
         else:

@@ -7,6 +7,7 @@ navigation bar.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +20,7 @@ from tornado.web import StaticFileHandler, url
 
 from gpuflow.celery_app import GPUFlow
 from gpuflow.errors import InvalidSettings
-from gpuflow.logs import get_logger
+from gpuflow.logs import get_logger, use_format, use_level
 from gpuflow.monitor.broker import with_queues_of_fleet
 from gpuflow.monitor.feeds import Feeds
 from gpuflow.monitor.handlers import ActionHandler, Monitor, OnePipeline, PageHandler, PipelineUpdates, Updates
@@ -47,6 +48,7 @@ def install(app: GPUFlow, *, with_pages: bool) -> None:
     Roles and GPUFLOW_FLOWER_READ_ONLY hold without the pages, too: `--no-fleet-pages` opens nothing that they close.
     """
     try:
+        _log_as_set(app)
         roles = Roles(app.settings.flower_roles)
     except InvalidSettings as error:
         raise CannotStart(str(error)) from None
@@ -56,6 +58,19 @@ def install(app: GPUFlow, *, with_pages: bool) -> None:
     if roles:
         urls.handlers[:] = guarded(urls.handlers, roles)
         IOLoop.current().add_callback(_warn_without_login)  # when Flower has read all its options
+
+
+def _log_as_set(app: GPUFlow) -> None:
+    """Let Flower write by LOG_LEVEL, unless its own `--logging` says otherwise, and by LOG_FORMAT."""
+    settings = app.settings
+    options.logging = settings.log_level.lower()
+
+    def logs_are_set_up() -> None:
+        use_level(settings.log_level)
+        for handler in logging.getLogger().handlers:
+            use_format(settings.log_format, handler)
+
+    options.add_parse_callback(logs_are_set_up)  # after tornado's own, which makes the handlers
 
 
 def _hold_read_only(app: GPUFlow) -> None:

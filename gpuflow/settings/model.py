@@ -59,6 +59,7 @@ def _split_some(value: Any) -> Any:
 Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
 #: A duration in seconds, above zero.
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+SecondsOrNone = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Duration = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 #: What an hour of a machine may cost at most: more is a mistake, and would not fit the counters.
 MOST_COST: Final = 1e6
@@ -202,10 +203,10 @@ class Settings(BaseModel):
     spot_metadata_url: str = _setting(
         "GPUFLOW_SPOT_METADATA_URL", "http://169.254.169.254", "a URL such as http://169.254.169.254"
     )
-    submit_timeout_seconds: Seconds = _setting(
+    submit_timeout_seconds: SecondsOrNone = _setting(
         "GPUFLOW_SUBMIT_TIMEOUT_SEC",
         30,
-        "seconds that commands wait for a broker that is away, such as 30",
+        "seconds that commands wait for a broker that is away, such as 30, or 0",
     )
     events_maxlen: PositiveCount = _setting("GPUFLOW_EVENTS_MAXLEN", 10_000, "a count of events a task keeps")
     events_max_bytes: Annotated[ByteSize, Field(ge=65_536)] = _setting(

@@ -20,10 +20,10 @@ from redis.exceptions import RedisError
 
 import gpuflow.worker.inspecting
 import gpuflow.worker.revoking  # noqa: F401  (both register their commands)
-from gpuflow import __version__
 from gpuflow.audit.entries import record
 from gpuflow.broker import installed, lease_table
 from gpuflow.broker.lease import new_token
+from gpuflow.build import full_version
 from gpuflow.celery_app import TASK_MODULES
 from gpuflow.errors import GPUFlowError, InvalidSettings
 from gpuflow.fleet import versions
@@ -340,7 +340,7 @@ class Presence(bootsteps.StartStopStep):  # type: ignore[misc]
             log.error("cannot_start", worker=runtime.worker_id, cause=str(error))
             _note_refusal(runtime, str(error))
             raise WorkerShutdown(CannotStart.exit_code) from None
-        runtime.fleet.begin_anew(runtime.worker_id, runtime.hardware.hostname, __version__)
+        runtime.fleet.begin_anew(runtime.worker_id, runtime.hardware.hostname, full_version())
         runtime.presence = PresenceThread(runtime, consumer.hostname)
         runtime.presence.follow_orders()
         runtime.presence.start()

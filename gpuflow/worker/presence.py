@@ -16,7 +16,7 @@ from typing import Any, Final
 import psutil
 from redis.exceptions import RedisError
 
-from gpuflow import __version__
+from gpuflow.build import full_version
 from gpuflow.fleet import versions
 from gpuflow.fleet.desired import DesiredState
 from gpuflow.fleet.disk import free_mib
@@ -180,7 +180,7 @@ class PresenceThread(threading.Thread):
             heartbeat_at=time.time(),
             interval_seconds=runtime.app.settings.heartbeat_interval_seconds,
             timeout_seconds=runtime.app.settings.heartbeat_timeout_seconds,
-            version=__version__,
+            version=full_version(),
         )
 
     def _is_due(self, now: float) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import time
 
 import pytest
 
@@ -64,6 +65,28 @@ def test_an_outage_beyond_the_leases_is_a_few_lines_too(fleet: TestFleet, level:
     (lost,) = [entry for entry in said if entry.get("event") == "leases_lost"]
     assert lost["count"] == 20 and all(task.id in str(lost["tasks"]) for task in tasks)
     assert str(said[0]["event"]).startswith("broker_") and "onnect" in str(said[0]["cause"])
+    assert len(said) <= 5, said
+
+
+@pytest.mark.long
+def test_a_minute_without_the_broker_is_five_lines(fleet: TestFleet) -> None:
+    worker = fleet.start_worker("w1", *OPTIONS[:-1], "INFO", env={"LOG_FORMAT": "json"})
+    tasks = [submit(fleet.echo(sleep_seconds=600), app=fleet.app) for _ in range(20)]
+    eventually(lambda: {task.state for task in tasks} == {"RUNNING"}, within=60)
+    before = len(entries(worker))
+
+    fleet.broker.kill()
+    away_until = time.monotonic() + 60
+    eventually(lambda: time.monotonic() > away_until, within=120, what="a minute")
+    fleet.broker.restart()
+    eventually(lambda: any(entry.get("event") == "broker_is_back" for entry in entries(worker)), within=60)
+    eventually(lambda: fleet.app.control.ping(timeout=0.5), within=60, what="the worker's consumer")
+
+    said = entries(worker)[before:]
+    said = [one for one in said if one.get("event") != "task_started" and "received" not in str(one.get("message"))]
+    assert said[0]["event"] == "broker_lost" and "onnect" in str(said[0]["cause"])
+    back = [one for one in said if str(one.get("event")).startswith("broker_")][-1]
+    assert back["event"] == "broker_is_back" and float(str(back["away_seconds"])) > 50
     assert len(said) <= 5, said
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from click.testing import CliRunner
 
 from gpuflow.audit.actors import acting
 from gpuflow.audit.chain import Key
@@ -141,6 +142,19 @@ def test_many_at_once_are_audited_one_by_one(served: TestFleet) -> None:
         assert [entry[:2] for entry in entries(served, f"task:{task}")] == [
             (action, ANA) for action in ("task.cancel", "task.end", "task.retry", "task.cancel", "task.end")
         ]
+
+
+def test_what_a_bulk_has_buried_is_found(served: TestFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, *others = [stuck(served).id for _ in range(4)]
+    with acting(ANA):
+        cancel_many(served.app, [first])
+        cancel_many(served.app, others)
+    monkeypatch.setattr("gpuflow.audit.reading._LOOKED_AT", 2)
+    monkeypatch.setenv("REDIS_URL", served.broker.url)
+
+    done = CliRunner().invoke(cli, ["audit", "--target", f"task:{first}", "--since", "1h", "-n", "7", "--json"])
+
+    assert [entry["action"] for entry in json.loads(done.stdout)] == ["task.end", "task.cancel"]
 
 
 def test_what_users_do_to_pipelines_is_audited_once(served: TestFleet) -> None:

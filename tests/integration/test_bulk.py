@@ -126,7 +126,14 @@ def test_failed_tasks_are_listed_and_retried_together(fleet: TestFleet, command:
         (["cancel", "--state", "asleep"], "is no state of a task; there are PENDING"),
         (["cancel", "--older-than", "soon"], "--older-than 'soon' is not a duration"),
         (["cancel", "--label", "=x"], "names no label"),
-        (["status", "x", "--owner", "ana"], "filters select several"),
+        (["status", "x", "--owner", "ana"], "filters select them"),
+        (["status", "x", "y", "--watch"], "--watch follows one"),
+        (["status", "x", "y"], "no task or pipeline 'x', 'y'"),
+        (["cancel", "x", "KEPT", "y"], "no task or pipeline 'x', 'y'; nothing was done"),
+        (["retry", "x", "KEPT"], "no task or pipeline 'x'; nothing was done"),
+        (["dead", "purge", "KEPT", "x"], "no task or pipeline 'x'; nothing was done"),
+        (["dead", "purge", "KEPT"], "not among the dead letters"),
+        (["dead", "--owner", "ana", "retry", "--all"], "stand after that word"),
         (["dead", "purge", "--state", "failed"], "dead letters are tasks in state DEAD"),
         (["retry", "--all", "--owner", "ana", "x"], "not both"),
     ],
@@ -135,9 +142,35 @@ def test_what_cannot_be_meant_changes_nothing(
     fleet: TestFleet, command: Command, arguments: list[str], cause: str
 ) -> None:
     waiting = submit(template("ana", "kept"), app=fleet.app)
-    done = command(*arguments, code=2)
+    done = command(*[waiting.id if word == "KEPT" else word for word in arguments], code=2)
     assert cause in str(done.exception)
     assert waiting.state == TaskState.QUEUED
+
+
+def test_several_ids_and_filters_are_shown_with_ages(fleet: TestFleet, command: Command) -> None:
+    app = fleet.app
+    first, second = (submit(template("ana", name), app=app) for name in ("one", "two"))
+    stage = {"name": "a", "spec": {"taskType": "echo", "echo": {}, "resources": {"hardware": {"gpu": {"count": 0}}}}}
+    run = submit_pipeline({"apiVersion": "gpuflow/v1", "metadata": {"name": "p"}, "spec": {"stages": [stage]}}, app=app)
+
+    shown = json.loads(command("status", second.id, run.id, first.id, "--json").stdout)
+
+    assert [one["id"] for one in shown["tasks"]] == [second.id, first.id]
+    assert [one["id"] for one in shown["pipelines"]] == [run.id]
+    for listed in (command("status", first.id, run.id), command("status", "--owner", "ana"), command("status")):
+        assert first.id in listed.stdout and " s ago" in listed.stdout
+    assert " s ago)" in command("status", first.id).stdout
+    assert command("dead", "--owner", "ana").stderr.startswith("no dead letters that all of these")
+
+
+def test_what_is_not_tried_again_says_why(fleet: TestFleet, command: Command) -> None:
+    waiting, ended = (submit(template("ana", name), app=fleet.app) for name in ("waits", "ends"))
+    assert ended.cancel() == "cancelled"
+
+    told = command("retry", ended.id, waiting.id)
+
+    assert "1 of 2 queued again" in told.stdout
+    assert "not tried again: 1 (not ended or succeeded)" in told.stderr
 
 
 def test_a_command_waits_for_the_broker_and_says_so(fleet: TestFleet) -> None:
@@ -157,6 +190,36 @@ def test_a_command_waits_for_the_broker_and_says_so(fleet: TestFleet) -> None:
             command.kill()
     assert command.returncode == 0, errors
     assert json.loads(out)["id"] == task.id
+
+
+def test_who_follows_a_drain_or_a_task_hears_of_an_outage_and_of_the_end(fleet: TestFleet) -> None:
+    fleet.start_worker("w1")
+    gate = fleet.folder / "gate"
+    task = submit(fleet.echo(until_exists=str(gate)), app=fleet.app)
+    eventually(lambda: task.state == TaskState.RUNNING)
+    pipe = subprocess.PIPE
+    environment = {**os.environ, "REDIS_URL": fleet.broker.url}
+
+    def started(*words: str) -> subprocess.Popen[str]:
+        line = [sys.executable, "-c", "from gpuflow.cli import main; main()", *words]
+        return subprocess.Popen(line, env=environment, cwd=fleet.folder, text=True, stdout=pipe, stderr=pipe)
+
+    with started("logs", "-f", task.id) as logs, started("workers", "drain", "w1", "--wait") as drain:
+        try:
+            assert logs.stdout is not None and drain.stdout is not None and logs.stderr is not None
+            assert "QUEUED" in logs.stdout.readline()
+            assert drain.stdout.readline() == "w1 takes nothing new; it runs 1\n"
+            fleet.broker.kill()
+            assert "the broker does not answer" in logs.stderr.readline()
+            fleet.broker.restart()
+            assert logs.stderr.readline() == "the broker answers again\n"
+            gate.touch()
+            told, trouble = drain.communicate(timeout=patient(90))
+            assert (drain.returncode, told) == (0, "w1 has stopped\n"), trouble
+            assert logs.wait(timeout=patient(60)) == 0
+        finally:
+            logs.kill()
+            drain.kill()
 
 
 def test_a_command_does_not_wait_where_its_password_is_wrong(fleet: TestFleet, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -265,6 +266,14 @@ def test_read_only_holds_without_the_pages_and_over_flowers_own_options(fleet: T
         for path in (f"worker/shutdown/{node}", f"worker/pool/grow/{node}", "task/revoke/none", "task/send-task/x"):
             assert reader.post(f"/api/{path}").status_code == 403, path
         assert node in reader.get("/api/workers", params={"refresh": "1"}).json()
+
+
+def test_flower_logs_as_it_is_set(fleet: TestFleet) -> None:
+    with FlowerProcess(fleet, "logs", env={"LOG_FORMAT": "json", "LOG_LEVEL": "DEBUG"}) as process:
+        whole = process.log_path.read_text().rpartition("\n")[0]
+        lines = [json.loads(line) for line in whole.splitlines()]
+    assert any("Visit me at" in str(line.get("message")) for line in lines)
+    assert "DEBUG" in {line["level"] for line in lines}
 
 
 def test_a_flower_without_login_is_read_only(fleet: TestFleet) -> None:

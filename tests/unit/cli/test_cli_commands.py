@@ -42,9 +42,9 @@ def test_help_lists_every_command_and_imports_none() -> None:
 
 
 def test_version(invoke: Invoke) -> None:
-    from gpuflow import __version__
+    from gpuflow.build import full_version
 
-    assert invoke("--version").stdout.strip() == f"gpuflow {__version__}"
+    assert invoke("--version").stdout.strip() == f"gpuflow {full_version()}"
 
 
 @pytest.mark.parametrize(
@@ -85,6 +85,21 @@ def test_an_unreachable_broker_is_one_line(invoke: Invoke, monkeypatch: pytest.M
     assert waits.startswith("the broker does not answer") and "waiting 2 s for it" in waits
     assert ends.startswith("gpuflow: the broker cannot be reached")
     assert "secret" not in told.stderr
+
+
+@pytest.mark.parametrize("command", ["queues", "run t.yaml", "up", "submit t.yaml", "cancel --all", "audit"])
+def test_whether_a_command_waits_for_its_broker_can_be_chosen(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
+) -> None:
+    (tmp_path / "t.yaml").write_text(ECHO)
+    monkeypatch.setenv("REDIS_URL", "redis://127.0.0.1:1/0")
+    monkeypatch.setattr("gpuflow.broker.waiting.time.sleep", lambda _: None)
+    monkeypatch.setenv("GPUFLOW_SUBMIT_TIMEOUT_SEC", "0.2")
+    told = invoke(*command.split()).stderr
+    assert "waiting 0.2 s for it" in told and "GPUFLOW_SUBMIT_TIMEOUT_SEC=0 does not wait" in told
+    monkeypatch.setenv("GPUFLOW_SUBMIT_TIMEOUT_SEC", "0")
+    told_at_once = invoke(*command.split())
+    assert told_at_once.exit_code == 1 and "waiting" not in told_at_once.stderr
 
 
 @pytest.mark.parametrize("command", ["run t.yaml", "up", "submit t.yaml", "submit t.yaml --target local"])

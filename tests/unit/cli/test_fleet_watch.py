@@ -87,7 +87,8 @@ def test_a_broker_that_is_away_for_a_moment_is_waited_for(monkeypatch: pytest.Mo
         return answer
 
     monkeypatch.setattr(fleet_watch, "read", read)
-    seen = looks(None, clock=lambda: 0.0, wait=lambda _: None)  # type: ignore[arg-type]
+    away: list[float] = []
+    seen = looks(None, away.append, clock=lambda: 0.0, wait=lambda _: None)  # type: ignore[arg-type]
     assert next(seen).now == 1000.0
     with pytest.raises(Ended):
         next(seen)
@@ -104,5 +105,34 @@ def test_a_broker_that_stays_away_is_an_error(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(fleet_watch, "read", away)
     with pytest.raises(BrokerUnavailable):
-        next(looks(None, clock=lambda: now[0], wait=wait))  # type: ignore[arg-type]
+        next(looks(None, lambda _: None, clock=lambda: now[0], wait=wait))  # type: ignore[arg-type]
     assert now[0] > PATIENCE_SECONDS
+
+
+def test_a_view_without_its_broker_says_that_it_is_old() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    console.print(view(look(), {}, fleet_watch.away_text(12)))
+    told = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "the broker has not answered for 12 s" in told and "w1" in told
+
+
+def test_lines_without_their_broker_say_so_once_and_then_the_fleet_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers: list[FleetLook | Exception] = [
+        look(), look(), BrokerUnavailable("away"), BrokerUnavailable("away"), look(), KeyboardInterrupt(),
+    ]  # type: ignore[list-item]  # fmt: skip
+
+    def read(_: object) -> FleetLook:
+        answer = answers.pop(0)
+        if isinstance(answer, FleetLook):
+            return answer
+        raise answer
+
+    monkeypatch.setattr(fleet_watch, "read", read)
+    monkeypatch.setattr(fleet_watch, "REFRESH_SECONDS", 0.0)
+    with pytest.raises(KeyboardInterrupt):
+        fleet_watch._plain(None)  # type: ignore[arg-type]
+    first, away, again = capsys.readouterr().out.splitlines()
+    assert "workers: 1 busy" in first and "workers: 1 busy" in again
+    assert "the broker does not answer" in away
