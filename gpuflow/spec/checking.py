@@ -151,8 +151,8 @@ def _check_use(spec: dict[str, Any], task_type: str, findings: Findings, *, fore
         else:
             continue
         message = f"is not used by taskType {task_type}; {instead}"
-        if foreign:
-            findings.warn((section,), f"is not used: {message}")
+        if foreign and findings.takes_any:
+            findings.warn((section,), message)
             del spec[section]
         else:
             findings.add((section,), message)

@@ -10,8 +10,11 @@ from executors.data import columns
 from gpuflow.errors import InvalidTemplate
 from gpuflow.merge import keys
 from gpuflow.spec import canonical, parse
-from gpuflow.spec.combinations import MERGED, MERGED_ON_DEMAND
-from gpuflow.spec.data_fields import FORMS, TAKE_TOOLS
+from gpuflow.spec.combinations import _OF_DESTINATIONS, MERGED, MERGED_ON_DEMAND
+from gpuflow.spec.data_fields import _OF_TYPES, FORMS, TAKE_TOOLS
+from gpuflow.spec.models_data import Data
+from gpuflow.spec.models_kinds import Destination, Model
+from gpuflow.spec.sections import PARTS_USED_BY
 
 SOURCE = {"source": {"identifier": "a/b"}}
 ROWS = {"items": [{"prompt": "a", "completion": "b"}]}
@@ -182,6 +185,14 @@ def test_specs_that_an_earlier_version_has_stored_go_on() -> None:
     stored = {"taskType": "echo", "model": {"source": {"type": "huggingface", "identifier": "a/b"}}}
     assert canonical(stored) == stored
     assert canonical({"taskType": "inference", **TASKS["inference"], "data": {"items": ["a"], "split": "x"}})
+
+
+def test_each_field_of_data_model_and_destination_has_its_types() -> None:
+    checked_elsewhere = {"type", "max_items", "separator", "shard", "trust_remote_code", "sha256", "include"}
+    assert set(Data.model_fields) == {*_OF_TYPES} | checked_elsewhere, "say which types of data have a new field"
+    assert set(Model.model_fields) == {"source"} | {part for section, part in PARTS_USED_BY if section == "model"}
+    named = {field for fields in _OF_DESTINATIONS.values() for field in fields}
+    assert set(Destination.model_fields) == {"type", "method", "timeoutSec", "retries", "secret"} | named
 
 
 def test_the_tables_are_those_of_who_reads_the_fields() -> None:
