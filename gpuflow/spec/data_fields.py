@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from gpuflow.protocol import is_user_type
+from gpuflow.spec.artifact_reference import is_reference
 from gpuflow.spec.models_data import FILE_TYPES, SOURCES
 from gpuflow.spec.references import is_pending
 from gpuflow.spec.report import Path, one_of, show, suggest
+from gpuflow.spec.row_forms import USUAL, is_recognised
 from gpuflow.spec.sections import TRAINING_SCHEMAS
 
 #: Fields that say where rows are.
@@ -60,6 +62,11 @@ ONE_ROLE: Final[Mapping[str, tuple[str, ...]]] = {
 }
 
 
+_PREFER: Final = ("dpo", "reward")
+#: So many rows of a template are looked at.
+_MOST_ROWS: Final = 100
+
+
 @dataclass(frozen=True, kw_only=True)
 class Note:
     """What is to be told of a field. `is_idle`: it changes nothing, so a warning will do. `contradicts`: nobody can
@@ -97,6 +104,7 @@ def notes_of_data(data: Mapping[str, Any], task_type: str) -> Iterator[Note]:
             + (", or a file as {upload: ./eval.jsonl}" if kind in FILE_TYPES else ""),
         )
     yield from _roles(data.get("columns"), task_type)
+    yield from _rows(data, task_type)
 
 
 def _other_type(field: str, kind: str, data: Mapping[str, Any]) -> str:
@@ -108,6 +116,34 @@ def _other_type(field: str, kind: str, data: Mapping[str, Any]) -> str:
             "beside it replaces the data of the base)"
         )
     return f"belongs to data of type {one_of(sorted(_OF_TYPES[field]))}, and this is of type {kind}; leave it out"
+
+
+def _rows(data: Mapping[str, Any], task_type: str) -> Iterator[Note]:
+    """Yield what is wrong with the columns of rows that stand in the template; executors know the same forms."""
+    rows = data.get("items")
+    if not isinstance(rows, list) or task_type not in USUAL:
+        return
+    texts = next((index for index, row in enumerate(rows) if isinstance(row, str) and not is_pending(row)), None)
+    if task_type in _PREFER and texts is not None:
+        message = f"is text; a row of {task_type} is a mapping with prompt, chosen and rejected"
+        yield Note(path=("items", texts), message=message, contradicts=True)
+    records = [row for row in rows[:_MOST_ROWS] if isinstance(row, Mapping)]
+    if not records or is_reference(rows[0]):
+        return
+    found = list(dict.fromkeys(str(column) for row in records for column in row))
+    shown = f"the columns found are {one_of(found)}" if found else "there are no columns"
+    columns = data.get("columns")
+    named = [*columns.values()] if isinstance(columns, Mapping) else [data["column"]] if data.get("column") else []
+    absent = [name for name in named if isinstance(name, str) and name not in found and not is_pending(name)]
+    if absent:
+        path = ("columns",) if isinstance(columns, Mapping) else ("column",)
+        yield Note(path=path, message=f"names {one_of(absent)}, but {shown}", contradicts=True)
+    elif not named and not is_recognised(found, task_type):
+        forms = ", or ".join(dict.fromkeys(" and ".join(form.values()) for form in USUAL[task_type]))
+        message = (
+            f"have none of the columns that {task_type} reads ({forms}); {shown}; say which is which by data.columns"
+        )
+        yield Note(path=("items",), message=message, contradicts=True)
 
 
 def _roles(columns: Any, task_type: str) -> Iterator[Note]:
