@@ -21,7 +21,7 @@ from gpuflow.artifacts.references import References, is_reference
 from gpuflow.artifacts.store import Store
 from gpuflow.artifacts.task_policy import client_hosts
 from gpuflow.artifacts.upload_view import upload_bar
-from gpuflow.artifacts.uploads import refuse_uploads, with_uploads
+from gpuflow.artifacts.uploads import refuse_uploads, upload_checks, with_uploads
 from gpuflow.broker.transport import RECORD_HEADER
 from gpuflow.celery_app import GPUFlow
 from gpuflow.celery_app import app as default_app
@@ -62,7 +62,7 @@ def submit(
     app = app or default_app
     if isinstance(source, Mapping) and "taskType" in source:
         source = {"apiVersion": "gpuflow/v1", "kind": "Task", "spec": source}
-    template = parse(source)
+    template = parse(source, more=upload_checks(source) if uploads else None)
     if template.is_pipeline:
         raise InvalidTemplate("the template has stages; submit it with submit_pipeline()")
     template = with_declared_resources(template, app)
@@ -171,7 +171,7 @@ def submit_pipeline(
     NoCapableWorker, ArtifactError, BrokerUnavailable.
     """
     app = app or default_app
-    template = with_declared_resources(parse(source), app)
+    template = with_declared_resources(parse(source, more=upload_checks(source) if uploads else None), app)
     who = owner if owner is not None else template.owner
     pipeline_id = _new_id(who, idempotency_key, pipeline=True)
     repeated = fail_fast and idempotency_key is not None and _is_there(lambda: app.pipelines.find(pipeline_id))

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from gpuflow.artifacts.uploads import checked_uploads, upload_checks
 from gpuflow.broker.priorities import DEFAULT_PRIORITY
 from gpuflow.celery_app import GPUFlow
 from gpuflow.celery_app import app as default_app
@@ -53,7 +54,9 @@ def explain(source: Source, *, app: GPUFlow | None = None) -> list[Explanation]:
             records = find_records(app, source)
             if records:
                 return explain_records(app, records)
-        return explain_template(app, _template(source))
+        template = _template(source)
+        checked_uploads(template)
+        return explain_template(app, template)
 
 
 def find_records(app: GPUFlow, record_id: str) -> list[TaskRecord]:
@@ -143,7 +146,8 @@ def explain_template(app: GPUFlow, template: Template) -> list[Explanation]:
     workers = worker_views(Fleet(app.redis, app.keys), app.ledger, now)
     found = []
     for stage in template.stages:
-        ask = choose_requirements(app, stage.spec.get("resources") or {}, light=stage.task_type in LIGHT_TYPES)[0]
+        resources, is_whole = _known_resources(stage.spec)
+        ask = choose_requirements(app, resources, light=stage.task_type in LIGHT_TYPES)[0]
         queue = queue_view(app.redis, app.keys, app.ledger, ask.queue_name(), "", now)
         task = TaskView(
             name=stage.name,
@@ -153,8 +157,27 @@ def explain_template(app: GPUFlow, template: Template) -> list[Explanation]:
             limit_seconds=limit_seconds(stage.spec),
             ahead_of=_ahead_of(app, queue.name, workers),
         )
-        found.append(explain_task(ask, task, queue, workers))
+        found.append(_as_known(explain_task(ask, task, queue, workers), is_whole))
     return found
+
+
+def _known_resources(spec: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
+    """Return what of `resources` is known before the stages that it refers to have ended, and whether that is all."""
+    given = spec.get("resources") or {}
+    if "${" not in str(given):
+        return given, True
+    known = {}
+    for name, value in given.items():
+        kept = {key: one for key, one in value.items() if "${" not in str(one)} if isinstance(value, Mapping) else value
+        if kept and "${" not in str(kept):
+            known[name] = kept
+    return known, False
+
+
+def _as_known(found: Explanation, is_whole: bool) -> Explanation:
+    if is_whole:
+        return found
+    return replace(found, verdict=f"{found.verdict}; its resources refer to results, and are known when it starts")
 
 
 def explain_here(template: Template, worker: WorkerView) -> list[Explanation]:
@@ -163,10 +186,11 @@ def explain_here(template: Template, worker: WorkerView) -> list[Explanation]:
     without_functions = replace(worker, offers=Offers(), gpu_offers=None)
     for stage in template.stages:
         wants_gpu = bool(worker.capability.gpus) and stage.task_type not in LIGHT_TYPES
-        ask = requirement_from_resources(stage.spec.get("resources") or {}, gpu_available=wants_gpu)[0]
+        resources, is_whole = _known_resources(stage.spec)
+        ask = requirement_from_resources(resources, gpu_available=wants_gpu)[0]
         task = TaskView(name=stage.name, executor=asked_name(stage.spec), secrets=secrets_asked(stage.spec))
         here = without_functions if is_function(task.executor) else worker
-        found.append(explain_task(ask, task, QueueView(name=ask.queue_name()), [here]))
+        found.append(_as_known(explain_task(ask, task, QueueView(name=ask.queue_name()), [here]), is_whole))
     return found
 
 
@@ -182,7 +206,7 @@ def _template(source: Source) -> Template:
         raise UnknownTask(f"no task or pipeline {source!r}; `gpuflow status` lists those of this fleet")
     if isinstance(source, Mapping) and "taskType" in source:
         source = {"apiVersion": "gpuflow/v1", "kind": "Task", "spec": source}
-    return parse(source)
+    return parse(source, more=upload_checks(source))
 
 
 def _looks_like_id(text: str) -> bool:

@@ -30,11 +30,21 @@ def _resources(given: Any) -> Iterator[tuple[Path, str]]:
 CHECKS: Final[Mapping[str, Check]] = {"resources": _resources}
 
 
-def parse(source: str | os.PathLike[str] | Mapping[str, Any] | Template, *, max_bytes: int = MAX_BYTES) -> Template:
-    """Return the checked template, as `gpuflow.spec.parse`, with what it asks of machines. Raises InvalidTemplate."""
-    return parse_with(source, max_bytes=max_bytes, checks=CHECKS)
+def parse(
+    source: str | os.PathLike[str] | Mapping[str, Any] | Template,
+    *,
+    max_bytes: int = MAX_BYTES,
+    more: Mapping[str, Check] | None = None,
+) -> Template:
+    """Return the checked template, as `gpuflow.spec.parse`, with what it asks of machines. Raises InvalidTemplate.
+
+    `more` are further checks of sections, as `artifacts.uploads.upload_checks` of whoever may send local files.
+    """
+    return parse_with(source, max_bytes=max_bytes, checks={**CHECKS, **(more or {})})
 
 
-def parse_text(text: str, name: str = "template", *, max_bytes: int = MAX_BYTES) -> Template:
+def parse_text(
+    text: str, name: str = "template", *, max_bytes: int = MAX_BYTES, more: Mapping[str, Check] | None = None
+) -> Template:
     """Return the checked template of YAML or JSON text; `name` stands in reports. Raises InvalidTemplate."""
-    return parse_text_with(text, name, max_bytes=max_bytes, checks=CHECKS)
+    return parse_text_with(text, name, max_bytes=max_bytes, checks={**CHECKS, **(more or {})})

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from executors.base import bad_input
 from executors.data.messages import checked_messages, checked_tools
+from gpuflow.spec import row_forms
 
 Row = Mapping[str, Any]
 
@@ -37,44 +38,21 @@ class Forms:
 
 SUPERVISED: Final = Forms(
     groups=(("messages",), ("prompt", "completion"), ("text",)),
-    usual=(
-        {"messages": "messages"},
-        {"messages": "conversations"},
-        {"prompt": "prompt", "completion": "completion"},
-        {"prompt": "question", "completion": "answer"},
-        {"prompt": "instruction", "completion": "output"},
-        {"prompt": "input", "completion": "output"},
-        {"prompt": "prompt", "completion": "response"},
-        {"text": "text"},
-    ),
+    usual=row_forms.SUPERVISED,
     single="text",
     words="messages, or prompt and completion, or text",
     lacking="neither messages, nor prompt and completion, nor text",
 )
 PREFERENCES: Final = Forms(
     groups=(("prompt", "chosen", "rejected"), ("chosen", "rejected")),
-    usual=(
-        *(
-            {"prompt": prompt, "chosen": "chosen", "rejected": "rejected"}
-            for prompt in ("prompt", "question", "instruction", "input")
-        ),
-        {"chosen": "chosen", "rejected": "rejected"},
-    ),
+    usual=row_forms.PREFERENCES,
     single="chosen",
     words="prompt, chosen and rejected, or chosen and rejected",
     lacking="no chosen and rejected",
 )
 PROMPTS: Final = Forms(
     groups=(("prompt",), ("messages",)),
-    usual=(
-        {"prompt": "prompt"},
-        {"messages": "messages"},
-        {"messages": "conversations"},
-        {"prompt": "question"},
-        {"prompt": "instruction"},
-        {"prompt": "query"},
-        {"prompt": "text"},
-    ),
+    usual=row_forms.PROMPTS,
     single="prompt",
     words="prompt, or messages",
     lacking="neither prompt nor messages",

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from executors.base import bad_input
 from executors.data.messages import checked_messages, uses_tools
+from gpuflow.spec.row_forms import ASKED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 #: Columns that hold the prompt of a record, the first that is there.
-_PROMPT_COLUMNS: Final = ("prompt", "question", "instruction", "input", "text")
+_PROMPT_COLUMNS: Final = ASKED
 #: Field of a record that comes back beside its answer.
 _METADATA: Final = "metadata"
 
@@ -66,7 +67,7 @@ def _found(entries: Sequence[Any]) -> str:
 def _read(entry: Any, index: int, column: str | None) -> Prompt:
     value = entry
     if isinstance(entry, Mapping):
-        names = [column] if column else ["messages", *_PROMPT_COLUMNS]
+        names = [column] if column else list(_PROMPT_COLUMNS)
         name = next((name for name in names if entry.get(name) is not None), None)
         if name is None:
             found = ", ".join(map(str, entry)) or "none"

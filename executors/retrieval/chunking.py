@@ -123,7 +123,7 @@ def passages_of(text: str, chunking: Chunking, count_tokens: CountTokens) -> Ite
     """Yield the passages of a text as (start, end), in order. Every word is in one of them."""
     pieces = _pieces(text, chunking, count_tokens)
     window: list[_Piece] = []  # of this passage, and one beyond it
-    is_end = False
+    is_end, done = False, 0  # where the passage before this one ends
     while True:
         while not is_end and (len(window) < 2 or window[-1].ends - window[0].begins <= chunking.size):
             piece = next(pieces, None)
@@ -135,12 +135,15 @@ def passages_of(text: str, chunking: Chunking, count_tokens: CountTokens) -> Ite
             return
         last = _last_fitting(window, chunking.size)
         if last < len(window) - 1:
-            last = _good_end(text, window, last, chunking.size)
-        yield window[0].start, window[last].end
+            last = _good_end(text, window, last, chunking.size, done)
+        done = window[last].end
+        yield window[0].start, done
         if is_end and last == len(window) - 1:
             return
         following = last + 1
         while following > 1 and window[last].ends - window[following - 1].begins <= chunking.overlap:
+            if window[last + 1].ends - window[following - 1].begins > chunking.size:
+                break  # what is repeated would fill the next passage, which has to hold a new word
             following -= 1
         window = window[following:]
 
@@ -194,11 +197,14 @@ def _last_fitting(window: Sequence[_Piece], size: int) -> int:
     return last
 
 
-def _good_end(text: str, window: Sequence[_Piece], last: int, size: int) -> int:
-    """Return the best end from `last` back to two thirds of the size: a paragraph's, else a sentence's or a line's."""
+def _good_end(text: str, window: Sequence[_Piece], last: int, size: int, done: int) -> int:
+    """Return the best end from `last` back to two thirds of the size: a paragraph's, else a sentence's or a line's.
+
+    It lies beyond `done`, the end of the passage before.
+    """
     fallback: int | None = None
     for at in range(last, 0, -1):
-        if window[at].ends - window[0].begins < size * 2 // 3:
+        if window[at].ends - window[0].begins < size * 2 // 3 or window[at].end <= done:
             break
         gap = text[window[at].end : window[at + 1].start]
         if gap.count("\n") > 1:

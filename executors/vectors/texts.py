@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from executors.base import bad_input
+from gpuflow.spec.row_forms import TEXTS
 
 #: Columns that hold the text of a record, the first that is there.
-TEXT_COLUMNS: Final = ("text", "input", "sentence", "passage", "content", "prompt", "question")
+TEXT_COLUMNS: Final = TEXTS
 
 
 @dataclass(frozen=True, kw_only=True)

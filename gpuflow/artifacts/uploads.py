@@ -24,7 +24,7 @@ from gpuflow.artifacts.store import Progress, Store
 from gpuflow.errors import InvalidTemplate
 from gpuflow.spec import Mistake, Template
 from gpuflow.spec.references import references_in
-from gpuflow.spec.report import Findings, invalid, path_text
+from gpuflow.spec.report import Check, Findings, invalid, path_text
 from gpuflow.spec.report import Path as SpecPath
 
 #: Gives the progress callback of a file of that name and size while it is sent.
@@ -109,6 +109,30 @@ def refuse_uploads(template: Template) -> None:
         raise invalid(template.source, found)
 
 
+def upload_checks(source: object) -> dict[str, Check]:
+    """Return section of a spec -> what says whether the local files that it names can be sent, for `templates.parse`.
+
+    Paths are relative to the folder of `source`, where that is the path of a template, else to the current folder. So a
+    missing file stands in one report with all other mistakes, with its line. For those who may send local files.
+    """
+    is_file = isinstance(source, str | os.PathLike) and os.path.isfile(source)  # noqa: PTH113  (any text may come)
+    folder = Path(str(source)).parent if is_file else Path()
+
+    def looked_up(places: Iterator[tuple[SpecPath, str]], folders: set[str]) -> Iterator[tuple[SpecPath, str]]:
+        for path, value in places:
+            found = Findings()
+            _place(value, folder, path, found, folders)
+            yield from ((path, one.message) for one in found.mistakes)
+
+    return {
+        "data": lambda data: looked_up(_in_data(data, ()), {*_folders({"data": data})}),
+        "search": lambda search: looked_up(
+            _in_data(_documents({"search": search}), ("documents",)), {*_folders({"search": search})}
+        ),
+        "command": lambda command: looked_up(_in_command(command, ()), set()),
+    }
+
+
 def checked_uploads(template: Template) -> dict[str, Path]:
     """Return the file or folder of every `upload` and `project`, by what the template calls it.
 
@@ -121,8 +145,7 @@ def checked_uploads(template: Template) -> dict[str, Path]:
     files: dict[str, Path] = {}
     folders = {value for stage in template.stages for value in _folders(stage.spec)}
     for path, value in upload_places(template):
-        is_folder = _name(path) == "project" or (value in folders and (folder / Path(value).expanduser()).is_dir())
-        files[value] = _project(value, folder, path, findings) if is_folder else _file(value, folder, path, findings)
+        files[value] = _place(value, folder, path, findings, folders)
     findings.raise_if_any(template.source)
     return files
 
@@ -158,6 +181,12 @@ def _folders(spec: Mapping[str, Any]) -> Iterator[str]:
 def _name(path: SpecPath) -> str:
     """Return the field that a place stands in: the last name of it, or of the matrix that it is in."""
     return str(next(part for part in reversed(path) if isinstance(part, str))).rpartition(".")[2]
+
+
+def _place(value: str, folder: Path, path: SpecPath, findings: Findings, folders: set[str]) -> Path:
+    """Return the file or folder of one place; `folders` are the values that may be one. Notes what is wrong with it."""
+    is_folder = _name(path) == "project" or (value in folders and (folder / Path(value).expanduser()).is_dir())
+    return _project(value, folder, path, findings) if is_folder else _file(value, folder, path, findings)
 
 
 def _project(value: str, folder: Path, path: SpecPath, findings: Findings) -> Path:

@@ -13,6 +13,7 @@ from gpuflow.cli.errors import bad_input
 
 if TYPE_CHECKING:
     from gpuflow.spec import Template
+    from gpuflow.spec.report import Check
 
 _TOP: Final = frozenset({"apiVersion", "kind", "metadata", "spec"})
 
@@ -41,8 +42,16 @@ def template_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def load_template(source: str, overrides: Iterable[str] = (), labels: Iterable[str] = ()) -> Template:
     """Return the checked template of a path, of `-` (stdin) or of a shipped name, with the options applied.
 
-    Raises InvalidTemplate, click.UsageError.
+    That the local files that it names are there is checked too. Raises InvalidTemplate, click.UsageError.
     """
+    from gpuflow.artifacts.uploads import checked_uploads, upload_checks
+
+    template = _loaded(source, overrides, labels, upload_checks(source))
+    checked_uploads(template)  # those that the sections do not show: of matrices, beside references
+    return template
+
+
+def _loaded(source: str, overrides: Iterable[str], labels: Iterable[str], own: Mapping[str, Check]) -> Template:
     from gpuflow.errors import InvalidTemplate
     from gpuflow.spec.report import invalid
     from gpuflow.templates import parse, parse_text
@@ -50,14 +59,14 @@ def load_template(source: str, overrides: Iterable[str] = (), labels: Iterable[s
     changes = [_assignment("--set", text) for text in overrides]
     asked = [_assignment("--label", text) for text in labels]
     if not changes and not asked:
-        return parse_text(_stdin(), "stdin") if source == "-" else parse(source)
+        return parse_text(_stdin(), "stdin", more=own) if source == "-" else parse(source, more=own)
     data = _raw(source)
     for path, value in changes:
         data = override(data, path, value)
     for key, glob in asked:
         data = add_label(data, key, glob)
     try:
-        return dataclasses.replace(parse(data), source=source)
+        return dataclasses.replace(parse(data, more=own), source=source)
     except InvalidTemplate as error:
         # The lines of the file are those of what was written, not of what the options made of it.
         raise invalid(source, error.mistakes, error.warnings) if error.mistakes else error from None

@@ -13,7 +13,6 @@ from gpuflow.cli.options import json_option, load_template, show_filled, show_wa
 @json_option
 def validate(source: str, overrides: tuple[str, ...], labels: tuple[str, ...], as_json: bool) -> int | None:
     """Check a template, and that the files it uploads are here; list every mistake. Nothing is submitted."""
-    from gpuflow.artifacts.uploads import checked_uploads
     from gpuflow.cli.output import emit_json, line, note
     from gpuflow.errors import InvalidTemplate
     from gpuflow.policy.code import kinds_of
@@ -21,7 +20,6 @@ def validate(source: str, overrides: tuple[str, ...], labels: tuple[str, ...], a
 
     try:
         template = load_template(source, overrides, labels)
-        checked_uploads(template)
     except InvalidTemplate as error:
         if not as_json:
             raise

@@ -13,6 +13,7 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from gpuflow.protocol import FUNCTION_TYPE, is_user_type
+from gpuflow.spec.combinations import check_combinations
 from gpuflow.spec.fields import check_section
 from gpuflow.spec.function_section import INSTEAD, check_function
 from gpuflow.spec.graph_template import check_template, render
@@ -46,6 +47,8 @@ from gpuflow.spec.structured import check_structured
 _MAX_PASSES: Final = 4
 #: Type of a place that weights or an index are fetched from -> the field that says where it is.
 _PLACES: Final = {"http": "url", "s3": "url", "path": "path", "local": "path"}
+#: Sections that earlier versions took of every task type: pipelines that they have stored go on.
+_ONCE_COMMON: Final = ("model", "data")
 #: Sections of which one field is what a task needs.
 _SHOWN: Final = {"model": "model.source", "embedding": "embedding.model"}
 
@@ -78,12 +81,14 @@ def check_spec(
     check_destination(spec, findings)
     task_type = _task_type(spec, findings)
     if task_type is not None:
-        _check_use(spec, task_type, findings, foreign=foreign)
+        _check_use(spec, task_type, findings, foreign=foreign, at_dispatch=at_dispatch)
         _check_needs(spec, task_type, findings)
         _warn_of_unused(spec, findings)
         check_retrieval(spec, task_type, findings)
     _library_sections(spec, task_type, findings, foreign=foreign, at_dispatch=at_dispatch)
     check_structured(spec, findings)
+    if task_type is not None and not at_dispatch:  # a stored spec was looked at when it was submitted
+        check_combinations(spec, task_type, findings, foreign=foreign)
     if task_type == "ppo":
         check_ppo(spec, findings)
     elif task_type == FUNCTION_TYPE:
@@ -134,16 +139,20 @@ def _task_type(spec: dict[str, Any], findings: Findings) -> str | None:
     return str(task_type)
 
 
-def _check_use(spec: dict[str, Any], task_type: str, findings: Findings, *, foreign: bool) -> None:
+def _check_use(spec: dict[str, Any], task_type: str, findings: Findings, *, foreign: bool, at_dispatch: bool) -> None:
     for section in [name for name in spec if not is_used(name, task_type)]:
-        if section in USED_BY:
+        if at_dispatch and section in _ONCE_COMMON and task_type != FUNCTION_TYPE:
+            continue
+        if task_type == FUNCTION_TYPE and section in INSTEAD:
+            instead = f"{INSTEAD[section]} (a stage below a base that has it: {section}: null)"
+        elif section in USED_BY:
             users = one_of(sorted(USED_BY[section])) if USED_BY[section] else "users' own task types (owner.name)"
             instead = f"it belongs to {users}"
         else:
-            instead = f"{INSTEAD[section]} (a stage below a base that has it: {section}: null)"
+            continue
         message = f"is not used by taskType {task_type}; {instead}"
-        if foreign:
-            findings.warn((section,), f"is not used: {message}")
+        if foreign and findings.takes_any:
+            findings.warn((section,), message)
             del spec[section]
         else:
             findings.add((section,), message)

@@ -176,6 +176,17 @@ def _data(spec: dict[str, Any], renamed: Renames, findings: Findings) -> None:
         if isinstance(columns, dict) and not (data.get("prompt_column") and data.get("response_column")):
             columns.setdefault("text", text)
             renamed["data", "columns", "text"] = ("data", "text_field")
+    if spec.get("taskType") == "dpo":
+        _preference_columns(data)
+
+
+def _preference_columns(data: dict[str, Any]) -> None:
+    """Of the three columns of dpo a template may name some; the others are called as their roles are."""
+    for holder, suffix in ((data.get("jsonl"), "field"), (data, "column")):
+        names = [f"{role}_{suffix}" for role in ("prompt", "chosen", "rejected")]
+        if isinstance(holder, dict) and not holder.keys().isdisjoint(names):
+            for name in names:
+                holder.setdefault(name, name.partition("_")[0])
 
 
 def _checkpoint(spec: dict[str, Any], training: dict[str, Any], findings: Findings, renamed: Renames) -> None:

@@ -15,7 +15,7 @@ from importlib import resources
 from typing import Any, Final
 
 from gpuflow.spec.references import is_pending
-from gpuflow.spec.report import Findings, Path, one_of, show, suggest
+from gpuflow.spec.report import DID_YOU_MEAN, Findings, Path, one_of, show, suggest
 from gpuflow.spec.sections import Section
 from gpuflow.spec.units import as_number
 
@@ -66,8 +66,9 @@ def check_section(
 ) -> dict[str, Any]:
     """Return the section with the library's own names and typed values.
 
-    `lenient` (flowmesh/v1, mloc/v1) leaves unknown fields out with a warning instead of a mistake. `at_dispatch`, when
-    references to stages have their values, only those to the child's environment are left as they are.
+    `lenient` (flowmesh/v1, mloc/v1) leaves unknown fields out with a warning instead of a mistake, where they are no
+    slips of known ones. `at_dispatch`, when references to stages have their values, only those to the child's
+    environment are left as they are.
     """
     done: dict[str, Any] = {}
     written: dict[str, str] = {}
@@ -112,7 +113,8 @@ def _refuse(name: str, section: Section, path: Path, findings: Findings, lenient
     else:
         hint = f"; {section.hints[name]}" if name in section.hints else suggest(name, known_fields(section))
         message = f"unknown field{hint or '; the fields are those of ' + _schema_file(section.schema)['source']}"
-    if lenient and (name not in section.hints or name in section.harmless):
+    is_passed_over = DID_YOU_MEAN not in message if name not in section.hints else name in section.harmless
+    if lenient and is_passed_over:
         findings.warn(path, f"{message}; it is not used")
     else:
         findings.add(path, message)

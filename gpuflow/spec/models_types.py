@@ -17,6 +17,7 @@ from gpuflow.spec.function_section import argument_problem, name_problem
 from gpuflow.spec.patterns import metric_pattern
 from gpuflow.spec.report import show
 from gpuflow.spec.units import cpu_count, duration_seconds, memory_mib
+from gpuflow.spec.written import text_of
 
 _ENV_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 #: Ten years, in seconds: longer is a slip of the keyboard.
@@ -44,10 +45,10 @@ def _no_bool(value: Any) -> Any:
 
 
 def _number_text(value: Any) -> Any:
-    """Numbers and booleans where text is wanted (an environment value, a label) become text."""
+    """Numbers and booleans where text is wanted (an environment value, a label) become text, numbers as written."""
     if isinstance(value, bool):
         return "true" if value else "false"
-    return str(value) if isinstance(value, int | float) else value
+    return text_of(value) if isinstance(value, int | float) else value
 
 
 def _bool_words(value: Any) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from gpuflow.spec.report import Path
-from gpuflow.spec.sections import LEFT_OUT, is_used
+from gpuflow.spec.sections import LEFT_OUT, PARTS_USED_BY, is_part_used, is_used
 
 #: Mappings whose `type` says which other fields make sense: with another type, the base's fields are not merged in.
 TYPED: Final[frozenset[Path]] = frozenset(
@@ -46,7 +46,9 @@ def _retyped(below: Mapping[str, Any], over: Mapping[str, Any], path: Path) -> b
 
 
 def stage_spec(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the spec of a stage. A base section that its task type does not use, and it does not name, is left out."""
+    """Return the spec of a stage. A section of the base, or a part of one, that its task type does not use, and it does
+    not name, is left out.
+    """
     merged = deep_merge(base, own)
     task_type = merged.get("taskType")
     unused = [
@@ -54,7 +56,13 @@ def stage_spec(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any
         for section in LEFT_OUT
         if section in merged and section not in own and isinstance(task_type, str) and not is_used(section, task_type)
     ]
-    return {key: value for key, value in merged.items() if key not in unused}
+    kept = {key: value for key, value in merged.items() if key not in unused}
+    for section, field in PARTS_USED_BY:
+        given, named = kept.get(section), own.get(section)
+        is_own = isinstance(named, Mapping) and field in named
+        if isinstance(given, Mapping) and not is_own and not is_part_used(section, field, str(task_type)):
+            kept[section] = {name: value for name, value in given.items() if name != field}
+    return kept
 
 
 def has_path(value: Any, path: Path) -> bool:

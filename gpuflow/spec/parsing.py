@@ -24,6 +24,8 @@ from gpuflow.spec.template import Stage, Template
 
 #: apiVersion -> whether it is another project's, where unknown fields are warnings.
 API_VERSIONS: Final = {"gpuflow/v1": False, "flowmesh/v1": True, "mloc/v1": True}
+#: The one whose programs pass over fields that they do not know, wherever they stand.
+_TAKES_ANY: Final = "mloc/v1"
 _TOP: Final = ("apiVersion", "kind", "metadata", "spec")
 
 
@@ -123,6 +125,7 @@ def _check_top(top: dict[str, Any], findings: Findings) -> bool:
     """Check the fields around the spec; returns whether the template is another project's."""
     version = top.get("apiVersion")
     foreign = API_VERSIONS.get(version, False) if isinstance(version, str) else False
+    findings.takes_any = version == _TAKES_ANY
     if version is None:
         findings.add(("apiVersion",), "is required and missing; write apiVersion: gpuflow/v1")
     elif version not in list(API_VERSIONS):
@@ -134,8 +137,9 @@ def _check_top(top: dict[str, Any], findings: Findings) -> bool:
     for key in top:
         if key in _TOP:
             continue
-        message = f"unknown field{suggest(key, _TOP) or f'; the fields here are {one_of(_TOP)}'}"
-        if foreign:
+        near = suggest(key, _TOP)
+        message = f"unknown field{near or f'; the fields here are {one_of(_TOP)}'}"
+        if findings.takes_any and not near:
             findings.warn((key,), f"{message}; it is not used")
         else:
             findings.add((key,), message)

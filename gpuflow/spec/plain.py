@@ -9,6 +9,7 @@ from typing import Any
 
 from gpuflow.spec.report import Findings, Path, show
 from gpuflow.spec.tree import MAX_DEPTH, MAX_INTEGER, MAX_VALUES
+from gpuflow.spec.written import WrittenFloat, WrittenInt
 
 
 def plain_copy(value: Any, findings: Findings) -> Any:
@@ -73,6 +74,8 @@ class _Copier:
                 self._findings.add(path, "has half of a character (an unpaired surrogate); write the character itself")
                 return ""
             return str(value)
+        if isinstance(value, WrittenInt | WrittenFloat):
+            return value
         if isinstance(value, int):
             if abs(value) >= MAX_INTEGER:
                 self._findings.add(path, f"is {show(value)}, too large a number; the limit is 64 bits")

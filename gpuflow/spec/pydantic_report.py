@@ -12,8 +12,12 @@ from typing import Any, Final
 
 from pydantic import BaseModel, ValidationError
 
-from gpuflow.spec.report import Findings, Path, one_of, show, suggest
+from gpuflow.spec.report import DID_YOU_MEAN, Findings, Path, one_of, show, suggest
 
+#: Sections in which FlowMesh's programs pass over fields that they do not know; elsewhere they refuse them.
+OPEN: Final = frozenset(
+    {"data", "checkpoint", "reward_model", "generation", "qdrant", "embedding", "search", "labels", "annotations"}
+)
 #: Most fields that are listed beside an unknown one.
 _MAX_LISTED: Final = 12
 _WANTED: Final = {
@@ -31,7 +35,7 @@ def report(
     """Note what `error` says. Returns whether it holds a real mistake, and the unknown fields that were warned of.
 
     A value for which `pending` holds (it is still to be replaced) is passed over; keys are never replaced. `lenient`
-    makes an unknown field a warning.
+    makes an unknown field a warning where its own project takes any field, and it is no slip of a known one.
     """
     wrong, unknown = False, list[Path]()
     for one in error.errors(include_url=False):
@@ -43,7 +47,8 @@ def report(
             continue
         if one["type"] == "extra_forbidden":
             message = f"unknown field{_near(path, model)}"
-            if lenient:
+            is_passed_over = (findings.takes_any or path[0] in OPEN) and DID_YOU_MEAN not in message
+            if lenient and is_passed_over:
                 findings.warn(path, f"{message}; it is not used")
                 unknown.append(path)
                 continue

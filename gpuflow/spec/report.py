@@ -23,6 +23,8 @@ Renames = dict[Path, Path]
 #: A check of one section of a task spec: yields path below the section, and message.
 Check = Callable[[Any], Iterable[tuple[Path, str]]]
 
+#: What a suggestion begins with: the name is a slip of a known one.
+DID_YOU_MEAN: Final = "did you mean"
 #: Most lines of one report; `InvalidTemplate.mistakes` holds more of them.
 MAX_REPORT_LINES: Final = 100
 #: Most mistakes and warnings that are looked for in one template.
@@ -49,7 +51,8 @@ class Mistake:
 class Findings:
     """Collects mistakes and warnings. `locate` maps a path to where the user wrote it, `line_of` to its line.
 
-    `checks` are those that layers above this package bring: section of a task spec -> what looks at it.
+    `checks` are those that layers above this package bring: section of a task spec -> what looks at it. `takes_any`
+    says that the programs of the template's project pass over fields that they do not know, wherever these stand.
     """
 
     locate: Callable[[Path], Path] = lambda path: path
@@ -59,10 +62,11 @@ class Findings:
     filled: list[Mistake] = field(default_factory=list)
     seen: set[Mistake] = field(default_factory=set)
     checks: Mapping[str, Check] = field(default_factory=dict)
+    takes_any: bool = False
 
-    def add(self, path: Path, message: str) -> None:
-        """Note a mistake, once."""
-        self._note(self.mistakes, path, message)
+    def add(self, path: Path, message: str, line: int | None = None) -> None:
+        """Note a mistake, once; `line` where it is known better than by the path."""
+        self._note(self.mistakes, path, message, line)
 
     def warn(self, path: Path, message: str) -> None:
         """Note a warning, once."""
@@ -81,11 +85,11 @@ class Findings:
         """Whether so much was found that looking further helps nobody; a loop over a user's values then stops."""
         return len(self.mistakes) + len(self.warnings) >= MAX_FOUND
 
-    def _note(self, notes: list[Mistake], path: Path, message: str) -> None:
+    def _note(self, notes: list[Mistake], path: Path, message: str, line: int | None = None) -> None:
         if self.full:
             return
         place = self.locate(path)
-        note = Mistake(path=path_text(place), line=self.line_of(place), message=message)
+        note = Mistake(path=path_text(place), line=self.line_of(place) if line is None else line, message=message)
         if note not in self.seen:
             self.seen.add(note)
             notes.append(note)
@@ -158,7 +162,7 @@ def suggest(name: object, known: Iterable[str]) -> str:
     """Return `; did you mean 'x'?` when a known name is close, else an empty text."""
     by_lower = {candidate.lower(): candidate for candidate in known}
     near = difflib.get_close_matches(str(name).lower()[:100], by_lower, n=1, cutoff=0.7)
-    return f"; did you mean {by_lower[near[0]]!r}?" if near else ""
+    return f"; {DID_YOU_MEAN} {by_lower[near[0]]!r}?" if near else ""
 
 
 def one_of(names: Iterable[str]) -> str:

@@ -46,13 +46,24 @@ USED_BY: Final[Mapping[str, frozenset[str]]] = {
     "function": frozenset({"function"}),
     "parameters": frozenset(),
     "postprocess": frozenset({"inference"}),
+    "model": _TRAINERS | {"inference", "embedding", "rag", "container"},
+    "data": _TRAINERS | {"inference", "embedding", "rag", "echo"},
+}
+
+#: (section, field) -> the task types that use this part of a section that others use too.
+PARTS_USED_BY: Final[Mapping[tuple[str, str], frozenset[str]]] = {
+    ("model", "vllm"): frozenset({"inference", "embedding"}),
+    ("model", "adapters"): _TRAINERS | {"inference", "embedding", "rag"},
+    ("model", "transformers"): _TRAINERS | {"inference", "embedding", "rag"},
+    ("data", "eval_split"): _TRAINERS,
+    ("data", "separator"): frozenset({"sft", "lora_sft"}),
 }
 
 #: Sections of a base that stages leave out which have no use for them: what else one says counts, or is refused.
-LEFT_OUT: Final = (*USED_BY, "model", "data")
+LEFT_OUT: Final = tuple(USED_BY)
 
 #: Sections that users' own executors use, beside those that are common to all.
-_USED_BY_USERS: Final = frozenset({"parameters", "checkpoint", "inference", "lora"})
+_USED_BY_USERS: Final = frozenset({"parameters", "checkpoint", "inference", "lora", "model", "data"})
 
 #: Task type -> sections of which each must be there; a tuple is a choice.
 NEEDS: Final[Mapping[str, tuple[str | tuple[str, ...], ...]]] = {
@@ -70,6 +81,12 @@ NEEDS: Final[Mapping[str, tuple[str | tuple[str, ...], ...]]] = {
     "function": ("function",),
     "echo": (),
 }
+
+
+def is_part_used(section: str, field: str, task_type: str) -> bool:
+    """Say whether a task type uses a field of a section that it uses."""
+    types = PARTS_USED_BY.get((section, field))
+    return types is None or is_user_type(task_type) or task_type in types
 
 
 def is_used(section: str, task_type: str) -> bool:

@@ -68,9 +68,17 @@ def _axes(merged: dict[str, Any], matrix: dict[str, Any], findings: Findings) ->
             findings.add((key,), "a stage has one task type; make two stages")
         elif path in FIXED:
             findings.add((key,), "a stage calls one function; vary function.args[0] or function.kwargs.NAME")
+        elif beside := next((one for one, (other, _) in axes.items() if _overlap(path, other)), None):
+            findings.add((key,), f"and {beside!r} vary the same field, and one would replace the other; keep one")
         else:
             axes[key] = (path, values)
     return axes if len(axes) == len(matrix) else {}
+
+
+def _overlap(path: Path, other: Path) -> bool:
+    """Say whether one of two different paths leads into what the other replaces."""
+    shorter = min(len(path), len(other))
+    return len(path) != len(other) and path[:shorter] == other[:shorter]
 
 
 def _variant(

@@ -94,6 +94,7 @@ def build_stages(
         if linear and index and names[index - 1] not in draft.hard:
             draft.hard.insert(0, names[index - 1])
     edges = _edges(drafts, findings)
+    _check_target(drafts, findings)
     if findings.mistakes:
         return ()
     return tuple(
@@ -209,6 +210,9 @@ def note_placeholders(spec: Any, findings: Findings, stages: Collection[str], *,
     `{{stage.field}}` is a mistake in a foreign template; in one of ours a warning, since another reader of the text may
     mean it so. A malformed `${stage...}`, which is a mistake of ours anyway, is one of theirs too.
     """
+    for path, key in _keys(spec):
+        if any(found[2] in stages for found in _NAMED.finditer(key)):
+            findings.add(path, f"has the key {show(key)}, and keys are not replaced; write the reference as a value")
     for path, text in _texts(spec):
         if path[0] in _READ_BY_OTHERS or "chat_template" in path:
             continue
@@ -222,6 +226,17 @@ def note_placeholders(spec: Any, findings: Findings, stages: Collection[str], *,
                     parse_reference(found[1])
                 except ValueError as error:
                     findings.add(path, str(error))
+
+
+def _keys(value: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
+    """Yield the keys that look as if they held a reference, with the path of their mapping."""
+    if isinstance(value, Mapping):
+        yield from ((path, key) for key in value if isinstance(key, str) and "${" in key)
+        for key, item in value.items():
+            yield from _keys(item, (*path, key))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _keys(item, (*path, index))
 
 
 def _texts(value: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
@@ -260,9 +275,9 @@ def collect_references(value: Any, findings: Findings, *, foreign: bool) -> tupl
 def _warn_of_unused(base: dict[str, Any], base_at: Path, drafts: Mapping[str, Draft], findings: Findings) -> None:
     for section in LEFT_OUT:
         if section in base and drafts and not any(section in draft.spec for draft in drafts.values()):
-            types = USED_BY.get(section)
+            types = USED_BY[section]
             used_by = one_of(sorted(types)) if types else "a user's own type (owner.name)"
-            why = "all stages are of functions" if types is None else f"no stage is of {used_by}"
+            why = f"no stage is of {used_by}"
             findings.warn((*base_at, section), f"is not used: {why}")
 
 
@@ -281,6 +296,21 @@ def _explicit(draft: Draft, drafts: Mapping[str, Draft], findings: Findings) -> 
 
 def _stages(drafts: Mapping[str, Draft]) -> str:
     return f"; the stages are {', '.join(list(drafts)[:20])}"
+
+
+def _check_target(drafts: Mapping[str, Draft], findings: Findings) -> None:
+    """Note the first stage that is to run in another place than those before it."""
+    first: tuple[str, str] | None = None
+    for name, draft in drafts.items():
+        target = str(draft.spec.get("target") or "worker")
+        if first is None:
+            first = (name, target)
+        elif target != first[1]:
+            findings.add(
+                (*draft.at, "spec", "target"),
+                f"is {target}, and that of {first[0]!r} is {first[1]}; a pipeline runs in one place: give all the same",
+            )
+            return
 
 
 def _edges(drafts: Mapping[str, Draft], findings: Findings) -> dict[str, list[str]]:

@@ -157,7 +157,7 @@ class Tree:
     def mistake(self, path: Path, line: int, message: str) -> None:
         """Note a mistake at a line that is known here."""
         self.lines.setdefault(path, line)
-        self._findings.add(path, message)
+        self._findings.add(path, message, None if path else line)  # of the whole file: its first line says nothing
 
     def _place(self, node: Node, line: int) -> None:
         self._values += 1

@@ -13,6 +13,7 @@ import yaml
 
 from gpuflow.spec.report import Findings
 from gpuflow.spec.tree import TooMuch, Tree
+from gpuflow.spec.written import written
 
 #: The C parser where PyYAML has it: ten times as fast, same events.
 _LOADER: Final[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -80,15 +81,15 @@ def scalar_value(text: str) -> Any:
         return False
     if _INTEGER.fullmatch(text):
         digits = text.replace("_", "")
-        return int(digits) if len(digits) <= _MAX_DIGITS else 10**_MAX_DIGITS
+        return written(int(digits), text) if len(digits) <= _MAX_DIGITS else 10**_MAX_DIGITS
     if _BASED.fullmatch(text):
         try:
-            return int(text.replace("_", "")[:_MAX_DIGITS], 0)
+            return written(int(text.replace("_", "")[:_MAX_DIGITS], 0), text)
         except ValueError:
             return text
     if _FLOAT.fullmatch(text) and any(c.isdigit() for c in text):
         try:
-            return float(text.replace("_", ""))
+            return written(float(text.replace("_", "")), text)
         except ValueError:  # its only digits are those of the exponent
             return text
     if _INFINITE.fullmatch(text):

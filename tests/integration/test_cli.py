@@ -355,7 +355,7 @@ def test_stages_that_are_to_run_in_several_places_are_refused(shell: Shell) -> N
     one, two = stage("one", "a"), stage("two", "b")
     two["spec"]["target"] = "local"
 
-    assert "worker in 'one', local in 'two'" in shell("submit", shell.write(pipeline(one, two)), code=2).stderr
+    assert "is local, and that of 'one' is worker" in shell("submit", shell.write(pipeline(one, two)), code=2).stderr
 
 
 def test_a_task_that_is_split_is_submitted_as_a_pipeline(served: Shell) -> None:

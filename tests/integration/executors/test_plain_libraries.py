@@ -63,6 +63,18 @@ CHAT_PREFERENCES = [
     {"prompt": _asked(p["prompt"]), "chosen": _said(p["completion"]), "rejected": _said("Hello, I say no.")}
     for p in PAIRS
 ]
+TEXT_PREFERENCES = [
+    {"chosen": f"{p['prompt']} {p['completion']}", "rejected": f"{p['prompt']} Hello, I say no."} for p in PAIRS
+]
+TOOL_PREFERENCES = [
+    {
+        "prompt": row["messages"][:1],
+        "chosen": row["messages"][1:],
+        "rejected": _said("Hello, I say no."),
+        "tools": row["tools"],
+    }
+    for row in CALLS
+]
 WHOLE_CHATS = [{key: row["prompt"] + row[key] for key in ("chosen", "rejected")} for row in CHAT_PREFERENCES]
 
 
@@ -144,25 +156,40 @@ def plain(tmp_path):
         ("sft", _csv, QUESTIONS, CHAT_PAIRS, {}),
         ("lora_sft", _csv, QUESTIONS, SEPARATED, {"separator": " "}),
         ("lora_sft", _list, CALLS, CALLS, {}),
+        ("lora_sft", _csv, QUESTIONS, CHAT_PAIRS, {}),
+        ("sft", _jsonl, CHATS, CHATS, {}),
+        ("sft", _list, TEXTS, TEXTS, {}),
+        ("sft", _csv, TEXTS, TEXTS, {}),
+        ("sft", _jsonl, CALLS, CALLS, {}),
         ("dpo", _list, PREFERENCES, CHAT_PREFERENCES, {"lora": True}),
         ("dpo", _jsonl, WHOLE_CHATS, WHOLE_CHATS, {"lora": True}),
         ("dpo", _csv, PREFERENCES, CHAT_PREFERENCES, {}),
+        ("dpo", _csv, PREFERENCES, CHAT_PREFERENCES, {"lora": True}),
+        ("dpo", _jsonl, WHOLE_CHATS, WHOLE_CHATS, {}),
+        ("dpo", _list, TEXT_PREFERENCES, TEXT_PREFERENCES, {}),
+        ("dpo", _jsonl, TEXT_PREFERENCES, TEXT_PREFERENCES, {"lora": True}),
+        ("dpo", _jsonl, TOOL_PREFERENCES, TOOL_PREFERENCES, {}),
+        ("dpo", _list, TOOL_PREFERENCES, TOOL_PREFERENCES, {"lora": True}),
     ],
     ids=[
         "lora-pairs-list", "sft-pairs-jsonl", "lora-messages-jsonl", "lora-text-list", "lora-text-csv", "sft-pairs-csv",
-        "lora-separator-csv", "lora-tools", "dpo-lora-list", "dpo-lora-chats-jsonl", "dpo-full-csv",
+        "lora-separator-csv", "lora-tools", "lora-pairs-csv", "sft-messages-jsonl", "sft-text-list", "sft-text-csv",
+        "sft-tools-jsonl", "dpo-lora-list", "dpo-lora-chats-jsonl", "dpo-full-csv", "dpo-lora-csv",
+        "dpo-full-chats-jsonl", "dpo-full-text-list", "dpo-lora-text-jsonl", "dpo-full-tools-jsonl",
+        "dpo-lora-tools-list",
     ],
 )  # fmt: skip
 def test_a_training_has_the_rows_steps_and_losses_of_the_plain_script(
     run, plain, tmp_path, tiny_model, tool_model, task_type, write, given, scripted, extra
 ):
-    model = tool_model if given is CALLS else tiny_model
+    model = tool_model if "tools" in given[0] else tiny_model
     is_lora = task_type == "lora_sft" or extra.get("lora", False)
     data = {**write(tmp_path, given), **({"separator": " "} if "separator" in extra else {})}
-    spec = {"data": data, "training": {**SETTINGS, "save_model": False}, **({"lora": LORA} if is_lora else {})}
+    settings = {**SETTINGS, "max_length": 192 if given is TOOL_PREFERENCES else SETTINGS["max_length"]}
+    spec = {"data": data, "training": {**settings, "save_model": False}, **({"lora": LORA} if is_lora else {})}
 
     ended = run(task_type, spec, model=model)
-    rows, steps, losses = plain(task_type, model, scripted, is_lora)
+    rows, steps, losses = plain(task_type, model, scripted, is_lora, settings=settings)
 
     history = json.loads((tmp_path / "out" / "responses.json").read_text())["history"]
     ours = [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
@@ -248,3 +275,31 @@ def test_greedy_answers_are_those_of_plain_transformers(run, tiny_model):
 
     assert [item["output"] for item in ended.result["items"]] == expected
     assert len({*expected}) > 1
+
+
+@pytest.mark.parametrize(
+    ("task_type", "rows", "lora"),
+    [("sft", PAIRS, None), ("lora_sft", PAIRS, LORA), ("dpo", PREFERENCES, None), ("dpo", PREFERENCES, LORA)],
+    ids=["sft", "lora", "dpo-full", "dpo-lora"],
+)
+def test_a_resumed_training_is_the_uninterrupted_one(run, tmp_path, task_type, rows, lora):
+    from safetensors.torch import load_file
+
+    training = {**SETTINGS, "max_steps": 6, "save_steps": 2, "save_total_limit": 5, "logging_steps": 1}
+    spec = {"data": _jsonl(tmp_path, rows), "training": training, **({"lora": lora} if lora else {})}
+
+    whole = run(task_type, spec, out="whole", checkpoint_dir=str(tmp_path / "checkpoints"))
+    again = run(
+        task_type, spec, out="again", checkpoint_dir=str(tmp_path / "more"), resume_from=whole.result["checkpoints"][0]
+    )
+
+    losses = {}
+    for name in ("whole", "again"):
+        history = json.loads((tmp_path / name / "responses.json").read_text())["history"]
+        losses[name] = [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
+    assert again.result["resumed_from_step"] == 2
+    assert losses["again"][-4:] == [(step, pytest.approx(loss, abs=1e-4)) for step, loss in losses["whole"][-4:]]
+    file = "final_lora/adapter_model.safetensors" if lora else "final_model/model.safetensors"
+    weights = [load_file(tmp_path / name / file) for name in ("whole", "again")]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(weights[0][name].allclose(weights[1][name], atol=1e-5) for name in weights[0])

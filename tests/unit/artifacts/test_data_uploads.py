@@ -175,7 +175,9 @@ def test_the_files_of_a_matrix_are_sent(folder: Path, store: Watched, matrix: di
 def test_the_file_of_the_evaluation_is_sent_too(folder: Path, store: Watched) -> None:
     (folder / "eval.jsonl").write_text('{"prompt": "b"}\n')
 
-    (stage,) = sent(task({"upload": "rows.jsonl", "eval_split": {"upload": "eval.jsonl"}}), store).stages
+    (stage,) = sent(
+        task({"upload": "rows.jsonl", "eval_split": {"upload": "eval.jsonl"}}, taskType="sft"), store
+    ).stages
 
     assert stage.spec["data"]["eval_split"].keys() == {"url", "sha256"}
     assert len(store.puts) == 2
@@ -228,7 +230,7 @@ def test_the_evaluation_files_of_a_matrix_are_sent(folder: Path, store: Watched)
     (folder / "more.jsonl").write_text('{"prompt": "b"}\n')
     spec = {"data": {"upload": "rows.jsonl", "eval_split": {"upload": "rows.jsonl"}}}
     stage = {"name": "a", "spec": spec, "matrix": {"data.eval_split.upload": ["rows.jsonl", "more.jsonl"]}}
-    template = parse({"taskType": "inference", "model": MODEL, "stages": [stage]})
+    template = parse({"taskType": "sft", "model": MODEL, "stages": [stage]})
 
     (made,) = sent(template, store).stages
     found = [spec["data"]["eval_split"] for spec in made.tasks(lambda reference: None)]

@@ -303,10 +303,10 @@ def test_ctrl_c_has_its_own_exit_code(invoke: Invoke, monkeypatch: pytest.Monkey
 def test_validate_tells_warnings_beside_mistakes_and_where_results_go(invoke: Invoke, tmp_path: Path) -> None:
     spec = {"taskType": "echo", "data": {"items": ["a"]}, "output": {"destination": {"type": "http"}}}
     file = tmp_path / "theirs.json"
-    file.write_text(json.dumps({"apiVersion": "flowmesh/v1", "spec": {**spec, "colour": 1, "priority": 12}}))
+    file.write_text(json.dumps({"apiVersion": "flowmesh/v1", "spec": {**spec, "sloSeconds": 1, "priority": 12}}))
     told = json.loads(invoke("validate", str(file), "--json").stdout)
     assert [one["path"] for one in told["mistakes"]] == ["spec.priority"]
-    assert {one["path"] for one in told["warnings"]} == {"spec.colour", "spec.output.destination"}
+    assert {one["path"] for one in told["warnings"]} == {"spec.sloSeconds", "spec.output.destination"}
     shown = invoke("validate", str(file))
     assert shown.exit_code == 2
     assert "warning: " in shown.stderr

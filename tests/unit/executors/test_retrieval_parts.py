@@ -11,7 +11,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 
 from executors.base import ExecutorError
 from executors.retrieval import documents
@@ -43,6 +43,7 @@ def pieces(text: str, **chunking: Any) -> list[str]:
 # -- cutting ----------------------------------------------------------------------------------------------------------
 
 
+@example(text=". b\n\n\n世", unit="characters", size=4, share=0.25)
 @given(
     text=st.text(st.sampled_from("ab .\n世"), max_size=400),
     unit=st.sampled_from(["tokens", "characters"]),

@@ -410,3 +410,24 @@ def test_a_stop_that_ppo_has_not_is_refused_and_its_limit_alone_changes_nothing(
     assert set(mistakes({**task, "training": {**off, "early_stopping": True}})) == {"training.early_stopping"}
     assert set(mistakes({**task, "training": {**off, "padding_side": "right"}})) == {"training.padding_side"}
     assert any("target_kl" in line for line in told({**task, "training": {"target_kl": 0.1}}))
+
+
+SLIPS = [
+    ({"taskType": "echo", "timout": 30}, "timout"),
+    ({"taskType": "echo", "resources": {"hardware": {"gpu": {"cunt": 8}}}}, "resources.hardware.gpu.cunt"),
+    ({"taskType": "echo", "output": {"destinaton": {"type": "local"}}}, "output.destinaton"),
+    ({"taskType": "echo", "hyperopt": {"trials": 3}}, "hyperopt"),
+    ({**ASK, "data": {"itmes": ["a"], "items": ["b"]}}, "data.itmes"),
+    ({**ASK, "inference": {"temprature": 0}}, "inference.temprature"),
+]
+
+
+@pytest.mark.parametrize(("spec", "path"), SLIPS, ids=[path for _, path in SLIPS])
+def test_a_slip_in_a_field_is_a_mistake_in_templates_of_others_too(spec, path):
+    assert path in mistakes(spec)
+
+
+@pytest.mark.parametrize("slip", ["dependOn", "conditon", "wehn"])
+def test_a_field_of_a_node_that_is_not_known_is_a_mistake(slip):
+    nodes = [{"name": "a"}, {"name": "b", slip: ["a"]}]
+    assert f"graph.nodes[1].{slip}" in mistakes({"taskType": "echo", "graph": {"nodes": nodes}})

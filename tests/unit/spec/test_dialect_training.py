@@ -248,7 +248,10 @@ def test_what_leads_to_other_weights_is_refused():
 
 def test_rows_are_found_by_their_spellings():
     pairs = {**TASKS["dpo"], "data": {"jsonl_path": "/data/pairs.jsonl", "chosen_field": "good"}}
-    assert spec_of(pairs)["data"] == {"type": "jsonl", "path": "/data/pairs.jsonl", "columns": {"chosen": "good"}}
+    columns = {"prompt": "prompt", "chosen": "good", "rejected": "rejected"}
+    assert spec_of(pairs)["data"] == {"type": "jsonl", "path": "/data/pairs.jsonl", "columns": columns}
+    of_the_hub = {**TASKS["dpo"], "data": {"dataset_name": "a/b", "chosen_column": "good"}}
+    assert spec_of(of_the_hub)["data"] == {"type": "dataset", "url": "a/b", "columns": columns}
     fetched = {**TASKS["dpo"], "data": {"jsonl": {"download_url": "http://h/a.jsonl"}}}
     assert spec_of(fetched)["data"] == {"type": "jsonl", "url": "http://h/a.jsonl"}
     with_key = {**TASKS["dpo"], "data": {"jsonl": {"url": "http://h/a.jsonl", "headers": {"A": "b"}}}}

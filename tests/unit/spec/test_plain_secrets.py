@@ -32,7 +32,11 @@ SECRET: dict[str, tuple[dict[str, Any], str]] = {
         "notify[0].headers.X-Auth-Token",
     ),
     "destination header": (
-        {"output": {"destination": {"type": "http", "url": "https://h", "headers": {"Authorization": VALUE}}}},
+        {
+            "output": {
+                "destination": {"type": "http", "url": "https://h", "headers": {"Authorization": f"Bearer {VALUE}"}}
+            }
+        },
         "output.destination.headers.Authorization",
     ),
     "checkpoint url": (

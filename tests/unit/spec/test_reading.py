@@ -159,6 +159,16 @@ def test_plain_scalars():
     assert data == [1, -2, 31, 15, 1000, 1.5, 0.5, 0.001, True, False, None, None, "1", "1", ""]
 
 
+def test_numbers_where_text_is_wanted_stay_as_they_are_written():
+    text = "apiVersion: gpuflow/v1\nspec: {taskType: command, command: [run, 3.10, 1_000], env: {A: 0x10, B: .5, C: 7}}"
+    spec = parse_text(text).stages[0].spec
+    assert spec["command"]["command"] == ["run", "3.10", "1_000"]
+    assert spec["env"] == {"A": "0x10", "B": ".5", "C": "7"}
+    data = read_text("{a: 3.10, b: 0x10}", "x").data
+    assert json.loads(json.dumps(data)) == {"a": 3.1, "b": 16}
+    assert read_mapping(data).data["a"].text == "3.10"
+
+
 def test_aliases_and_merge_keys_within_reason():
     data = read_text("base: &b {x: 1, y: 2}\none: {<<: *b, y: 3}\ntwo: {<<: [*b, {z: 4}]}\nsame: *b", "f").data
 

@@ -208,6 +208,11 @@ WRONG = [
      "spec.stages[1].condition", "under all"),
     (task(f"taskType: inference\n{MODEL}\ndata: {{items: [a]}}\ncheckpoint: {{load: {{path: /x}}, merge_first: true}}"),
      "spec.checkpoint.merge_first", "for trainings that begin from an adapter"),
+    (stages("{name: a, spec: {target: local}}", "{name: b}"), "spec.stages[1].spec.target", "runs in one place"),
+    (stages("{name: a}", "{name: b, spec: {echo: {output: {'${a.x}': 1}}}}"),
+     "spec.stages[1].spec.echo.output", "keys are not replaced"),
+    (stages("{name: a, matrix: {echo.steps: [1, 2], echo: [{message: a}]}}"),
+     "spec.stages[0].matrix.echo", "one would replace the other"),
 ]  # fmt: skip
 
 
@@ -226,6 +231,15 @@ def test_the_report_names_path_and_cause(report_of, text, path, words):
 
 def test_there_are_enough_of_them():
     assert len(WRONG) >= 45
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [("a: 1\n---\nb: 2\n", 2), ("a: 1\nb:\n\tc: 2\n", 3), ("a: 1\nb: [1, 2\nc: 3\n", 3), ("a: 1\nb: '\0'\n", 2)],
+)
+def test_what_is_wrong_with_a_whole_file_has_its_line(report_of, text, line):
+    (mistake,) = report_of(text).mistakes
+    assert (mistake.path, mistake.line) == ("", line)
 
 
 def test_one_report_lists_every_mistake_with_its_line(report_of):
