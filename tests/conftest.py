@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, settings
 # Last, so that an installed gpuflow is the one that is tested (tox tests the wheel).
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
+from gpuflow.process_guard import process_umask
 from tests.support.fleet import TestFleet
 
 pytest_plugins = ["tests.gate.plugin"]
@@ -32,6 +34,16 @@ def signals_kept() -> Iterator[None]:
     before = [signal.getsignal(number) for number in numbers]
     yield
     assert [signal.getsignal(number) for number in numbers] == before
+
+
+@pytest.fixture(autouse=True)
+def umask_kept() -> Iterator[None]:
+    """The umask of a command that a test runs in this process would be that of all later tests."""
+    before = process_umask()
+    yield
+    after = process_umask()
+    os.umask(before)
+    assert after == before
 
 
 @pytest.fixture

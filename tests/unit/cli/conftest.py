@@ -23,6 +23,8 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPUFLOW_ENV_DIR", str(tmp_path / "environments"))
     monkeypatch.setenv("RESULTS_DIR", str(tmp_path / "results"))
     monkeypatch.setenv("GPUFLOW_SUBMIT_TIMEOUT_SEC", "0.1")
+    # `run` and `up` guard their process; here it is that of all tests.
+    monkeypatch.setattr("gpuflow.process_guard.guard_process", lambda *_: None)
     monkeypatch.chdir(tmp_path)
 
 
