@@ -70,10 +70,14 @@ def install(app: FastAPI) -> None:
         return answer(error)
 
     @app.exception_handler(HTTPException)
-    async def _of_the_router(_: Request, error: HTTPException) -> JSONResponse:
+    async def _of_the_router(request: Request, error: HTTPException) -> JSONResponse:
+        from gpuflow.gateway.openai_errors import error_response
+
         kind = "no-such-route" if error.status_code == 404 else "refused"
         detail = "there is no such address; see the reference of the HTTP API" if error.status_code == 404 else None
-        return answer(Problem(error.status_code, kind, detail or str(error.detail), error.headers))
+        problem = Problem(error.status_code, kind, detail or str(error.detail), error.headers)
+        # A name of a model with a line break in it finds no route of its own.
+        return error_response(problem) if request.url.path.startswith("/v1/") else answer(problem)
 
     @app.exception_handler(RequestValidationError)
     async def _bad_request(_: Request, error: RequestValidationError) -> JSONResponse:

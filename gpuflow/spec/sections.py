@@ -46,7 +46,7 @@ USED_BY: Final[Mapping[str, frozenset[str]]] = {
     "function": frozenset({"function"}),
     "parameters": frozenset(),
     "postprocess": frozenset({"inference"}),
-    "model": _TRAINERS | {"inference", "embedding", "rag", "container"},
+    "model": _TRAINERS | {"inference", "embedding", "rag", "container", "echo"},  # echo: where it is placed
     "data": _TRAINERS | {"inference", "embedding", "rag", "echo"},
 }
 

@@ -56,7 +56,7 @@ USELESS: list[tuple[str, dict[str, Any], str, str]] = [
     ("sft", {"model": {**SOURCE, "vllm": {"max_model_len": 9}}}, "model.vllm", "belongs to embedding or inference"),
     ("rag", {"model": {**SOURCE, "vllm": {"max_model_len": 9}}}, "model.vllm", "not used by taskType rag"),
     ("container", {"model": {**SOURCE, "adapters": [{"path": "/x"}]}}, "model.adapters", "not used by taskType"),
-    ("echo", {"model": SOURCE}, "model", "not used by taskType echo"),
+    ("command", {"model": SOURCE}, "model", "not used by taskType command"),
     ("command", {"data": {"items": ["a"]}}, "data", "not used by taskType command"),
     ("container", {"data": {"items": ["a"]}}, "data", "not used by taskType container"),
     ("inference", {"data": {"items": ["a"], "split": "train"}}, "data.split", "data of type dataset"),
@@ -171,7 +171,7 @@ def test_a_stage_has_of_its_base_what_it_has_use_for() -> None:
     stages = [
         {"name": "a", "spec": {"taskType": "sft", "data": ROWS}},
         {"name": "b", "spec": {"taskType": "inference", "data": {"items": ["x"]}}},
-        {"name": "c", "spec": {"taskType": "echo"}},
+        {"name": "c", "spec": {"taskType": "command", "command": "ls"}},
     ]
     found = parse({"apiVersion": "gpuflow/v1", "spec": {"model": model, "stages": stages}})
 
