@@ -107,7 +107,7 @@ def test_a_task_goes_to_another_machine_when_its_worker_has_no_gpu_left(gpus: Te
 
         first.become([SimGpu(lost=True)])
         eventually(lambda: waits(task), what="the task is given back")
-        eventually(lambda: first.kinds(task) == {"first": "unfit"}, what="explain says that it has none")
+        eventually(lambda: first.kinds(task) == {"first": "gpu_problem"}, what="explain names its GPU")
 
         second.become("1xA100-80GB")  # what a worker has is found out at its start
         third = second.start("third")

@@ -198,7 +198,7 @@ def test_operators_serve_scale_and_stop_over_http(answering: TestFleet, front: G
         assert (listed["name"], listed["workers"], listed["error"]) == ("group/one", ["w1"], "")
         assert operator.get("/v1/models/group/one").json()["id"] == "group/one"
         unknown = operator.get("/v1/models/two%0Alines")
-        assert unknown.status_code == 404 and unknown.json()["error"]["type"] == "invalid_request_error"
+        assert unknown.status_code == 404 and unknown.json()["error"]["type"] == "not_found_error"
         other = operator.post(address, json={**ask, "model": "/models/two"})
         assert (other.status_code, other.json()["type"]) == (409, "urn:gpuflow:problem:model-served")
         for bad in ({"model": "two words"}, {"model": "/m", "name": "a b"}, {**ask, "replicas": 0}, {**ask, "x": 1}):
