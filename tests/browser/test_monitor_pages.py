@@ -103,7 +103,10 @@ async def _is_live(fleet: TestFleet, flower: FlowerProcess, page: BrowserPage) -
     fleet.registry.announce(dataclasses.replace(worker_entry(1), tasks=("a-new-task",)))
     await page.until(f"{row}.textContent.includes('a-new-task')")
     assert await page.value("document.activeElement.dataset.action") == "disable", "the focus was lost"
-    assert await page.value("window.kept.isConnected"), "a row that has not changed was replaced"
+    # It may have changed: nobody beats for these workers, and on a slow machine they are silent by now.
+    now = f"document.querySelector('[data-key=\"{worker_id(2)}\"]').outerHTML"
+    kept = await page.value(f"window.kept.isConnected || {now} !== window.kept.outerHTML")
+    assert kept, "a row that has not changed was replaced"
     await page.press("Enter", "\r")
     registry = Fleet(fleet.app.redis, fleet.app.keys)
 
