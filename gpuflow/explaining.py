@@ -54,9 +54,7 @@ def explain(source: Source, *, app: GPUFlow | None = None) -> list[Explanation]:
             records = find_records(app, source)
             if records:
                 return explain_records(app, records)
-        template = _template(source)
-        checked_uploads(template)
-        return explain_template(app, template)
+        return explain_template(app, _template(source))
 
 
 def find_records(app: GPUFlow, record_id: str) -> list[TaskRecord]:
@@ -202,6 +200,9 @@ def server_time(app: GPUFlow) -> float:
 
 
 def _template(source: Source) -> Template:
+    if isinstance(source, Template):
+        checked_uploads(source)
+        return source
     if isinstance(source, str) and _looks_like_id(source) and not Path(source).exists():
         raise UnknownTask(f"no task or pipeline {source!r}; `gpuflow status` lists those of this fleet")
     if isinstance(source, Mapping) and "taskType" in source:

@@ -37,21 +37,21 @@ class Forms:
 
 
 SUPERVISED: Final = Forms(
-    groups=(("messages",), ("prompt", "completion"), ("text",)),
+    groups=row_forms.SUPERVISED_ROLES,
     usual=row_forms.SUPERVISED,
     single="text",
     words="messages, or prompt and completion, or text",
     lacking="neither messages, nor prompt and completion, nor text",
 )
 PREFERENCES: Final = Forms(
-    groups=(("prompt", "chosen", "rejected"), ("chosen", "rejected")),
+    groups=row_forms.PREFERENCE_ROLES,
     usual=row_forms.PREFERENCES,
     single="chosen",
     words="prompt, chosen and rejected, or chosen and rejected",
     lacking="no chosen and rejected",
 )
 PROMPTS: Final = Forms(
-    groups=(("prompt",), ("messages",)),
+    groups=row_forms.PROMPT_ROLES,
     usual=row_forms.PROMPTS,
     single="prompt",
     words="prompt, or messages",

@@ -15,11 +15,8 @@ from typing import Any, Final
 
 from gpuflow.merge.specs import OF_THE_CHILD
 from gpuflow.protocol import is_user_type
+from gpuflow.spec.sections import MERGEABLE, MERGED_ON_DEMAND
 
-#: Task types whose calls are merged where nothing else is said (`merge: auto`), if they are deterministic.
-MERGEABLE: Final = frozenset({"inference", "embedding", "rag"})
-#: Those that are merged only where their author says so (`merge: always`), beside users' own task types.
-_ON_DEMAND: Final = frozenset({"echo"})
 #: Those of which different calls share no run.
 _NOT_BATCHED: Final = frozenset({"rag"})
 #: What each caller keeps for itself: it changes nothing of the output.
@@ -102,7 +99,7 @@ def plain_key(task: str, key: str, *, queue: str, version: str) -> MergeKey:
 def _may_merge(spec: Mapping[str, Any], wish: str) -> bool:
     task_type = str(spec["taskType"])
     if wish == "always":
-        return task_type in MERGEABLE | _ON_DEMAND or is_user_type(task_type)
+        return task_type in MERGEABLE | MERGED_ON_DEMAND or is_user_type(task_type)
     return wish == "auto" and task_type in MERGEABLE and _is_deterministic(spec) and _reads_fixed(spec)
 
 
@@ -206,4 +203,4 @@ def _amount(inference: Mapping[str, Any], name: str) -> int:
     return int(given if isinstance(given, int | float) else SAMPLING_DEFAULTS[name])
 
 
-__all__ = ["MERGEABLE", "SAMPLING_DEFAULTS", "MergeKey", "merge_key", "plain_key"]
+__all__ = ["SAMPLING_DEFAULTS", "MergeKey", "merge_key", "plain_key"]

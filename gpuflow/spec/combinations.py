@@ -14,12 +14,8 @@ from gpuflow.spec.data_fields import Note, notes_of_data
 from gpuflow.spec.presets import list_presets, load_preset
 from gpuflow.spec.references import is_pending
 from gpuflow.spec.report import Findings, Path, one_of, show, suggest
-from gpuflow.spec.sections import PARTS_USED_BY, TRAINING_SCHEMAS
+from gpuflow.spec.sections import MERGEABLE, MERGED_ON_DEMAND, PARTS_USED_BY, TRAINING_SCHEMAS
 
-#: Task types whose calls may be merged, and those of which only `merge: always` does (gpuflow/merge/keys.py; a test
-#: compares them).
-MERGED: Final = frozenset({"inference", "embedding", "rag"})
-MERGED_ON_DEMAND: Final = frozenset({"echo"})
 #: Kind of destination -> its fields of those that name a place and a right.
 _OF_DESTINATIONS: Final[Mapping[str, frozenset[str]]] = {
     "local": frozenset({"path"}),
@@ -126,15 +122,15 @@ def _destination(spec: Mapping[str, Any]) -> Iterator[Note]:
 def _merging(spec: Mapping[str, Any], task_type: str) -> Iterator[Note]:
     wish = spec.get("merge") or "auto"
     on_demand = task_type in MERGED_ON_DEMAND or is_user_type(task_type)
-    if wish == "always" and task_type not in MERGED and not on_demand:
-        types = one_of(sorted(MERGED | MERGED_ON_DEMAND))
+    if wish == "always" and task_type not in MERGEABLE and not on_demand:
+        types = one_of(sorted(MERGEABLE | MERGED_ON_DEMAND))
         yield Note(
             path=("merge",),
             message=f"is 'always', and calls of taskType {task_type} are never merged, those of {types} are",
         )
     keeps = spec.get("resultTtlSeconds")
     if isinstance(keeps, int | float) and keeps > 0:
-        may = task_type in MERGED or (on_demand and wish == "always")
+        may = task_type in MERGEABLE or (on_demand and wish == "always")
         if wish == "never" or not may:
             why = "merge is never" if wish == "never" else f"calls of taskType {task_type} are not merged"
             mend = "; write merge: always" if on_demand and wish != "never" else "; leave it out"

@@ -15,7 +15,14 @@ from gpuflow.spec.artifact_reference import is_reference
 from gpuflow.spec.models_data import FILE_TYPES, SOURCES
 from gpuflow.spec.references import is_pending
 from gpuflow.spec.report import Path, one_of, show, suggest
-from gpuflow.spec.row_forms import USUAL, is_recognised
+from gpuflow.spec.row_forms import (
+    PREFERENCE_ROLES,
+    PROMPT_ROLES,
+    SUPERVISED_ROLES,
+    USUAL,
+    Roles,
+    is_recognised,
+)
 from gpuflow.spec.sections import TRAINING_SCHEMAS
 
 #: Fields that say where rows are.
@@ -44,15 +51,12 @@ _INSTEAD: Final[Mapping[str, str]] = {
     "separator": "it stands between prompt and completion of a training",
 }
 
-_ROWS: Final = (("messages",), ("prompt", "completion"), ("text",))
-_CHOICES: Final = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
-_PROMPTS: Final = (("prompt",), ("messages",))
-#: Task type -> the roles of each form of a row (executors/data/columns.py; a test compares them).
-FORMS: Final[Mapping[str, tuple[tuple[str, ...], ...]]] = {
-    "sft": _ROWS, "lora_sft": _ROWS, "echo": _ROWS, "dpo": _CHOICES, "reward": _CHOICES, "ppo": _PROMPTS,
-    "grpo": _PROMPTS,
+#: Task type -> the roles of each form of a row.
+FORMS: Final[Mapping[str, Roles]] = {
+    "sft": SUPERVISED_ROLES, "lora_sft": SUPERVISED_ROLES, "echo": SUPERVISED_ROLES, "dpo": PREFERENCE_ROLES,
+    "reward": PREFERENCE_ROLES, "ppo": PROMPT_ROLES, "grpo": PROMPT_ROLES,
 }  # fmt: skip
-#: Task types whose chats may come with a column of tools.
+#: Task types whose chats may come with a column of tools (executors/data/columns.py; a test compares them).
 TAKE_TOOLS: Final = frozenset({"sft", "lora_sft", "echo", "dpo", "reward"})
 #: Task type -> roles of which it reads one.
 ONE_ROLE: Final[Mapping[str, tuple[str, ...]]] = {

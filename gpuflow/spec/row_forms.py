@@ -1,4 +1,4 @@
-"""The columns by which a row is recognised where a template names none, by what it is read for. Data and one question.
+"""The forms of a row, and the columns by which each is recognised where a template names none. Data and one question.
 
 Executors read rows by it, and the checker looks at rows that stand in a template. Imports nothing.
 """
@@ -7,6 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Final
+
+#: The roles of each form of a row.
+Roles = tuple[tuple[str, ...], ...]
+
+SUPERVISED_ROLES: Final[Roles] = (("messages",), ("prompt", "completion"), ("text",))
+PREFERENCE_ROLES: Final[Roles] = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
+PROMPT_ROLES: Final[Roles] = (("prompt",), ("messages",))
 
 #: Role -> column, of each form of a row: the first whose columns are all there is taken.
 Usual = tuple[Mapping[str, str], ...]

@@ -1,6 +1,6 @@
 """Which sections of a spec each task type uses and needs, and which schema, aliases and own fields a section has.
 
-Data only; used by `fields`, `checking` and `overlay`.
+Data only; used by `fields`, `checking`, `combinations` and `overlay`, and by `gpuflow.merge.keys`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,11 @@ TASK_TYPES: Final = (
 TRAINING_SCHEMAS: Final[Mapping[str, str]] = {
     "sft": "sft", "lora_sft": "sft", "dpo": "dpo", "ppo": "ppo", "grpo": "grpo", "reward": "reward",
 }  # fmt: skip
+
+#: Task types whose calls are merged where nothing else is said (`merge: auto`), if they are deterministic.
+MERGEABLE: Final = frozenset({"inference", "embedding", "rag"})
+#: Those that are merged only where their author says so (`merge: always`), beside users' own task types.
+MERGED_ON_DEMAND: Final = frozenset({"echo"})
 
 _TRAINERS: Final = frozenset(TRAINING_SCHEMAS)
 

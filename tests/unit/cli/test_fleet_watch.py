@@ -77,19 +77,24 @@ class Ended(Exception):
     """The test has seen enough."""
 
 
-def test_a_broker_that_is_away_for_a_moment_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers: list[Any] = [BrokerUnavailable("away"), look(), Ended()]
+def answered_by(monkeypatch: pytest.MonkeyPatch, *answers: FleetLook | BaseException) -> None:
+    """Let the fleet be read as these say, one after the other."""
+    left = list(answers)
 
     def read(_: object) -> FleetLook:
-        answer = answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        answer = left.pop(0)
+        if isinstance(answer, FleetLook):
+            return answer
+        raise answer
 
     monkeypatch.setattr(fleet_watch, "read", read)
+
+
+def test_a_broker_that_is_away_for_a_moment_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered_by(monkeypatch, BrokerUnavailable("away"), look(), Ended())
     away: list[float] = []
     seen = looks(None, away.append, clock=lambda: 0.0, wait=lambda _: None)  # type: ignore[arg-type]
-    assert next(seen).now == 1000.0
+    assert next(seen).now == 1000.0 and away == [0.0]
     with pytest.raises(Ended):
         next(seen)
 
@@ -119,17 +124,8 @@ def test_a_view_without_its_broker_says_that_it_is_old() -> None:
 def test_lines_without_their_broker_say_so_once_and_then_the_fleet_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answers: list[FleetLook | Exception] = [
-        look(), look(), BrokerUnavailable("away"), BrokerUnavailable("away"), look(), KeyboardInterrupt(),
-    ]  # type: ignore[list-item]  # fmt: skip
-
-    def read(_: object) -> FleetLook:
-        answer = answers.pop(0)
-        if isinstance(answer, FleetLook):
-            return answer
-        raise answer
-
-    monkeypatch.setattr(fleet_watch, "read", read)
+    gone = BrokerUnavailable("away")
+    answered_by(monkeypatch, look(), look(), gone, gone, look(), KeyboardInterrupt())
     monkeypatch.setattr(fleet_watch, "REFRESH_SECONDS", 0.0)
     with pytest.raises(KeyboardInterrupt):
         fleet_watch._plain(None)  # type: ignore[arg-type]

@@ -8,9 +8,8 @@ import pytest
 
 from executors.data import columns
 from gpuflow.errors import InvalidTemplate
-from gpuflow.merge import keys
 from gpuflow.spec import canonical, parse
-from gpuflow.spec.combinations import _OF_DESTINATIONS, MERGED, MERGED_ON_DEMAND
+from gpuflow.spec.combinations import _OF_DESTINATIONS
 from gpuflow.spec.data_fields import _OF_TYPES, FORMS, TAKE_TOOLS
 from gpuflow.spec.models_data import Data
 from gpuflow.spec.models_kinds import Destination, Model
@@ -210,4 +209,3 @@ def test_the_tables_are_those_of_who_reads_the_fields() -> None:
     for task_type, forms in (("sft", columns.SUPERVISED), ("dpo", columns.PREFERENCES), ("ppo", columns.PROMPTS)):
         assert FORMS[task_type] == forms.groups
         assert (task_type in TAKE_TOOLS) == forms.takes_tools
-    assert (MERGED, MERGED_ON_DEMAND) == (keys.MERGEABLE, keys._ON_DEMAND)
