@@ -430,6 +430,7 @@ class GPUFlow(Celery):  # type: ignore[misc]
             "worker_cancel_long_running_tasks_on_connection_loss": False,
             "worker_enable_prefetch_count_reduction": False,  # it does nothing here, and says so at each outage
             "broker_connection_retry_on_startup": True,
+            "broker_connection_max_retries": None,  # Celery gives up after 100, and the worker ends
             "broker_transport_options": {
                 "global_keyprefix": settings.key_prefix,
                 "lease_seconds": settings.lease_seconds,

@@ -50,10 +50,10 @@ _REFUSED: Final = re.compile(
 #: Lines of Celery's that repeat one of ours, by logger: `ready` or `broker_is_back`, and what became of a delivery.
 _REPEATS: Final = {
     _CELERY: re.compile(r"Started consuming from gpuflow\."),
+    "celery.worker.consumer.connection": re.compile(r"Connected to "),
     "celery.app.trace": re.compile(r"Task gpuflow\.\S+ ignored$"),
 }
 #: What says, within an outage, no more than `broker_is_back` will.
-_CONNECTED: Final = "celery.worker.consumer.connection"
 _NEW_SERVER: Final = "new_server_run"
 
 #: A broker that has refused no write for so many seconds may take them again, as far as a reader can know.
@@ -153,7 +153,7 @@ class SymptomFilter(logging.Filter):
         if not self._outage.lasts:
             return False
         fields = getattr(record, "gpuflow", None)
-        return record.name == _CONNECTED or (isinstance(fields, dict) and fields.get("event") == _NEW_SERVER)
+        return isinstance(fields, dict) and fields.get("event") == _NEW_SERVER
 
 
 def _cause_of(record: logging.LogRecord) -> str | None:

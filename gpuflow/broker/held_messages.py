@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from gpuflow.broker.keys import Keys
-from gpuflow.broker.lease_table import UNSWEPT_SECONDS
 from gpuflow.broker.priorities import priority_of, queue_of
+from gpuflow.broker.sweeper import MAX_SWEEP_GAP_SECONDS
+
+#: A lease that nobody has swept, as nobody is there, is none any more so many seconds after its end.
+UNSWEPT_SECONDS: Final = MAX_SWEEP_GAP_SECONDS
+
+
+def live_leases(client: Any, keys: Keys, tags: Sequence[str]) -> set[str]:
+    """Return those of the delivery tags that somebody holds. Raises redis errors."""
+    if not tags:
+        return set()
+    pipe = client.pipeline(transaction=False)
+    pipe.time()
+    pipe.zmscore(keys.leases, list(tags))
+    (seconds, micros), ends = pipe.execute()
+    ended = seconds + micros / 1e6 - UNSWEPT_SECONDS
+    return {tag for tag, end in zip(tags, ends, strict=True) if end is not None and end > ended}
 
 
 @dataclass(frozen=True, kw_only=True)

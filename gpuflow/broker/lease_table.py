@@ -10,7 +10,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 import redis
@@ -23,7 +23,7 @@ from gpuflow.broker.gate import Gate, OpenGate
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.lease import NEVER, Lease, Reclaim, Used, new_token
 from gpuflow.broker.scripts import broker_script
-from gpuflow.broker.sweeper import BELL_SECONDS, MAX_SWEEP_GAP_SECONDS, Sweeper, sweep_gap_seconds
+from gpuflow.broker.sweeper import BELL_SECONDS, Sweeper, sweep_gap_seconds, tell_of_lost
 from gpuflow.logs import get_logger
 from gpuflow.outages import outage
 from gpuflow.signatures import SignatureRefused
@@ -47,21 +47,6 @@ MOST_CLOSE_SECONDS: Final = 5.0
 MOST_NAMED: Final = 20
 #: So many of the consumers that share GPUs are woken when some are given back.
 MOST_WOKEN: Final = 8
-
-#: A lease that nobody has swept, as nobody is there, is none any more so many seconds after its end.
-UNSWEPT_SECONDS: Final = MAX_SWEEP_GAP_SECONDS
-
-
-def live_leases(client: Any, keys: Keys, tags: Sequence[str]) -> set[str]:
-    """Return those of the delivery tags that somebody holds. Raises redis errors."""
-    if not tags:
-        return set()
-    pipe = client.pipeline(transaction=False)
-    pipe.time()
-    pipe.zmscore(keys.leases, list(tags))
-    (seconds, micros), ends = pipe.execute()
-    ended = seconds + micros / 1e6 - UNSWEPT_SECONDS
-    return {tag for tag, end in zip(tags, ends, strict=True) if end is not None and end > ended}
 
 
 class Checker(Protocol):
@@ -420,18 +405,25 @@ class LeaseTable:
 
         For the moment of a (re)connection, when no pop is under way.
         """
-        keys = self.keys
         try:
-            returned = broker_script("disown")(
-                self.client,
-                [keys.leases, keys.unacked, keys.owners, keys.ready],
-                [self.owner, BELL_SECONDS, *self.held()],
-            )
+            returned = self._disown(self.client, "")
         except RedisError as error:
             log.info("leases_left_to_the_sweep", cause=str(error))
             return
         if returned:
-            log.warning("unknown_leases_returned", count=returned)
+            log.debug("unknown_leases_returned", count=len(returned))
+
+    def end_former_runs(self, client: redis.Redis) -> None:
+        """Put back what processes that were this worker have leased, and are gone. Raises redis errors."""
+        tell_of_lost(self._disown(client, self.member))
+
+    def _disown(self, client: redis.Redis, former: str) -> Any:
+        keys = self.keys
+        return broker_script("disown")(
+            client,
+            [keys.leases, keys.unacked, keys.owners, keys.ready],
+            [self.owner, BELL_SECONDS, former, *self.held()],
+        )
 
     def close(self) -> None:
         """Stop renewing and drop the doorbell."""

@@ -36,6 +36,8 @@ MIN_SWEEP_GAP_SECONDS: Final = 2.0
 SWEEP_REST_SECONDS: Final = 0.5
 #: Demand queues that one step looks into for messages of stock producers.
 SWEEP_QUEUES: Final = 40
+#: So many tasks of a lost worker are named in its line.
+MOST_NAMED: Final = 50
 #: A doorbell token that nobody reads expires after this many seconds.
 BELL_SECONDS: Final = 60
 
@@ -102,8 +104,7 @@ class Sweeper:
             self.arrive(client)
             answer = script(client, names, values)
         restored, graced, run, gathering, again, lost = answer
-        for worker, tasks in _by_worker(lost).items():
-            log.warning("worker_lost", worker=worker, queued_again=tasks)
+        tell_of_lost(lost)
         if restored > len(lost):
             log.warning("messages_restored", count=restored)
         if graced:
@@ -128,13 +129,14 @@ class Sweeper:
             log.info("new_server_run", graced=graced)
 
 
-def _by_worker(lost: Sequence[bytes | str]) -> dict[str, list[str]]:
-    """Return the ids of the tasks that went back, by the worker that had let their leases end."""
+def tell_of_lost(lost: Sequence[bytes | str]) -> None:
+    """Log which workers were lost, and their tasks, of what went back: `<owner token>`, a newline, the task's id."""
     found: dict[str, list[str]] = {}
     for entry in lost:
         owner, _, task_id = bytes_to_str(entry).partition("\n")
         found.setdefault(owner.rpartition(":")[0] or owner, []).append(task_id)
-    return found
+    for worker, tasks in found.items():
+        log.warning("worker_lost", worker=worker, queued_again=tasks[:MOST_NAMED])
 
 
 def _run_id(client: redis.Redis) -> str:

@@ -1,8 +1,8 @@
 """The registry of workers in Redis: who is there, what each can do, and how it is.
 
 A worker writes its own entry (`announce`, `beat`, `leave`); everyone reads. A worker whose heartbeat key has expired
-is OFFLINE, whatever its hash says, and one that has missed its last heartbeat is SILENT: nobody counts on it. How old
-a heartbeat is follows from what its key has left, so no machine's clock is asked.
+is OFFLINE, whatever its hash says, and one that has missed its last heartbeat is SILENT: nobody counts on it, and it
+runs what it still holds. How old a heartbeat is follows from what its key has left, so no machine's clock is asked.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import time
 import uuid
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Final
 
@@ -24,6 +24,8 @@ from gpuflow.broker.scripts import Script, broker_script, load_script, script_te
 from gpuflow.errors import GPUFlowError
 from gpuflow.fleet.desired import AUTOMATIC, MANUAL, MOST_DECISIONS, Desired, DesiredState
 from gpuflow.fleet.serving import serving_classes
+from gpuflow.ledger.ledger import Ledger
+from gpuflow.ledger.states import TaskState
 from gpuflow.routing.capability import CAPABILITY_SCHEMA, Capability
 
 #: Schema number of a worker entry and its heartbeat.
@@ -68,7 +70,7 @@ class WorkerEntry:
     `interval_seconds` and `timeout_seconds` are those of its heartbeats, `seen_seconds` how long ago the last one was
     by the server's clock; None: it is OFFLINE, or of a version that did not tell. `stopped`: it has said itself that it
     ends, so that nobody lost it. One that is OFFLINE runs no `tasks`, whatever it said last: they have ended, or are
-    taken from it when their leases end.
+    taken from it when their leases end. Of one that is SILENT, `Fleet` leaves those out whose leases have ended.
     """
 
     id: str
@@ -370,7 +372,9 @@ class Fleet:
         pipe.hgetall(self.keys.worker(worker_id))
         pipe.pttl(self.keys.heartbeat(worker_id))
         (seconds, micros), raw, left = pipe.execute()
-        return WorkerEntry.from_hash(raw, left_ms=left, now=seconds + micros / 1e6) if raw.get("state") else None
+        if not raw.get("state"):
+            return None
+        return self._without_lost([WorkerEntry.from_hash(raw, left_ms=left, now=seconds + micros / 1e6)])[0]
 
     def last_tasks(self, worker_id: str) -> list[str]:
         """Return the tasks that a worker, there or not, has said last it runs; their records say whether it does."""
@@ -388,8 +392,28 @@ class Fleet:
     def readable(self) -> tuple[list[WorkerEntry], list[str]]:
         """Return the workers whose entries this version can read, and the ids of the others."""
         found = [(worker_id, _readable(raw, left, now)) for worker_id, raw, left, now in self._entries()]
-        there = [entry for _, entry in found if entry is not None]
+        there = self._without_lost([entry for _, entry in found if entry is not None])
         return there, [worker_id for worker_id, entry in found if entry is None]
+
+    def _without_lost(self, entries: list[WorkerEntry]) -> list[WorkerEntry]:
+        """Return the entries, those that are SILENT without the tasks which they hold no more, whatever they said last.
+
+        A call without a record is told by nobody else, and stays.
+        """
+        ids = sorted({task for entry in entries if entry.state is WorkerState.SILENT for task in entry.tasks})
+        if not ids:
+            return entries
+        ledger = Ledger(self.client, self.keys)
+        run_by = {
+            record.id: record.worker if record.state in (TaskState.STARTING, TaskState.RUNNING) else None
+            for record in ledger.as_seen(ledger.heads(ids))
+        }
+        return [
+            replace(entry, tasks=tuple(task for task in entry.tasks if run_by.get(task, entry.id) == entry.id))
+            if entry.state is WorkerState.SILENT
+            else entry
+            for entry in entries
+        ]
 
     def _entries(self) -> list[tuple[str, Mapping[str, str], int, float]]:
         """Return id, hash, milliseconds until the heartbeat expires, and the server's time then, of all workers."""

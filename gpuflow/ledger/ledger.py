@@ -13,9 +13,9 @@ from redis.client import NEVER_DECODE
 
 from gpuflow.audit.actors import actor_here
 from gpuflow.audit.entries import audit_preamble
+from gpuflow.broker.held_messages import live_leases
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.lease import NEVER, Lease
-from gpuflow.broker.lease_table import live_leases
 from gpuflow.broker.publication import THE_SAME
 from gpuflow.broker.scripts import Script, load_script, script_text
 from gpuflow.broker.signed_messages import signed_anew

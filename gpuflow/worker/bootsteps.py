@@ -333,13 +333,18 @@ class Presence(bootsteps.StartStopStep):  # type: ignore[misc]
         try:
             require_durable(runtime.app.redis, settings)
             require_own_id(
-                runtime.fleet, runtime.worker_id, runtime.hardware.hostname, settings.heartbeat_timeout_seconds
+                runtime.fleet,
+                runtime.worker_id,
+                runtime.hardware.hostname,
+                timeout_seconds=settings.heartbeat_timeout_seconds,
+                lease_seconds=settings.lease_seconds,
             )
             versions.join(runtime.fleet, runtime.worker_id)
         except GPUFlowError as error:
             log.error("cannot_start", worker=runtime.worker_id, cause=str(error))
             _note_refusal(runtime, str(error))
             raise WorkerShutdown(CannotStart.exit_code) from None
+        runtime.leases.end_former_runs(runtime.app.redis)
         runtime.fleet.begin_anew(runtime.worker_id, runtime.hardware.hostname, full_version())
         runtime.presence = PresenceThread(runtime, consumer.hostname)
         runtime.presence.follow_orders()

@@ -35,6 +35,9 @@ LOGIN_SECONDS: Final = 0.5
 #: A broker that answers and takes no write is connected to again after so many seconds, and if it goes on, these.
 REFUSED_SECONDS: Final = 1.0
 LONGEST_REFUSED_SECONDS: Final = 60.0
+#: A broker that is away is looked for again after so many seconds, however long it has been away. Kombu's own pauses
+#: grow to 30 s, in which the keeper of the leases has found it long since.
+AWAY_SECONDS: Final = 1.0
 #: Exit code of a worker whose token is refused: somebody has to start it with another one.
 TOKEN_REFUSED: Final = 2
 
@@ -164,7 +167,7 @@ class _LoginRefused(Exception):
 
 @contextmanager
 def _told_of_refusals(conn: Any) -> Iterator[None]:
-    """Let a connection that is tried again and again raise _LoginRefused, instead of trying for ever (kombu's way)."""
+    """Let a connection be tried each AWAY_SECONDS, and raise _LoginRefused, instead of trying that for ever too."""
     ensure = conn.ensure_connection
 
     def ensure_connection(errback: Callable[[BaseException, float], Any], *args: Any, **kwargs: Any) -> Any:
@@ -173,7 +176,8 @@ def _told_of_refusals(conn: Any) -> Iterator[None]:
                 raise _LoginRefused from error
             return errback(error, interval)
 
-        return ensure(told, *args, **kwargs)
+        pauses = {"interval_start": AWAY_SECONDS, "interval_step": 0, "interval_max": AWAY_SECONDS}
+        return ensure(told, *args, **pauses, **kwargs)
 
     conn.ensure_connection = ensure_connection
     try:

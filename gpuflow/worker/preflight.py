@@ -12,6 +12,7 @@ import redis
 from redis.exceptions import ResponseError
 
 from gpuflow.broker import replay
+from gpuflow.broker.held_messages import held_leases
 from gpuflow.errors import GPUFlowError
 from gpuflow.fleet.registry import Fleet, WorkerEntry
 from gpuflow.logs import get_logger
@@ -62,34 +63,48 @@ def require_durable(client: redis.Redis, settings: Settings) -> None:
             )
 
 
-def require_own_id(fleet: Fleet, worker_id: str, hostname: str, timeout_seconds: float) -> None:
-    """Raise GPUFlowError when a live worker has this id.
+def require_own_id(
+    fleet: Fleet, worker_id: str, hostname: str, *, timeout_seconds: float, lease_seconds: float
+) -> None:
+    """Return when no live worker has this id, nor a former one that may still work. Raises GPUFlowError for a live one.
 
-    One of this machine whose process is gone is succeeded at once. One elsewhere may have died: its next heartbeat
-    is awaited for `timeout_seconds`, after which its entry has expired.
+    One of this machine whose process is gone is succeeded at once. Any other may have died: its next heartbeat is
+    awaited for `timeout_seconds`, after which its entry has expired, and then the rest of `lease_seconds`, after which
+    it has given up what it ran.
     """
     entry = fleet.find(worker_id)
-    if entry is None or entry.is_gone:
+    if entry is not None and entry.hostname == hostname:
+        if not _runs(entry):
+            return
+        if not entry.is_gone:
+            raise GPUFlowError(_taken(entry))
+    if (entry is None or entry.is_gone) and not _holds_leases(fleet, worker_id):
         return
-    taken = (
-        f"worker id {worker_id!r} is in use by process {entry.pid} on {entry.hostname}; "
-        "start this one with another --name, or stop that one"
-    )
-    if entry.hostname == hostname:
-        if _runs(entry):
-            raise GPUFlowError(taken)
-        return
-    log.warning("waiting_for_namesake", worker=worker_id, hostname=entry.hostname, seconds=timeout_seconds)
+    term = max(timeout_seconds, lease_seconds)
+    where = entry.hostname if entry is not None else ""
+    log.warning("waiting_for_namesake", worker=worker_id, hostname=where, seconds=term)
     pause = threading.Event()
-    deadline = time.monotonic() + timeout_seconds + _LOOK_SECONDS
+    deadline = time.monotonic() + term + _LOOK_SECONDS
     while time.monotonic() < deadline:
         pause.wait(_LOOK_SECONDS)
         newest = fleet.find(worker_id)
-        if newest is None or newest.is_gone:
+        if newest is not None and (entry is None or newest.heartbeat_at != entry.heartbeat_at):
+            raise GPUFlowError(_taken(newest))
+        if (newest is None or newest.is_gone) and not _holds_leases(fleet, worker_id):
             return
-        if newest.heartbeat_at != entry.heartbeat_at:
-            raise GPUFlowError(taken)
-    raise GPUFlowError(taken)
+    if newest is not None and not newest.is_gone:
+        raise GPUFlowError(_taken(newest))
+
+
+def _taken(entry: WorkerEntry) -> str:
+    return (
+        f"worker id {entry.id!r} is in use by process {entry.pid} on {entry.hostname}; "
+        "start this one with another --name, or stop that one"
+    )
+
+
+def _holds_leases(fleet: Fleet, worker_id: str) -> bool:
+    return any(lease.worker == worker_id and lease.is_live for lease in held_leases(fleet.client, fleet.keys))
 
 
 def _runs(entry: WorkerEntry) -> bool:

@@ -48,6 +48,8 @@ class Views:
     takers: dict[str, frozenset[str]] = field(default_factory=dict)
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)
     states: dict[str, dict[str, str]] = field(default_factory=dict)
+    #: Who runs each task that runs.
+    holders: dict[str, dict[str, str]] = field(default_factory=dict)
     warned: dict[str, frozenset[str]] = field(default_factory=dict)
     #: Tasks that workers which have gone are said to run.
     ghosts: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -155,6 +157,8 @@ class Night:
             for task_id, state in self.states.items():
                 if states.get(task_id) != state:
                     yield f"{view} says {states.get(task_id)} of {task_id}, it is {state}"
+        if views.holders["status"] != views.holders["workers"]:  # a worker tells of an end a moment later
+            yield f"who runs what: {views.holders}"
         for view, ghosts in views.ghosts.items():
             if ghosts:
                 yield f"{view} says that workers which have gone run tasks: {ghosts}"
@@ -215,7 +219,12 @@ class Night:
         }
         if demand is not None:
             found.counts["scaling"] = (sum(demand.waiting.values()), demand.running)
-        found.states["status"] = {one["id"]: one["state"] for one in self.said("status", "--limit", "100000")["tasks"]}
+        tasks = self.said("status", "--limit", "100000")["tasks"]
+        found.states["status"] = {one["id"]: one["state"] for one in tasks}
+        found.holders = {
+            "status": {one["id"]: one["worker"] for one in tasks if one["state"] == "RUNNING"},
+            "workers": {task: name for name, one in workers.items() for task in one["tasks"]},
+        }
         found.states["status of one"] = {task_id: str(task.state) for task_id, task in self.tasks.items()}
         checks = {one["name"]: one for one in self.said("doctor")["checks"]}
         for kind in WARNED:

@@ -117,7 +117,6 @@ def test_what_was_popped_in_an_answer_that_never_came_is_given_back(
     eventually(lambda: client.llen("cpu") == 1, what="the message back in its list")
     gate.touch()
     check_ran_once(check(fleet, [busy.id, waiting.id]))
-    assert "unknown_leases_returned" in worker.log()
 
 
 def test_a_task_that_ends_on_a_dead_line_leaves_nothing_once_it_is_mended(

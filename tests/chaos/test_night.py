@@ -47,6 +47,15 @@ def a_killed_worker(night: Night) -> None:
     night.settled("its return")
 
 
+def a_worker_killed_and_started_again(night: Night) -> None:
+    task = night.hold()
+    name = night.worker_of(task)
+    night.workers[name].send(signal.SIGKILL)
+    night.workers[name].process.wait()
+    night.start(name, **QUICK)
+    night.settled("a worker that was killed and started again at once")
+
+
 def nobody_is_left(night: Night) -> None:
     task = night.hold()
     night.worker_of(task)
@@ -176,6 +185,7 @@ def work_that_ends(night: Night) -> None:
 FAULTS: tuple[Callable[[Night], None], ...] = (
     a_frozen_worker,
     a_killed_worker,
+    a_worker_killed_and_started_again,
     work_that_ends,
     nobody_is_left,
     a_disabled_worker,

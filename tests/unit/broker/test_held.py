@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from gpuflow.broker.held_messages import held_leases
+from gpuflow.broker.held_messages import UNSWEPT_SECONDS, held_leases, live_leases
 from gpuflow.broker.keys import Keys
-from gpuflow.broker.lease_table import UNSWEPT_SECONDS, live_leases
 
 #: When the server says it is: (seconds, microseconds).
 NOW = (1_000_000, 900_000)
