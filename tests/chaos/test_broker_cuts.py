@@ -101,7 +101,7 @@ def test_what_was_popped_in_an_answer_that_never_came_is_given_back(
     fleet: TestFleet, proxy: Proxy, tmp_path: Path
 ) -> None:
     # Given a busy worker, and a message that the broker has leased to it without its knowledge, for an hour
-    worker = _behind(fleet, proxy, "w1", "--max-jobs", "1")
+    _behind(fleet, proxy, "w1", "--max-jobs", "1")
     gate = tmp_path / "gate"
     busy = submit(fleet.echo(until_exists=str(gate)), app=fleet.app)
     eventually(lambda: busy.state == "RUNNING")

@@ -1,4 +1,4 @@
-"""A worker that is killed and started again under its name, as systemd does: its former run's work comes back at once."""
+"""A worker that is killed and started again under its name, as systemd does: what it ran comes back at once."""
 
 from __future__ import annotations
 
