@@ -26,14 +26,20 @@ SYMPTOMS: Final = frozenset(
         "follow_up_not_published",
         "heartbeat_not_written",
         "housekeeping_not_done",
+        "lease_left_to_the_sweep",
         "lease_to_be_settled",
-        "lock_of_beats_kept",
+        "leases_left_to_the_sweep",
         "leases_not_renewed",
+        "lock_of_beats_kept",
         "message_left_to_the_sweep",
+        "message_not_checked",
         "queue_not_told",
         "queues_not_read",
+        "results_not_cleaned",
         "scaling_not_done",
         "schedules_not_run",
+        "workers_not_released",
+        "wrong_tokens_not_noted",
     }
 )
 #: Celery's own lines about its connection.
