@@ -249,8 +249,9 @@ def _hindrances(queue: str, task: TaskView, worker: WorkerView, lack: Lack | Non
         yield "no_executor", f"has no executor {task_type}: it was started with --executors {','.join(limited)}"
     if is_user_type(task_type) and task_type not in (worker.user_types or ()):
         yield "no_executor", f"has no executor {task_type}: no package there registers it, nor GPUFLOW_EXECUTORS"
-    if worker.allows_code is not None and (lacking := not_allowed(task.executor, worker.allows_code)):
-        yield "not_allowed", lacking
+    forbidden = "" if worker.allows_code is None else not_allowed(task.executor, worker.allows_code)
+    if forbidden:
+        yield "not_allowed", forbidden
     if worker.secrets is not None and (lacking := not_offered(task.secrets, worker.secrets)):
         yield "not_allowed", lacking
     if worker.families is not None and not any(family_matches(queue, family) for family in worker.families):
@@ -259,7 +260,7 @@ def _hindrances(queue: str, task: TaskView, worker: WorkerView, lack: Lack | Non
             "restricted",
             f"does not serve {queue}: " + (f"its -Q is {served}" if served else "its -Q has no such queue"),
         )
-    if lack is not None:
+    if lack is not None and not forbidden:  # of what it does not allow it offers nothing
         what = in_words(task.executor)
         yield "no_executor", f"has no {what if is_function(task.executor) else f'executor {what}'}: {lack.why}"
 

@@ -78,6 +78,8 @@ class PresenceThread(threading.Thread):
         next_beat = try_again = next_watch = next_disk = 0.0
         next_look = time.monotonic() + settings.heartbeat_interval_seconds
         watch = GpuWatch(self.runtime)
+        if self.runtime.admission.capability.lacks_disk:
+            self._tell_of_disk(lacks=True)
         while not self._stop_event.wait(0.25):
             self.turned_at = time.monotonic()
             if time.monotonic() >= next_watch:
@@ -196,10 +198,18 @@ class PresenceThread(threading.Thread):
     def _disk_has_passed_the_floor(self) -> bool:
         before = self.runtime.admission.capability
         now = replace(before, disk_free_mib=free_mib(self.runtime.app.settings.results_dir))
-        if now.lacks_disk and not before.lacks_disk:
-            floor = self.runtime.app.settings.disk_floor_bytes
-            log.error("disk_below_the_floor", folder=str(self.runtime.app.settings.results_dir), floor_bytes=int(floor))
-        return now.lacks_disk is not before.lacks_disk
+        if now.lacks_disk is before.lacks_disk:
+            return False
+        self._tell_of_disk(lacks=now.lacks_disk)
+        return True
+
+    def _tell_of_disk(self, *, lacks: bool) -> None:
+        settings = self.runtime.app.settings
+        place = {"folder": str(settings.results_dir), "floor_bytes": int(settings.disk_floor_bytes)}
+        if lacks:
+            log.error("disk_below_the_floor", **place)
+        else:
+            log.info("disk_above_the_floor", **place)
 
     def _renew_class(self) -> None:
         """Say again of which class this worker is: with the disk as it is now, and on a server that lost its memory."""

@@ -63,3 +63,4 @@ def test_a_worker_with_a_full_disk_takes_nothing_and_says_so(fleet: TestFleet) -
     assert task.record().worker == "roomy"
     assert Fleet(fleet.app.redis, fleet.app.keys).find("full") is not None
     assert full.process.poll() is None
+    assert "event=disk_below_the_floor" in full.log()

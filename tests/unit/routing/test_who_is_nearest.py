@@ -105,6 +105,13 @@ def test_one_that_would_not_take_it_is_not_told(useless: WorkerView) -> None:
     assert told("A100:1", useless, task=COMMAND).verdict.startswith("cannot start: no worker is there; start one")
 
 
+def test_what_is_not_allowed_is_not_missing_as_well() -> None:
+    offers = Offers(names=frozenset({"echo"}))
+    found = told("A100:1", view("w6", "a100-80", allows_code=(), offers=offers, gpu_offers=offers), task=COMMAND)
+    assert found.workers[0].kind == "not_allowed"
+    assert "it is also" not in found.workers[0].text
+
+
 def test_a_worker_that_was_disabled_before_it_stopped_says_both() -> None:
     found = told("A100:1", stopped("w1", "a100-80", enabled=False))
     assert found.workers[0].text == "has stopped: it was last heard of 40 s ago; it is also disabled"

@@ -252,3 +252,20 @@ def test_a_note_that_is_none_of_this_process_counts_for_nothing(worker: Worker, 
             assert (entry.state, entry.load["freeJobs"]) == (WorkerState.IDLE, 2)
     other = {**worker.server.hash, "started_at": "1.5"}
     assert WorkerEntry.from_hash(other, left_ms=120_000).load["freeJobs"] == 2
+
+
+def test_a_disk_that_passes_its_floor_is_told_each_way(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    log = SimpleNamespace(error=lambda event, **_: said.append(event), info=lambda event, **_: said.append(event))
+    monkeypatch.setattr(presence, "log", log)
+    admission = worker.runtime.admission
+    free = 100
+    monkeypatch.setattr(presence, "free_mib", lambda _: free)
+
+    admission.capability = Capability(disk_free_mib=10, disk_floor_mib=50)
+    assert worker.presence._disk_has_passed_the_floor()
+    admission.capability = Capability(disk_free_mib=free, disk_floor_mib=50)
+    assert not worker.presence._disk_has_passed_the_floor()
+    free = 10
+    assert worker.presence._disk_has_passed_the_floor()
+    assert said == ["disk_above_the_floor", "disk_below_the_floor"]
