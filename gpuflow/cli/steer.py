@@ -63,7 +63,8 @@ def cancel(
             return DONE
         verdicts = {one.id: "cancelled" if one.cancel() else "final" for one in pipelines}
         with told_if_cut(len(records)) as progress:
-            verdicts |= cancel_many(app, [record.id for record in records], progress=progress)
+            # The oldest stand where the server looks first, and would be begun next.
+            verdicts |= cancel_many(app, _oldest_first(records), progress=progress)
     if as_json:
         output.emit_json({"verdicts": verdicts})
     else:
@@ -131,12 +132,13 @@ def retry(
 
 
 def retried(app: GPUFlow, records: Sequence[TaskRecord], *, as_json: bool) -> int:
-    """Queue ended tasks again, tell what came of it, and return the exit code. Raises BrokerUnavailable."""
+    """Queue ended tasks again, the oldest first, tell what came of it, and return the exit code. Raises
+    BrokerUnavailable."""
     from gpuflow.bulk import retry_many
     from gpuflow.cli import output
 
     with told_if_cut(len(records)) as progress:
-        verdicts = retry_many(app, [record.id for record in records], progress=progress)
+        verdicts = retry_many(app, _oldest_first(records), progress=progress)
     queued = [task_id for task_id, verdict in verdicts.items() if verdict == "queued"]
     if as_json:
         output.emit_json({"queued": queued, "verdicts": verdicts})
@@ -146,6 +148,10 @@ def retried(app: GPUFlow, records: Sequence[TaskRecord], *, as_json: bool) -> in
             output.note(f"not tried again: {count} ({verdict})")
         note_pipelines([record for record in records if verdicts[record.id] == "queued"])
     return DONE if len(queued) == len(verdicts) else FAILED
+
+
+def _oldest_first(records: Sequence[TaskRecord]) -> list[str]:
+    return [record.id for record in sorted(records, key=lambda record: record.created_at)]
 
 
 def note_pipelines(records: Sequence[TaskRecord]) -> None:

@@ -111,7 +111,7 @@ def test_failed_tasks_are_listed_and_retried_together(fleet: TestFleet, command:
     assert {task.record().attempt for task in failing} == {1}
     queued = json.loads(command("retry", "--state", "failed", "--newer-than", "1h", "--yes", "--json").stdout)
 
-    assert set(queued["queued"]) == {task.id for task in failing}
+    assert queued["queued"] == [task.id for task in failing]  # in this order they run
     for task in failing:
         eventually(lambda task=task: task.record().attempt == 2 and task.state == TaskState.FAILED)
     assert fine.record().attempt == 1
