@@ -53,6 +53,7 @@ def _list(limit: int, filters: Mapping[str, Any], as_json: bool) -> None:
     from gpuflow.cli import output
     from gpuflow.cli.session import connected
     from gpuflow.client import reachable
+    from gpuflow.explaining import server_time
     from gpuflow.ledger.states import TaskState
 
     selection = _of_dead(filters)
@@ -62,7 +63,7 @@ def _list(limit: int, filters: Mapping[str, Any], as_json: bool) -> None:
         else:
             records = chosen(app, (), selection, states=[TaskState.DEAD])
             records = sorted(records, key=lambda record: -(record.finished_at or 0.0))[:limit]
-        unreadable = app.ledger.unreadable(1)
+        unreadable, now = app.ledger.unreadable(1), server_time(app)
     if as_json:
         output.emit_json([record.public() for record in records])
         return
@@ -72,7 +73,7 @@ def _list(limit: int, filters: Mapping[str, Any], as_json: bool) -> None:
             [
                 record.id,
                 record.name,
-                output.when(record.finished_at),
+                output.age(record.finished_at, now),
                 record.attempt,
                 (record.error or {}).get("message", ""),
             ]
@@ -166,8 +167,10 @@ def messages(limit: int, purge: bool, as_json: bool) -> None:
     from gpuflow.cli import output
     from gpuflow.cli.session import connected
     from gpuflow.client import reachable
+    from gpuflow.explaining import server_time
 
     with connected() as app, reachable():
+        now = server_time(app)
         found = app.ledger.unreadable(limit)
         forgotten = app.ledger.forget_unreadable() if purge else 0
     if as_json:
@@ -177,7 +180,7 @@ def messages(limit: int, purge: bool, as_json: bool) -> None:
     else:
         output.table(
             ["came", "list", "why", "message"],
-            [[output.when(one["at"]), one["list"], one["why"], one["message"][:_SHOWN_CHARS]] for one in found],
+            [[output.when_ago(one["at"], now), one["list"], one["why"], one["message"][:_SHOWN_CHARS]] for one in found],
             empty="no such messages",
         )
 
