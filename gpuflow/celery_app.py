@@ -197,6 +197,14 @@ class GPUFlow(Celery):  # type: ignore[misc]
         ids = list(dict.fromkeys(task_ids))
         return self._after_cancel(dict(zip(ids, self.ledger.cancel_many(ids, reason), strict=True)), reason)
 
+    def end_unwanted(self, task_ids: Sequence[str]) -> None:
+        """Cancel those that a user has cancelled while they ran, and whose workers were lost before they stopped them.
+
+        Any worker that can run such a task ends it, too; there may be none. Raises redis errors.
+        """
+        if wanted := [task_id for task_id in task_ids if self.ledger.is_to_be_cancelled(task_id)]:
+            self.cancel_tasks(wanted)
+
     def _after_cancel(self, answers: Mapping[str, tuple[str, str]], reason: str) -> dict[str, str]:
         """Tell workers, Celery and pipelines of cancelled tasks, given the answers of the ledger."""
         verdicts = {}

@@ -8,6 +8,7 @@ through while an outage lasts; the first of them begins it. Nor does it let thro
 from __future__ import annotations
 
 import logging
+import math
 import re
 import threading
 import time
@@ -113,11 +114,16 @@ class Outage:
         if self._left_out and ("broker_refuses" not in self._kinds or self._clock() - self._last >= QUIET_SECONDS):
             self.over()
 
-    def over(self) -> None:
-        """Note that the broker has served this process, writes as well as reads."""
+    def over(self, since: float = math.inf) -> None:
+        """Note that the broker has served this process, writes as well as reads, from `since` (monotonic seconds) on.
+
+        Where it has refused something since then, that is the newer word.
+        """
         if not self._left_out:  # the usual case, at each turn of a loop
             return
         with self._lock:
+            if since < self._last:
+                return
             seconds, left_out = self._clock() - self._since, self._left_out
             self._kinds, self._left_out = set(), 0
         if not left_out:

@@ -90,6 +90,11 @@ def nobody_writes(error: BaseException) -> bool:
     return isinstance(error, errors.BusyLoadingError) or _code_of(error) in _NOBODY_WRITES
 
 
+def still_reads(error: BaseException) -> bool:
+    """Whether the server cannot write its append-only file: it refuses writes, and PING with them, and serves reads."""
+    return _code_of(error) == "MISCONF"
+
+
 def _code_of(error: BaseException) -> str:
     found = _CODE.findall(str(error)) if isinstance(error, errors.RedisError) else []
     return next((code for code in found if code in _BY_CODE), "")

@@ -23,7 +23,7 @@ from gpuflow.broker.gate import Gate, OpenGate
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.lease import NEVER, Lease, Reclaim, Used, new_token
 from gpuflow.broker.scripts import broker_script
-from gpuflow.broker.sweeper import BELL_SECONDS, Sweeper, sweep_gap_seconds, tell_of_lost
+from gpuflow.broker.sweeper import BELL_SECONDS, Sweeper, sweep_gap_seconds
 from gpuflow.logs import get_logger
 from gpuflow.outages import outage
 from gpuflow.signatures import SignatureRefused
@@ -415,7 +415,7 @@ class LeaseTable:
 
     def end_former_runs(self, client: redis.Redis) -> None:
         """Put back what processes that were this worker have leased, and are gone. Raises redis errors."""
-        tell_of_lost(self._disown(client, self.member))
+        self.sweeper.tell_of_lost(self._disown(client, self.member))
 
     def _disown(self, client: redis.Redis, former: str) -> Any:
         keys = self.keys
@@ -483,7 +483,7 @@ class LeaseTable:
                     pause = min(usual, max(SHORTEST_PAUSE_SECONDS, due_at - time.monotonic()))
                 self.settle_owed(OWED_SECONDS)
                 self._unwritable_since = None
-                outage.over()
+                outage.over(now)
             except RedisError as error:
                 log.warning("leases_not_renewed", cause=str(error), held=len(self._leases))
                 self._cannot_renew(error, now)

@@ -8,7 +8,7 @@ server knows none of our scripts, so the first of us to meet it says so (`arrive
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -62,12 +62,22 @@ def sweep_gap_seconds(lease_seconds: float) -> float:
 
 
 class Sweeper:
-    """Sweeps one fleet; `lease_seconds` is the term of its leases, `rest_seconds` as SWEEP_REST_SECONDS."""
+    """Sweeps one fleet; `lease_seconds` is the term of its leases, `rest_seconds` as SWEEP_REST_SECONDS.
 
-    def __init__(self, keys: Keys, lease_seconds: float, rest_seconds: float = SWEEP_REST_SECONDS) -> None:
+    `on_lost` is told the ids of tasks that are queued again as nobody renewed their leases.
+    """
+
+    def __init__(
+        self,
+        keys: Keys,
+        lease_seconds: float,
+        rest_seconds: float = SWEEP_REST_SECONDS,
+        on_lost: Callable[[list[str]], object] | None = None,
+    ) -> None:
         self.keys = keys
         self.lease_seconds = lease_seconds
         self.rest_seconds = rest_seconds
+        self.on_lost = on_lost
 
     def sweep(self, client: redis.Redis, *, next_seconds: float = 0.0) -> Swept:
         """Take the step. Raises redis errors.
@@ -104,9 +114,7 @@ class Sweeper:
             self.arrive(client)
             answer = script(client, names, values)
         restored, graced, run, gathering, again, lost = answer
-        tell_of_lost(lost)
-        if restored > len(lost):
-            log.warning("messages_restored", count=restored)
+        self.tell_of_lost(lost)
         if graced:
             log.info("leases_graced", count=graced)
         return Swept(
@@ -116,6 +124,21 @@ class Sweeper:
             gathering=bool(gathering),
             again_seconds=float(again) if again else None,
         )
+
+    def tell_of_lost(self, lost: Sequence[bytes | str]) -> None:
+        """Say whose leases have ended, of what went back: each `<owner token>`, a newline, the task's id.
+
+        Raises redis errors.
+        """
+        found: dict[str, list[str]] = {}
+        for entry in lost:
+            owner, _, task_id = bytes_to_str(entry).partition("\n")
+            found.setdefault(owner.rpartition(":")[0] or owner, []).append(task_id)
+        for worker, tasks in found.items():
+            log.warning("worker_lost", worker=worker, queued_again=tasks[:MOST_NAMED], count=len(tasks))
+        ids = [task_id for tasks in found.values() for task_id in tasks if task_id]
+        if ids and self.on_lost is not None:
+            self.on_lost(ids)
 
     def arrive(self, client: redis.Redis) -> None:
         """Tell the fleet that the server does not know us: if its run is a new one, leases get grace."""
@@ -127,16 +150,6 @@ class Sweeper:
         )
         if graced >= 0:
             log.info("new_server_run", graced=graced)
-
-
-def tell_of_lost(lost: Sequence[bytes | str]) -> None:
-    """Log which workers were lost, and their tasks, of what went back: `<owner token>`, a newline, the task's id."""
-    found: dict[str, list[str]] = {}
-    for entry in lost:
-        owner, _, task_id = bytes_to_str(entry).partition("\n")
-        found.setdefault(owner.rpartition(":")[0] or owner, []).append(task_id)
-    for worker, tasks in found.items():
-        log.warning("worker_lost", worker=worker, queued_again=tasks[:MOST_NAMED])
 
 
 def _run_id(client: redis.Redis) -> str:

@@ -46,9 +46,9 @@ def _workers(there: list[WorkerEntry], unreadable: list[str]) -> list[Check]:
     from gpuflow.fleet.standing import by_kind, unreadable_text
 
     found = []
-    if there:
-        names = _named([worker.id for worker in there], ", ")
-        found.append(Check(name="workers", status="ok", detail=f"{len(there)}: {names}"))
+    heard = [worker.id for worker in there if worker.is_there]
+    if heard:
+        found.append(Check(name="workers", status="ok", detail=f"{len(heard)}: {_named(heard, ', ')}"))
     if unreadable:
         mend = "upgrade gpuflow here, or remove the entry: gpuflow workers delete NAME"
         found.append(Check(name="unreadable workers", status="warn", detail=unreadable_text(unreadable), mend=mend))

@@ -180,7 +180,10 @@ def messages(limit: int, purge: bool, as_json: bool) -> None:
     else:
         output.table(
             ["came", "list", "why", "message"],
-            [[output.when_ago(one["at"], now), one["list"], one["why"], one["message"][:_SHOWN_CHARS]] for one in found],
+            [
+                [output.when_ago(one["at"], now), one["list"], one["why"], one["message"][:_SHOWN_CHARS]]
+                for one in found
+            ],
             empty="no such messages",
         )
 

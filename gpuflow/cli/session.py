@@ -39,13 +39,20 @@ def _reached(app: GPUFlow) -> GPUFlow:
 
     Raises BrokerUnavailable after `submit_timeout_seconds`, and at once where waiting does not help: a wrong password.
     """
+    from redis.exceptions import ResponseError
+
+    from gpuflow.broker.answers import still_reads
     from gpuflow.broker.waiting import until_reached
     from gpuflow.cli.output import note
     from gpuflow.client import reachable
 
     def ping() -> None:
-        with reachable():
-            app.redis.ping()
+        try:
+            with reachable():
+                app.redis.ping()
+        except BrokerUnavailable as error:
+            if not (isinstance(error.__cause__, ResponseError) and still_reads(error.__cause__)):
+                raise
 
     until_reached(ping, app.settings.submit_timeout_seconds, note)
     return app

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -46,7 +47,7 @@ class Duties(threading.Thread):
     def __init__(self, app: GPUFlow) -> None:
         super().__init__(name="gpuflow-duties", daemon=True)
         self._app = app
-        self._sweeper = Sweeper(app.keys, app.settings.lease_seconds)
+        self._sweeper = Sweeper(app.keys, app.settings.lease_seconds, on_lost=app.end_unwanted)
         self._reconciler = Reconciler(app)
         self._sealing = Sealing(app)
         self._replicas = Replicas(app)
@@ -71,8 +72,9 @@ class Duties(threading.Thread):
 
     def sweep(self) -> None:
         """Sweep once. Raises redis errors."""
+        began = time.monotonic()
         self._sweeper.sweep(self._app.redis)
-        outage.over()
+        outage.over(began)
 
     def seal(self) -> None:
         """Seal and trim the audit log. Raises redis errors."""

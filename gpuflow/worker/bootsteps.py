@@ -7,6 +7,8 @@ Machine (worker): options, hardware, admission, lease table. Presence (consumer)
 from __future__ import annotations
 
 import os
+import threading
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from celery.exceptions import WorkerShutdown
 from celery.signals import task_postrun
 from celery.worker.consumer.mingle import Mingle
 from celery.worker.control import control_command
+from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
 import gpuflow.worker.inspecting
@@ -24,7 +27,7 @@ from gpuflow.audit.entries import record
 from gpuflow.broker import installed, lease_table
 from gpuflow.broker.lease import new_token
 from gpuflow.build import full_version
-from gpuflow.celery_app import TASK_MODULES
+from gpuflow.celery_app import TASK_MODULES, GPUFlow
 from gpuflow.errors import GPUFlowError, InvalidSettings
 from gpuflow.fleet import versions
 from gpuflow.fleet.disk import free_mib
@@ -153,6 +156,7 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
             owner=f"{worker.worker_id}:{new_token()}",
             member=worker.worker_id,
         )
+        table.sweeper.on_lost = partial(_end_unwanted, app)
         machine_gpus = MachineGpus(capability.gpus, app.settings.lock_dir)
         own_types = user_types(app.settings.executors)
         types = parse_executors(executors, own_types)
@@ -350,6 +354,18 @@ class Presence(bootsteps.StartStopStep):  # type: ignore[misc]
         runtime.presence.follow_orders()
         runtime.presence.start()
         _mingle_once(consumer)
+
+
+def _end_unwanted(app: GPUFlow, task_ids: list[str]) -> None:
+    """End what was lost and is not wanted, on a thread of its own: the keeper of the leases waits for nothing."""
+
+    def do() -> None:
+        try:
+            app.end_unwanted(task_ids)
+        except (RedisError, OperationalError) as error:
+            log.warning("end_not_told_yet", tasks=task_ids[:20], cause=str(error))
+
+    threading.Thread(target=do, name="gpuflow-unwanted", daemon=True).start()
 
 
 def _note_refusal(runtime: Runtime, why: str) -> None:

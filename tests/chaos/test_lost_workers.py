@@ -66,6 +66,27 @@ def test_a_cancel_that_a_worker_did_not_live_to_obey_is_obeyed_by_the_next(fleet
     check_orphans(fleet, [task.id])
 
 
+@pytest.mark.parametrize("name", ["w1", "w2"], ids=["the same again", "one that cannot run it"])
+def test_a_cancel_that_a_worker_did_not_live_to_obey_needs_no_worker_that_can_run_it(
+    fleet: TestFleet, name: str
+) -> None:
+    worker = fleet.start_worker("w1", "--label", "k=5", env=LEASE)
+    asked = {**fleet.echo(until_exists="/nowhere"), "resources": {"labels": {"k": "5"}}}
+    task = submit(asked, app=fleet.app)
+    eventually(lambda: task.state == "RUNNING", what="the task running")
+    worker.send(signal.SIGSTOP)
+    assert task.cancel() == "requested"
+    worker.send(signal.SIGKILL)
+    worker.process.wait()
+
+    fleet.start_worker(name, env=LEASE)  # without the label
+
+    eventually(lambda: task.state == "CANCELLED", what="the cancel")
+    assert fleet.app.backend.get_task_meta(task.id, cache=False)["status"] == "REVOKED"
+    assert fleet.broker.client.llen(task.record().queue) == 0
+    check_orphans(fleet, [task.id])
+
+
 @pytest.mark.parametrize("end", ["cancel", "retry"])
 def test_a_shim_that_is_killed_takes_nothing_of_its_task_with_it_and_leaves_nothing(
     fleet: TestFleet, tmp_path: Path, end: str

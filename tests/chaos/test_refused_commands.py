@@ -3,8 +3,11 @@ that holds it. No worker ends by that, and what was done meanwhile is told when 
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -172,3 +175,19 @@ def test_a_submit_says_what_the_server_refuses(fleet: TestFleet) -> None:
         with no_rights(fleet.broker), pytest.raises(BrokerUnavailable, match="denies this"):
             submit(fleet.echo(output=1), app=app)
     assert fleet.app.ledger.recent() == []
+
+
+def test_commands_that_read_wait_for_no_disk(fleet: TestFleet) -> None:
+    task = submit(fleet.echo(output=1), app=fleet.app)
+    environment = {**os.environ, "REDIS_URL": fleet.broker.url, "HOME": str(fleet.folder)}
+    program = str(Path(sys.executable).with_name("gpuflow"))
+    with no_disk(fleet.broker):
+        for command in ("status", "queues", "workers"):
+            done = subprocess.run([program, command], env=environment, capture_output=True, text=True, check=False)
+            assert done.returncode == 0 and "waiting" not in done.stderr, done
+        done = subprocess.run(
+            [program, "cancel", task.id], env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 1
+        assert "the broker refuses this for now" in done.stderr
+        assert "waiting" not in done.stderr

@@ -60,6 +60,17 @@ def test_an_outage_is_one_line_at_its_begin_and_one_at_its_end(told: Told) -> No
     ]
 
 
+def test_what_was_served_before_the_last_refusal_ends_no_outage(told: Told) -> None:
+    now = 10.0
+    outage = Outage(told, clock=lambda: now)
+    outage.symptom(REFUSED)
+    outage.over(since=9.9)  # a turn that had begun before
+    assert outage.lasts
+    outage.over(since=10.1)
+    assert not outage.lasts
+    assert [event for event, _ in told] == ["broker_lost", "broker_is_back"]
+
+
 def test_another_kind_of_cause_is_told_once_more(told: Told) -> None:
     outage = Outage(told)
     for cause in (REFUSED, "Connection closed by server.", "OOM command not allowed", REFUSED):

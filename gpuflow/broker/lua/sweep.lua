@@ -16,7 +16,7 @@
 -- Messages of stock producers are in no index: a few demand queues, chosen at random, are entered anew each time.
 -- After a pause or a clock that jumped, nobody could renew: every lease gets one term of grace.
 -- Returns {restored, graced, name of the server run, 1 while the fleet gathers after a new run, seconds until the
--- caller is to come again or '', up to 50 of what was restored as '<owner token>\n<task id>'}.
+-- caller is to come again or '', what was restored, each as '<owner token>\n<task id>'}.
 -- A task that has waited long for one alternative of its accelerators moves on to the next, in the same step.
 local function fall_back(ready, task, seconds)
   local prefix = prefix_of(ready)
@@ -44,8 +44,6 @@ local function fall_back(ready, task, seconds)
   put(ready, moved_to, 'front', message, seconds)
 end
 
--- So many of the messages that go back are told of by name, for the log.
-local TOLD = 50
 -- Of a message that is never acknowledged (a purge) it is forgotten after so long that it had been returned.
 local RETURNED_SECONDS = 90 * 86400
 local time = redis.call('TIME')
@@ -123,10 +121,8 @@ else
       put(KEYS[4], string.sub(held, string.find(held, '\n', 1, true) + 1), 'front', raw, ARGV[4])
       note_return(KEYS[4], tag)
       restored = restored + 1
-      if #lost < TOLD then
-        local owner = string.sub(held, 1, string.find(held, '\n', 1, true) - 1)
-        lost[#lost + 1] = owner .. '\n' .. (string.match(raw, '"id": "([^"]+)"') or '')
-      end
+      local owner = string.sub(held, 1, string.find(held, '\n', 1, true) - 1)
+      lost[#lost + 1] = owner .. '\n' .. (string.match(raw, '"id": "([^"]+)"') or '')
     end
     end_lease(KEYS[1], KEYS[2], KEYS[3], tag)
   end
