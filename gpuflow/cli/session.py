@@ -39,8 +39,6 @@ def _reached(app: GPUFlow) -> GPUFlow:
 
     Raises BrokerUnavailable after `submit_timeout_seconds`, and at once where waiting does not help: a wrong password.
     """
-    from redis.exceptions import ResponseError
-
     from gpuflow.broker.answers import still_reads
     from gpuflow.broker.waiting import until_reached
     from gpuflow.cli.output import note
@@ -51,7 +49,7 @@ def _reached(app: GPUFlow) -> GPUFlow:
             with reachable():
                 app.redis.ping()
         except BrokerUnavailable as error:
-            if not (isinstance(error.__cause__, ResponseError) and still_reads(error.__cause__)):
+            if error.__cause__ is None or not still_reads(error.__cause__):
                 raise
 
     until_reached(ping, app.settings.submit_timeout_seconds, note)
