@@ -197,13 +197,15 @@ class GPUFlow(Celery):  # type: ignore[misc]
         ids = list(dict.fromkeys(task_ids))
         return self._after_cancel(dict(zip(ids, self.ledger.cancel_many(ids, reason), strict=True)), reason)
 
-    def end_unwanted(self, task_ids: Sequence[str]) -> None:
-        """Cancel those that a user has cancelled while they ran, and whose workers were lost before they stopped them.
+    def end_unwanted(self, task_ids: Sequence[str]) -> int:
+        """End those that a user has cancelled while they ran, and whose workers were lost before they stopped them.
 
-        Any worker that can run such a task ends it, too; there may be none. Raises redis errors.
+        Any worker that can run such a task ends it, too; there may be none. Return how many. Raises redis errors.
         """
-        if wanted := [task_id for task_id in task_ids if self.ledger.is_to_be_cancelled(task_id)]:
-            self.cancel_tasks(wanted)
+        reason = "cancelled by a user"
+        answers = dict(zip(task_ids, self.ledger.cancel_many(task_ids, reason, again=True), strict=True))
+        verdicts = self._after_cancel({one: answer for one, answer in answers.items() if answer[0] != "left"}, reason)
+        return sum(verdict == "cancelled" for verdict in verdicts.values())
 
     def _after_cancel(self, answers: Mapping[str, tuple[str, str]], reason: str) -> dict[str, str]:
         """Tell workers, Celery and pipelines of cancelled tasks, given the answers of the ledger."""

@@ -14,23 +14,29 @@ from gpuflow.broker.sweeper import MAX_SWEEP_GAP_SECONDS
 UNSWEPT_SECONDS: Final = MAX_SWEEP_GAP_SECONDS
 
 
-def live_leases(client: Any, keys: Keys, tags: Sequence[str]) -> set[str]:
-    """Return those of the delivery tags that somebody holds. Raises redis errors."""
+def live_leases(client: Any, keys: Keys, tags: Sequence[str]) -> dict[str, str]:
+    """Return the owner tokens of those of the delivery tags that somebody holds. Raises redis errors."""
     if not tags:
-        return set()
+        return {}
     pipe = client.pipeline(transaction=False)
     pipe.time()
     pipe.zmscore(keys.leases, list(tags))
-    (seconds, micros), ends = pipe.execute()
+    pipe.hmget(keys.owners, list(tags))
+    (seconds, micros), ends, owners = pipe.execute()
     ended = seconds + micros / 1e6 - UNSWEPT_SECONDS
-    return {tag for tag, end in zip(tags, ends, strict=True) if end is not None and end > ended}
+    held = zip(tags, ends, owners, strict=True)
+    return {tag: str(owner).partition("\n")[0] for tag, end, owner in held if owner and end is not None and end > ended}
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldLease:
-    """A message that a worker took; unless `is_live` nobody holds it any more, and it waits but for a sweep."""
+    """A message that a worker took; unless `is_live` nobody holds it any more, and it waits but for a sweep.
+
+    `owner` is the token of the process that took it.
+    """
 
     worker: str
+    owner: str
     queue: str
     priority: int
     is_live: bool
@@ -57,5 +63,7 @@ def leases_of(owners: Mapping[str, str], ends: Iterable[tuple[str, float]], now:
         owner, _, key = text.partition("\n")
         key = key.removeprefix(prefix)
         worker = owner.rpartition(":")[0]
-        found.append(HeldLease(worker=worker, queue=queue_of(key), priority=priority_of(key), is_live=tag in live))
+        found.append(
+            HeldLease(worker=worker, owner=owner, queue=queue_of(key), priority=priority_of(key), is_live=tag in live)
+        )
     return found

@@ -10,7 +10,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 import redis
@@ -406,23 +406,28 @@ class LeaseTable:
         For the moment of a (re)connection, when no pop is under way.
         """
         try:
-            returned = self._disown(self.client, "")
+            returned = self._disown(self.client, [self.owner], gone=False)
         except RedisError as error:
             log.info("leases_left_to_the_sweep", cause=str(error))
             return
         if returned:
             log.debug("unknown_leases_returned", count=len(returned))
 
-    def end_former_runs(self, client: redis.Redis) -> None:
-        """Put back what processes that were this worker have leased, and are gone. Raises redis errors."""
-        self.sweeper.tell_of_lost(self._disown(client, self.member))
+    def end_former_runs(self, client: redis.Redis, owners: Sequence[str]) -> None:
+        """Put back what processes that are gone have leased, by their owner tokens. Errors leave it to the sweep."""
+        if not owners:
+            return
+        try:
+            self.sweeper.tell_of_lost(self._disown(client, owners, gone=True))
+        except RedisError as error:
+            log.info("leases_left_to_the_sweep", cause=str(error))
 
-    def _disown(self, client: redis.Redis, former: str) -> Any:
+    def _disown(self, client: redis.Redis, owners: Sequence[str], *, gone: bool) -> Any:
         keys = self.keys
         return broker_script("disown")(
             client,
             [keys.leases, keys.unacked, keys.owners, keys.ready],
-            [self.owner, BELL_SECONDS, former, *self.held()],
+            [BELL_SECONDS, int(gone), len(owners), *owners, *self.held()],
         )
 
     def close(self) -> None:

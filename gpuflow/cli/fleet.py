@@ -123,7 +123,9 @@ def list_workers(everyone: bool = False, as_json: bool = False) -> None:
     from gpuflow.fleet.standing import public, standings, unreadable_text
 
     with connected() as app, reachable():
-        known, unreadable = Fleet(app.redis, app.keys).readable()
+        fleet = Fleet(app.redis, app.keys)
+        known, unreadable = fleet.readable()
+        known = fleet.as_seen(known)
     shown = [worker for worker in known if everyone or not worker.is_gone]
     if as_json:
         output.emit_json([public(worker) for worker in shown])
@@ -158,8 +160,9 @@ def show_worker(worker_id: str, as_json: bool) -> None:
 
     with connected() as app, reachable():
         try:
-            worker = Fleet(app.redis, app.keys).find(worker_id)
-            shown = {} if worker is None else public(worker)
+            fleet = Fleet(app.redis, app.keys)
+            worker = fleet.find(worker_id)
+            shown = {} if worker is None else public(fleet.as_seen([worker])[0])
             now = server_time(app)
         except UNREADABLE:
             raise bad_input(unreadable_text([worker_id])) from None

@@ -76,8 +76,9 @@ def read(app: GPUFlow) -> FleetLook:
 
     client: Any = app.redis
     seconds, micros = client.time()
-    entries, unreadable = Fleet(client, app.keys).readable()
-    workers = [one for one in entries if not one.is_gone]
+    fleet = Fleet(client, app.keys)
+    entries, unreadable = fleet.readable()
+    workers = [one for one in fleet.as_seen(entries) if not one.is_gone]
     ids = sorted({task for worker in workers for task in worker.tasks})
     ended: Counter[str] = Counter()
     for count in parse(client.hgetall(app.keys.metrics)):

@@ -1,8 +1,8 @@
 """The registry of workers in Redis: who is there, what each can do, and how it is.
 
 A worker writes its own entry (`announce`, `beat`, `leave`); everyone reads. A worker whose heartbeat key has expired
-is OFFLINE, whatever its hash says, and one that has missed its last heartbeat is SILENT: nobody counts on it, and it
-runs what it still holds. How old a heartbeat is follows from what its key has left, so no machine's clock is asked.
+is OFFLINE, whatever its hash says, and one that has missed its last heartbeat is SILENT: nobody counts on it. How old
+a heartbeat is follows from what its key has left, so no machine's clock is asked.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from enum import StrEnum
 from typing import Any, Final
 
 import redis
+from redis.exceptions import ResponseError
 
 from gpuflow.audit.actors import actor_here
 from gpuflow.audit.entries import REPEAT_SECONDS, audit_preamble, record
+from gpuflow.broker.held_messages import live_leases
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.scripts import Script, broker_script, load_script, script_text
 from gpuflow.errors import GPUFlowError
 from gpuflow.fleet.desired import AUTOMATIC, MANUAL, MOST_DECISIONS, Desired, DesiredState
 from gpuflow.fleet.serving import serving_classes
 from gpuflow.ledger.ledger import Ledger
-from gpuflow.ledger.states import TaskState
 from gpuflow.routing.capability import CAPABILITY_SCHEMA, Capability
 
 #: Schema number of a worker entry and its heartbeat.
@@ -70,7 +71,7 @@ class WorkerEntry:
     `interval_seconds` and `timeout_seconds` are those of its heartbeats, `seen_seconds` how long ago the last one was
     by the server's clock; None: it is OFFLINE, or of a version that did not tell. `stopped`: it has said itself that it
     ends, so that nobody lost it. One that is OFFLINE runs no `tasks`, whatever it said last: they have ended, or are
-    taken from it when their leases end. Of one that is SILENT, `Fleet` leaves those out whose leases have ended.
+    taken from it when their leases end. Of one that is SILENT see `Fleet.as_seen`.
     """
 
     id: str
@@ -79,6 +80,8 @@ class WorkerEntry:
     hostname: str = ""
     node: str = ""
     pid: int = 0
+    #: What its process is, on its machine: see `worker.preflight.own_process`; "": not known.
+    process: str = ""
     enabled: bool = True
     ephemeral: bool = False
     capability: Mapping[str, Any] = field(default_factory=dict)
@@ -132,6 +135,7 @@ class WorkerEntry:
             "hostname": self.hostname,
             "node": self.node,
             "pid": str(self.pid),
+            "process": self.process,
             "enabled": "1" if self.enabled else "0",
             "ephemeral": "1" if self.ephemeral else "0",
             "capability": json.dumps(self.capability),
@@ -175,6 +179,7 @@ class WorkerEntry:
             hostname=raw.get("hostname", ""),
             node=raw.get("node", ""),
             pid=int(raw.get("pid", "0")),
+            process=raw.get("process", ""),
             enabled=raw.get("enabled", "1") == "1",
             ephemeral=raw.get("ephemeral") == "1",
             capability=json.loads(raw.get("capability") or "{}"),
@@ -242,6 +247,12 @@ def _readable(raw: Mapping[str, str], left_ms: int, now: float) -> WorkerEntry |
     texts = [*entry.queues, *entry.tasks, *(text for gpu in able.gpus for text in (gpu.uuid, *gpu.names))]
     well_formed = isinstance(families, list) and all(isinstance(text, str) for text in texts)
     return entry if well_formed and all(isinstance(number, int | float) for number in numbers) else None
+
+
+def _holding(entry: WorkerEntry, owners: Mapping[str, str]) -> WorkerEntry:
+    """Return an entry without the tasks that another owner holds, or nobody; `owners` are tokens by task."""
+    prefix = f"{entry.id}:"
+    return replace(entry, tasks=tuple(task for task in entry.tasks if owners.get(task, prefix).startswith(prefix)))
 
 
 class Fleet:
@@ -374,7 +385,7 @@ class Fleet:
         (seconds, micros), raw, left = pipe.execute()
         if not raw.get("state"):
             return None
-        return self._without_lost([WorkerEntry.from_hash(raw, left_ms=left, now=seconds + micros / 1e6)])[0]
+        return WorkerEntry.from_hash(raw, left_ms=left, now=seconds + micros / 1e6)
 
     def last_tasks(self, worker_id: str) -> list[str]:
         """Return the tasks that a worker, there or not, has said last it runs; their records say whether it does."""
@@ -392,28 +403,25 @@ class Fleet:
     def readable(self) -> tuple[list[WorkerEntry], list[str]]:
         """Return the workers whose entries this version can read, and the ids of the others."""
         found = [(worker_id, _readable(raw, left, now)) for worker_id, raw, left, now in self._entries()]
-        there = self._without_lost([entry for _, entry in found if entry is not None])
+        there = [entry for _, entry in found if entry is not None]
         return there, [worker_id for worker_id, entry in found if entry is None]
 
-    def _without_lost(self, entries: list[WorkerEntry]) -> list[WorkerEntry]:
-        """Return the entries, those that are SILENT without the tasks which they hold no more, whatever they said last.
+    def as_seen(self, entries: Sequence[WorkerEntry]) -> list[WorkerEntry]:
+        """Return entries as people are to see them: a worker that is SILENT runs what it holds, whatever it said last.
 
-        A call without a record is told by nobody else, and stays.
+        A call without a record is told by nobody else, and stays. Raises redis errors.
         """
-        ids = sorted({task for entry in entries if entry.state is WorkerState.SILENT for task in entry.tasks})
-        if not ids:
-            return entries
-        ledger = Ledger(self.client, self.keys)
-        run_by = {
-            record.id: record.worker if record.state in (TaskState.STARTING, TaskState.RUNNING) else None
-            for record in ledger.as_seen(ledger.heads(ids))
-        }
-        return [
-            replace(entry, tasks=tuple(task for task in entry.tasks if run_by.get(task, entry.id) == entry.id))
-            if entry.state is WorkerState.SILENT
-            else entry
-            for entry in entries
-        ]
+        silent = [entry for entry in entries if entry.state is WorkerState.SILENT and entry.tasks]
+        if not silent:
+            return list(entries)
+        try:
+            ids = sorted({task for entry in silent for task in entry.tasks})
+            heads = [record for record in Ledger(self.client, self.keys).heads(ids) if record is not None]
+            live = live_leases(self.client, self.keys, [record.tag for record in heads if record.tag])
+        except (*UNREADABLE, ResponseError):
+            return list(entries)  # one task that cannot be read hides no worker
+        owners = {record.id: live.get(record.tag or "", "") for record in heads}
+        return [_holding(entry, owners) if entry.state is WorkerState.SILENT else entry for entry in entries]
 
     def _entries(self) -> list[tuple[str, Mapping[str, str], int, float]]:
         """Return id, hash, milliseconds until the heartbeat expires, and the server's time then, of all workers."""

@@ -64,8 +64,9 @@ def fleet_router(calls: Calls, gatekeeper: Gatekeeper) -> APIRouter:
         """List the workers that are there, with what they can do and what they run."""
 
         def listed(app: GPUFlow) -> list[dict[str, Any]]:
-            known, _ = Fleet(app.redis, app.keys).readable()
-            return as_seen(app, [worker for worker in known if everyone or not worker.is_gone], caller)
+            fleet = Fleet(app.redis, app.keys)
+            known, _ = fleet.readable()
+            return as_seen(app, [one for one in fleet.as_seen(known) if everyone or not one.is_gone], caller)
 
         return JSONResponse({"workers": await calls.run(listed)})
 
@@ -74,10 +75,11 @@ def fleet_router(calls: Calls, gatekeeper: Gatekeeper) -> APIRouter:
         """Show all that is known of a worker."""
 
         def shown(app: GPUFlow) -> list[dict[str, Any]]:
-            found = Fleet(app.redis, app.keys).find(id) if is_id(id) else None
+            fleet = Fleet(app.redis, app.keys)
+            found = fleet.find(id) if is_id(id) else None
             if found is None:
                 raise Problem(404, "unknown", f"no worker {id[:100]!r}; GET /api/workers?all=true lists them")
-            return as_seen(app, [found], caller)
+            return as_seen(app, fleet.as_seen([found]), caller)
 
         return JSONResponse((await calls.run(shown))[0])
 

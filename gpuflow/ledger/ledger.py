@@ -217,8 +217,8 @@ class Ledger:
         running = [r for r in records if r.tag and r.state in (TaskState.STARTING, TaskState.RUNNING)]
         if not running:
             return []
-        live = live_leases(self.client, self.keys, [str(record.tag) for record in running])
-        return [record.id for record in running if record.tag not in live]
+        owners = live_leases(self.client, self.keys, [str(record.tag) for record in running])
+        return [record.id for record in running if owners.get(str(record.tag)) != record.owner_token]
 
     def recent(self, limit: int = 50) -> list[TaskRecord]:
         """Return the newest records, newest first."""
@@ -497,9 +497,9 @@ class Ledger:
             raise UnknownTask(f"no task {task_id!r}; `gpuflow status` lists those of this fleet")
         return verdict, state
 
-    def cancel_many(self, task_ids: Sequence[str], reason: str) -> list[tuple[str, str]]:
-        """Cancel tasks in one round trip; each answer is that of `cancel`, or (`unknown`, ``)."""
-        calls = [self._cancelling(task_id, reason) for task_id in task_ids]
+    def cancel_many(self, task_ids: Sequence[str], reason: str, *, again: bool = False) -> list[tuple[str, str]]:
+        """Cancel tasks in one round trip; see `cancel`, and `unknown`. `again`: what was cancelled and lost, or `left`."""
+        calls = [self._cancelling(task_id, reason, again=again) for task_id in task_ids]
         answers = ledger_script("cancel").many(self.client, calls)
         return [self._cancelled(task_id, answer) for task_id, answer in zip(task_ids, answers, strict=True)]
 
@@ -509,7 +509,7 @@ class Ledger:
             self.observer.ended(task_id, int(lost[0]))
         return verdict, state
 
-    def _cancelling(self, task_id: str, reason: str) -> tuple[list[str], list[str | int]]:
+    def _cancelling(self, task_id: str, reason: str, *, again: bool = False) -> tuple[list[str], list[str | int]]:
         keys = self.keys
         return [
             keys.task(task_id),
@@ -524,7 +524,7 @@ class Ledger:
             keys.unacked,
             keys.owners,
             keys.untold,
-        ], [reason, self.events_maxlen, self.retention_seconds, uuid.uuid4().hex, actor_here()]
+        ], [reason, self.events_maxlen, self.retention_seconds, uuid.uuid4().hex, actor_here(), int(again)]
 
     def untold(self, *, least_age_seconds: float, limit: int = 200) -> list[str]:
         """Return tasks that were cancelled so long ago and that nobody has told Celery of, the oldest first."""

@@ -20,6 +20,7 @@ COMMON_SCHEMA: Final = 2
 HEAD_FIELDS: Final = (
     *("schema", "id", "state", "queue", "name", "owner", "labels", "task_type", "attempt", "worker", "pipeline"),
     *("stage", "created_at", "started_at", "finished_at", "updated_at", "error", "tag", "run", "call", "merge_tokens"),
+    "owner_token",
 )
 #: Message header that carries the schema number of a supervised task's message.
 SCHEMA_HEADER: Final = "gpuflow_schema"
@@ -75,9 +76,10 @@ _USAGE_FIELDS: Final = {
 class TaskRecord:
     """One task. Times are Unix seconds on the server's clock; `spec` is the task spec as submitted.
 
-    `lost`: its worker has gone, and it waits for another one (`Ledger.as_seen`). `run`: the run of merged calls that
-    answers it, `call` the key of its call there; `is_run`: it is such a run. `labels` are the `metadata.labels` of the
-    template. `replacement` is the spec of the function that has taken the place of the submitted one, within its stage.
+    `tag` and `owner_token` are of the delivery that runs, or ran last. `lost`: its worker has gone, and it waits for
+    another one (`Ledger.as_seen`). `run`: the run of merged calls that answers it, `call` the key of its call there;
+    `is_run`: it is such a run. `labels` are the `metadata.labels` of the template. `replacement` is the spec of the
+    function that has taken the place of the submitted one, within its stage.
     """
 
     id: str
@@ -106,6 +108,7 @@ class TaskRecord:
     preemptions: int = 0
     not_before: float | None = None
     tag: str | None = None
+    owner_token: str | None = None
     lost: bool = False
     run: str | None = None
     call: str | None = None
@@ -158,6 +161,7 @@ class TaskRecord:
             preemptions=int(raw.get("preemptions", "0")),
             not_before=seconds("not_before"),
             tag=raw.get("tag") or None,
+            owner_token=raw.get("owner_token") or None,
             run=raw.get("run") or None,
             call=raw.get("call") or None,
             is_run="merge_tokens" in raw,

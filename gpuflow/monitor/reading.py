@@ -78,7 +78,9 @@ class FleetRows:
 def read_fleet(app: GPUFlow) -> FleetRows:
     """Return the workers: those that need a look first, then by id, those that have gone last."""
     now = server_time(app)
-    entries, unreadable = Fleet(app.redis, app.keys).readable()
+    fleet = Fleet(app.redis, app.keys)
+    entries, unreadable = fleet.readable()
+    entries = fleet.as_seen(entries)
     gone = sorted((one for one in entries if one.is_gone), key=lambda one: -one.heartbeat_at)[:MOST_GONE]
     shown = [one for one in entries if not one.is_gone] + gone
     names = app.ledger.names([task for one in shown for task in one.tasks[:MOST_TASKS]])

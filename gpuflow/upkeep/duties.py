@@ -47,7 +47,7 @@ class Duties(threading.Thread):
     def __init__(self, app: GPUFlow) -> None:
         super().__init__(name="gpuflow-duties", daemon=True)
         self._app = app
-        self._sweeper = Sweeper(app.keys, app.settings.lease_seconds, on_lost=app.end_unwanted)
+        self._sweeper = Sweeper(app.keys, app.settings.lease_seconds)
         self._reconciler = Reconciler(app)
         self._sealing = Sealing(app)
         self._replicas = Replicas(app)

@@ -53,6 +53,7 @@ class Reconciler:
         """
         repairs: dict[str, Callable[[], int]] = {
             "message_restored": self.restore_messages,
+            "cancel_obeyed": self.end_unwanted,
             "cancel_told": self.tell_cancelled,
             "calls_completed": self.complete_calls,
             "pipeline_settled": self.settle_pipelines,
@@ -97,6 +98,18 @@ class Reconciler:
                 count += 1
             elif answer == "lost":
                 log.error("message_missing", task=task_id, mend=f"`gpuflow cancel {task_id}`, then submit it again")
+        return count
+
+    def end_unwanted(self) -> int:
+        """End tasks that were cancelled, whose workers were lost, and which nobody has ended since; return how many."""
+        unfinished = self.app.ledger.unfinished()
+        pipe = self.client.pipeline(transaction=False)
+        for task_id in unfinished:
+            pipe.hexists(self.keys.task(task_id), "cancel_requested")
+        wanted = [task_id for task_id, asked in zip(unfinished, pipe.execute(), strict=True) if asked]
+        count = self.app.end_unwanted(wanted)
+        if count:
+            log.warning("cancel_obeyed", count=count)
         return count
 
     def tell_cancelled(self) -> int:

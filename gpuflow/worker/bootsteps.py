@@ -18,6 +18,7 @@ from celery.exceptions import WorkerShutdown
 from celery.signals import task_postrun
 from celery.worker.consumer.mingle import Mingle
 from celery.worker.control import control_command
+from celery.worker.state import maybe_shutdown
 from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
@@ -336,24 +337,31 @@ class Presence(bootsteps.StartStopStep):  # type: ignore[misc]
         settings = runtime.app.settings
         try:
             require_durable(runtime.app.redis, settings)
-            require_own_id(
+            former = require_own_id(
                 runtime.fleet,
                 runtime.worker_id,
                 runtime.hardware.hostname,
                 timeout_seconds=settings.heartbeat_timeout_seconds,
                 lease_seconds=settings.lease_seconds,
+                alive=_waits,
             )
             versions.join(runtime.fleet, runtime.worker_id)
         except GPUFlowError as error:
             log.error("cannot_start", worker=runtime.worker_id, cause=str(error))
             _note_refusal(runtime, str(error))
             raise WorkerShutdown(CannotStart.exit_code) from None
-        runtime.leases.end_former_runs(runtime.app.redis)
+        runtime.leases.end_former_runs(runtime.app.redis, former)
         runtime.fleet.begin_anew(runtime.worker_id, runtime.hardware.hostname, full_version())
         runtime.presence = PresenceThread(runtime, consumer.hostname)
         runtime.presence.follow_orders()
         runtime.presence.start()
         _mingle_once(consumer)
+
+
+def _waits() -> None:
+    """Say that the consumer loop is alive, and end it where the worker is to end."""
+    current().leases.tick()
+    maybe_shutdown()
 
 
 def _end_unwanted(app: GPUFlow, task_ids: list[str]) -> None:

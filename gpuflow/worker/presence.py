@@ -27,6 +27,7 @@ from gpuflow.logs import get_logger
 from gpuflow.policy.code import allowed_kinds
 from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUES
 from gpuflow.worker.gpu_watch import WATCH_SECONDS, GpuWatch
+from gpuflow.worker.preflight import own_process
 from gpuflow.worker.runtime import Runtime
 
 log = get_logger("gpuflow.presence")
@@ -170,6 +171,7 @@ class PresenceThread(threading.Thread):
             hostname=runtime.hardware.hostname,
             node=self.node,
             pid=os.getpid(),
+            process=own_process(),
             enabled=runtime.admission.enabled,
             ephemeral=runtime.ephemeral,
             capability=runtime.admission.capability.to_dict(),

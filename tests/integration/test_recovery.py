@@ -215,6 +215,21 @@ def test_the_reconciler_mends_what_is_lost(fleet: TestFleet) -> None:
     assert task.get(timeout=patient(30))["output"] == 1
 
 
+def test_the_reconciler_ends_what_was_cancelled_and_lost_and_nothing_else(fleet: TestFleet) -> None:
+    # Given tasks that wait again after their worker was lost, one of which a user had cancelled; nobody can run them
+    unwanted, other = (submit(fleet.echo(output=n), app=fleet.app) for n in range(2))
+    client, keys = fleet.broker.client, fleet.app.keys
+    client.hset(keys.task(unwanted.id), "cancel_requested", "1")
+
+    made = Reconciler(fleet.app).run()
+
+    assert made["cancel_obeyed"] == 1
+    assert (unwanted.state, other.state) == ("CANCELLED", "QUEUED")
+    assert fleet.app.backend.get_task_meta(unwanted.id, cache=False)["status"] == "REVOKED"
+    assert client.llen(other.record().queue) == 1
+    assert fleet.app.end_unwanted([unwanted.id, other.id, "nobody"]) == 0
+
+
 def test_duties_settle_a_pipeline_whose_join_never_fired(fleet: TestFleet, tmp_path: Path) -> None:
     fleet.start_worker("w1")
     gate = tmp_path / "gate"

@@ -7,11 +7,14 @@
 -- here and that Celery has still to be told of
 -- ARGV[1] reason  ARGV[2] cap of the event stream  ARGV[3] seconds until a final record expires  ARGV[4] id of this call
 -- ARGV[5] who acts
+-- ARGV[6] '1': only what somebody has cancelled before, and nobody runs any more
 --
 -- Returns {verdict, state, lost}: 'cancelled' (its message is taken away in the same step), 'requested' (its
--- worker stops it), 'final' (it has ended already), 'unknown'. `lost` is the attempt that this step has found lost, or 0.
+-- worker stops it), 'final' (it has ended already), 'unknown', 'left' (by ARGV[6]). `lost` is the attempt that this step has
+-- found lost, or 0.
 local state = redis.call('HGET', KEYS[1], 'state')
 if not state then return {'unknown', ''} end
+if ARGV[6] == '1' and redis.call('HEXISTS', KEYS[1], 'cancel_requested') == 0 then return {'left', state} end
 local before = answer_to(KEYS[1], 'cancel', ARGV[4])
 if before then return {before, state} end
 if is_final(state) then return {'final', state} end
@@ -26,6 +29,7 @@ if runs(state) then
   local tag = redis.call('HGET', KEYS[1], 'tag')
   local ends = tag and redis.call('ZSCORE', KEYS[9], tag)
   if ends and tonumber(ends) > tonumber(seconds) then
+    if ARGV[6] == '1' then return {'left', state} end
     redis.call('HSETNX', KEYS[1], 'cancel_requested', seconds)
     note_answer(KEYS[1], 'cancel', ARGV[4], 'requested')
     noted('requested')

@@ -37,4 +37,5 @@ def test_a_lease_ends_at_one_moment_for_everybody(end: float, is_live: bool) -> 
     (held,) = held_leases(Answers(NOW, {"tag": "w1:token\ncpu"}, [("tag", at)]), keys)
 
     assert held.is_live is is_live
-    assert live_leases(Answers(NOW, [at]), keys, ["tag"]) == ({"tag"} if is_live else set())
+    owners = ["w1:token\ncpu"]
+    assert live_leases(Answers(NOW, [at], owners), keys, ["tag"]) == ({"tag": "w1:token"} if is_live else {})
