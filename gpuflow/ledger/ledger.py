@@ -498,7 +498,7 @@ class Ledger:
         return verdict, state
 
     def cancel_many(self, task_ids: Sequence[str], reason: str, *, again: bool = False) -> list[tuple[str, str]]:
-        """Cancel tasks in one round trip; see `cancel`, and `unknown`. `again`: what was cancelled and lost, or `left`."""
+        """Cancel tasks in one round trip; one may be `unknown`. `again`: those cancelled and lost; others `left`."""
         calls = [self._cancelling(task_id, reason, again=again) for task_id in task_ids]
         answers = ledger_script("cancel").many(self.client, calls)
         return [self._cancelled(task_id, answer) for task_id, answer in zip(task_ids, answers, strict=True)]
