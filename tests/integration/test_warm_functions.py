@@ -161,13 +161,19 @@ def test_what_cannot_be_loaded_fails_each_call_with_the_cause(fleet: TestFleet, 
 
 
 def test_calls_are_answered_together_and_a_bad_one_fails_alone(fleet: TestFleet, worker: WorkerProcess) -> None:
-    answer(fleet, "together", 1)
-    sent = [send(fleet, "together", number) for number in range(-2, 30)]
-    ends = [one.get(timeout=patient(30), propagate=False) for one in sent]
+    def largest_list() -> int:
+        """Send more calls than one list holds, and check their answers."""
+        sent = [send(fleet, "together", number) for number in range(-2, 30)]
+        ends = [one.get(timeout=patient(30), propagate=False) for one in sent]
+        assert [type(end) for end in ends[:2]] == [ValueError, ValueError]
+        assert [end["double"] for end in ends[2:]] == [2 * number for number in range(30)]
+        largest = max(end["size"] for end in ends[2:])
+        assert largest <= 8
+        return int(largest)
 
-    assert [type(end) for end in ends[:2]] == [ValueError, ValueError]
-    assert [end["double"] for end in ends[2:]] == [2 * number for number in range(30)]
-    assert max(end["size"] for end in ends[2:]) == 8
+    answer(fleet, "together", 1)
+    # How many come within 100 ms is up to the machine; a full list does at some time.
+    eventually(lambda: largest_list() == 8, within=60, what="a full list")
 
     sent = [send(fleet, "together", number) for number in (1, -20, 3)]
     ends = [one.get(timeout=patient(30), propagate=False) for one in sent]
