@@ -86,6 +86,8 @@ def hardware_of(number: int) -> Hardware:
 class NoOffering:
     """Stands in for what a worker offers: it runs no child, and many of them share one process."""
 
+    secrets: tuple[str, ...] = ()
+
     def look(self) -> None:
         pass
 

@@ -60,6 +60,8 @@ _REPEATS: Final = {
     "celery.worker.consumer.connection": re.compile(r"Connected to "),
     "celery.app.trace": re.compile(r"Task gpuflow\.\S+ ignored$"),
 }
+#: Lines of the server under Flower that tell of a page which it could not answer while the broker is away, by logger.
+_UNANSWERED: Final = {name: re.compile("503 ") for name in ("tornado.access", "tornado.general")}
 #: What says, within an outage, no more than `broker_is_back` will.
 _NEW_SERVER: Final = "new_server_run"
 
@@ -151,6 +153,8 @@ class SymptomFilter(logging.Filter):
         if record.levelno <= logging.INFO and self._repeats(record):
             return False
         cause = _cause_of(record)
+        if cause is None and self._outage.lasts and _is_unanswered(record):
+            cause = ""
         if cause is None:
             return True
         if not getattr(record, "gpuflow_counted", False):
@@ -166,6 +170,11 @@ class SymptomFilter(logging.Filter):
             return False
         fields = getattr(record, "gpuflow", None)
         return isinstance(fields, dict) and fields.get("event") == _NEW_SERVER
+
+
+def _is_unanswered(record: logging.LogRecord) -> bool:
+    text = _UNANSWERED.get(record.name)
+    return text is not None and text.match(record.getMessage()) is not None
 
 
 def _cause_of(record: logging.LogRecord) -> str | None:

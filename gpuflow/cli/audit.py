@@ -155,7 +155,8 @@ def _list(since: str | None, globs: tuple[str, str, str], limit: int, as_json: b
         raise bad_input(f"--since {since!r}: {error}") from None
     actor, action, target = globs
     with connected() as app, reachable():
-        oldest = 0.0 if back_seconds is None else server_time(app) - back_seconds
+        now = server_time(app)
+        oldest = 0.0 if back_seconds is None else now - back_seconds
         wanted = Filter(actor=actor, action=action, target=target, since=max(0.0, oldest))
         log = AuditLog(app.redis, app.keys)
         found, after = log.newest(wanted, limit)
@@ -169,7 +170,7 @@ def _list(since: str | None, globs: tuple[str, str, str], limit: int, as_json: b
     for entry in found:
         shown = entry.public()
         details = ", ".join(f"{name}={value}" for name, value in shown["details"].items() if value)
-        rows.append([output.when(entry.at), shown["action"], shown["actor"], shown["target"], details])
+        rows.append([output.when_ago(entry.at, now), shown["action"], shown["actor"], shown["target"], details])
     output.table(["when", "action", "actor", "target", "details"], rows, empty="nothing of that stands in the log")
     if after and len(found) == limit:
         output.note(f"there are more; -n {limit * 2} shows them")

@@ -23,7 +23,7 @@ _dry_run = click.option("--dry-run", is_flag=True, help="Show what would be done
 
 
 _limit = click.option(
-    "--limit", default=50, show_default=True, type=click.IntRange(1, 10_000), help="How many, newest first."
+    "-n", "--limit", default=50, show_default=True, type=click.IntRange(1, 10_000), help="How many, newest first."
 )
 
 

@@ -6,6 +6,7 @@ models holds is decided in `models_bundle`.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def list_models(as_json: bool = False) -> None:
                 row["name"],
                 "ready" if row["path"] else row["source"],
                 _size(row["size_bytes"]),
-                output.when(row["used_at"]),
+                output.when_ago(row["used_at"], time.time()),
                 row["description"],
             ]
             for row in rows

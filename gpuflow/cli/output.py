@@ -120,6 +120,13 @@ def when_ago(seconds: float | None, now: float) -> str:
     return "" if not seconds else f"{when(seconds)} ({age(seconds, now)})"
 
 
+def when_due(seconds: float | None, now: float) -> str:
+    """Return a time of day and how far off it is, or how long ago it was."""
+    from gpuflow.routing.describe import ago
+
+    return when_ago(seconds, now) if not seconds or seconds <= now else f"{when(seconds)} (in {ago(seconds - now)})"
+
+
 def span(start: float | None, end: float | None, now: float) -> str:
     """Return how long something took, or has taken until `now`, by the server; empty if it has not begun."""
     return "" if not start else duration((end or now) - start)

@@ -51,22 +51,25 @@ def status(as_json: bool) -> None:
 
 
 @scaling.command("decisions")
-@click.option("--last", default=20, type=click.IntRange(1, 500), metavar="N", help="How many (default 20).")
+@click.option(
+    "-n", "--limit", "--last", "limit", default=20, show_default=True, type=click.IntRange(1, 500), help="How many."
+)
 @json_option
-def decisions(last: int, as_json: bool) -> None:
+def decisions(limit: int, as_json: bool) -> None:
     """Show the last decisions with their reasons, the newest first."""
     from gpuflow.cli import output
     from gpuflow.cli.session import connected
     from gpuflow.client import reachable
+    from gpuflow.explaining import server_time
     from gpuflow.scaling.store import ScalingStore
 
     with connected() as app, reachable():
-        found = ScalingStore(app.redis, app.keys).decisions(last)
+        found, now = ScalingStore(app.redis, app.keys).decisions(limit), server_time(app)
     if as_json:
         output.emit_json(found)
         return
     rows = [
-        [output.when(one["at"]), one["action"], one.get("worker") or one.get("machine") or "", one["reason"]]
+        [output.when_ago(one["at"], now), one["action"], one.get("worker") or one.get("machine") or "", one["reason"]]
         for one in found
     ]
     output.table(["when", "action", "worker", "why"], rows, empty="nothing has been decided yet")

@@ -28,9 +28,10 @@ def listing(as_json: bool) -> None:
     from gpuflow.cli import output
     from gpuflow.cli.session import connected
     from gpuflow.client import reachable
+    from gpuflow.explaining import server_time
 
     with connected() as app, reachable():
-        found = rows_of(app)
+        found, now = rows_of(app), server_time(app)
     if as_json:
         output.emit_json(found)
         return
@@ -39,8 +40,8 @@ def listing(as_json: bool) -> None:
             one["name"],
             one["cron"],
             one["zone"],
-            output.when(one["next"]),
-            output.when(one["last"]),
+            output.when_due(one["next"], now),
+            output.when_ago(one["last"], now),
             one["error"] or one["pipeline"],
         ]
         for one in found

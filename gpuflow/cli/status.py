@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 @click.option(
     "--watch", "-w", "watching", is_flag=True, help="Live, until it ends (exit code 0 or 1); without ID: the fleet."
 )
-@click.option("--limit", default=20, show_default=True, type=click.IntRange(1, 100_000), help="How many recent ones.")
+@click.option(
+    "-n", "--limit", default=20, show_default=True, type=click.IntRange(1, 100_000), help="How many recent ones."
+)
 @selection_options
 @json_option
 def status(record_ids: tuple[str, ...], watching: bool, limit: int, filters: Mapping[str, Any], as_json: bool) -> int:

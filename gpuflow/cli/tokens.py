@@ -61,11 +61,12 @@ def list_tokens(as_json: bool) -> None:
     from gpuflow.cli import output
     from gpuflow.cli.session import connected
     from gpuflow.client import reachable
+    from gpuflow.explaining import server_time
     from gpuflow.tokens.store import TokenStore
     from gpuflow.tokens.texts import Kind
 
     with connected() as app, reachable():
-        found = TokenStore(app.redis, app.keys).all(Kind.USER)
+        found, now = TokenStore(app.redis, app.keys).all(Kind.USER), server_time(app)
     if as_json:
         output.emit_json([record.public() for record in found])
         return
@@ -77,8 +78,8 @@ def list_tokens(as_json: bool) -> None:
                 str(record.role),
                 record.owner or "all",
                 record.label,
-                output.when(record.created_at),
-                output.when(record.expires_at) if record.expires_at else "never",
+                output.when_ago(record.created_at, now),
+                output.when_due(record.expires_at, now) or "never",
             ]
             for record in found
         ],

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @click.option(
     "--since", metavar="TIME", help="Only attempts that ended in the last 7d, 12h, ...; else all kept records."
 )
-@click.option("--limit", default=50, show_default=True, type=click.IntRange(1, 100_000), help="How many rows.")
+@click.option("-n", "--limit", default=50, show_default=True, type=click.IntRange(1, 100_000), help="How many rows.")
 @json_option
 def usage(by: str, since: str | None, limit: int, as_json: bool) -> None:
     """Show the GPU-seconds, energy, cost and artifacts of attempts that have ended, the largest first.

@@ -15,15 +15,13 @@ from flower.api.tasks import GetQueueLengths
 from flower.views.broker import BrokerView
 from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
-from tornado.web import HTTPError, URLSpec, url
+from tornado.web import URLSpec, url
 
 from gpuflow.errors import BrokerUnavailable
 from gpuflow.fleet.queue_rows import queue_rows
 from gpuflow.handles import reachable
-from gpuflow.logs import get_logger
-from gpuflow.monitor.handlers import AWAY, Monitor
-
-log = get_logger("gpuflow.monitor")
+from gpuflow.monitor.handlers import Monitor, broker_away
+from gpuflow.outages import outage
 
 
 class FleetBroker:
@@ -36,10 +34,12 @@ class FleetBroker:
         """Return the queues of the fleet, whatever names Flower knows. Raises HTTPError 503."""
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(self._monitor.feeds.threads, self._read)
+            found = await loop.run_in_executor(self._monitor.feeds.threads, self._read)
         except (BrokerUnavailable, RedisError, OperationalError) as error:
-            log.warning("monitor.broker", error=f"{type(error).__name__}: {error}")
-            raise HTTPError(503, AWAY) from None
+            raise broker_away(error) from None
+
+        outage.answered()
+        return found
 
     def _read(self) -> list[dict[str, Any]]:
         app = self._monitor.app

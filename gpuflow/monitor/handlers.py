@@ -31,6 +31,7 @@ from gpuflow.monitor.actions import ACTIONS, ActionRefused
 from gpuflow.monitor.feeds import Body, Feed, Feeds, Rows
 from gpuflow.monitor.pages import PAGES, Page, Renderer, one_pipeline
 from gpuflow.monitor.roles import ACTION_PATH, ASSETS_PATH, Roles, has_login, user_of
+from gpuflow.outages import outage
 from gpuflow.terminal import one_line
 
 #: Everything is of this server, and nothing inline runs.
@@ -73,12 +74,19 @@ class Monitor:
                 return read()
 
         try:
-            return await self.feeds.fresh(key, checked)
+            found = await self.feeds.fresh(key, checked)
         except UnknownTask as error:
             raise HTTPError(404, str(error)) from None
         except (BrokerUnavailable, RedisError) as error:
-            log.warning("monitor.broker", error=f"{type(error).__name__}: {error}")
-            raise HTTPError(503, AWAY) from None
+            raise broker_away(error) from None
+        outage.answered()
+        return found
+
+
+def broker_away(error: Exception) -> HTTPError:
+    """Say with its cause that the broker is away, and return the answer. The log has it once; see `outages`."""
+    log.warning("broker_away", cause=str(error.__cause__ or error))
+    return HTTPError(503, AWAY)
 
 
 class MonitorHandler(BaseHandler):  # type: ignore[misc]
@@ -275,8 +283,7 @@ class ActionHandler(MonitorHandler):
         except (ActionRefused, OrderRefused) as error:
             raise HTTPError(409, str(error)) from None
         except (BrokerUnavailable, RedisError, OperationalError) as error:
-            log.warning("monitor.broker", error=f"{type(error).__name__}: {error}")
-            raise HTTPError(503, AWAY) from None
+            raise broker_away(error) from None
         except GPUFlowError as error:
             raise HTTPError(409, str(error)) from None
         log.info("monitor.action", action=name, target=target, actor=actor)

@@ -7,7 +7,6 @@ navigation bar.
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +19,7 @@ from tornado.web import StaticFileHandler, url
 
 from gpuflow.celery_app import GPUFlow
 from gpuflow.errors import InvalidSettings
-from gpuflow.logs import get_logger, use_format, use_level
+from gpuflow.logs import dress, get_logger, use_level
 from gpuflow.monitor.broker import with_queues_of_fleet
 from gpuflow.monitor.feeds import Feeds
 from gpuflow.monitor.handlers import ActionHandler, Monitor, OnePipeline, PageHandler, PipelineUpdates, Updates
@@ -67,8 +66,7 @@ def _log_as_set(app: GPUFlow) -> None:
 
     def logs_are_set_up() -> None:
         use_level(settings.log_level)
-        for handler in logging.getLogger().handlers:
-            use_format(settings.log_format, handler)
+        dress(settings.log_format, None)
 
     options.add_parse_callback(logs_are_set_up)  # after tornado's own, which makes the handlers
 

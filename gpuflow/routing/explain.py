@@ -136,7 +136,7 @@ def _verdict(ask: Requirement, task: TaskView, queue: QueueView, workers: Sequen
     if (task.wait_seconds or 0) > 0:
         return "waits", f"waits: attempt {task.attempt + 1} begins in {ago(task.wait_seconds or 0)} at the earliest"
     capable = [one for one in workers if one.fits]
-    free = [one.worker for one in capable if one.kind == "free"]
+    free = [one for one in capable if one.kind == "free"]
     if free:
         return _free_verdict(queue, free)
     passing = [one for one in capable if one.kind in PASSING]
@@ -145,8 +145,10 @@ def _verdict(ask: Requirement, task: TaskView, queue: QueueView, workers: Sequen
     return "cannot", "cannot start: " + _cause(queue, task, workers)
 
 
-def _free_verdict(queue: QueueView, free: Sequence[str]) -> tuple[Outcome, str]:
-    who = f"{free[0]} is free" if len(free) == 1 else f"{len(free)} workers are free, such as {free[0]}"
+def _free_verdict(queue: QueueView, free: Sequence[Situation]) -> tuple[Outcome, str]:
+    first = free[0]
+    stand = "have room" if any(one.tasks for one in free) else "are free"
+    who = f"{len(free)} workers {stand}, such as {first.worker}" if free[1:] else f"{first.worker} {first.text}"
     if queue.place is not None and queue.place > 1:
         return "waits", f"waits its turn: number {queue.place} in its queue; {who}"
     return "starts", f"can start now: {who}"
@@ -172,6 +174,11 @@ def _went(one: Situation) -> str:
     return "has stopped" if one.stopped else "is gone"
 
 
+def _gone_or_stopped(several: Sequence[Situation]) -> str:
+    stopped = {one.stopped for one in several}
+    return "are gone or have stopped" if len(stopped) > 1 else "have stopped" if True in stopped else "are gone"
+
+
 def _who(capable: Sequence[Situation], *, left: bool = False) -> str:
     """Return who could run it and why nobody does now. `left`: others that could have gone."""
     first = capable[0]
@@ -181,8 +188,7 @@ def _who(capable: Sequence[Situation], *, left: bool = False) -> str:
     counts = Counter(one.kind for one in capable)
     if len(counts) == 1:
         all_of = "both" if len(capable) == 2 else f"all {len(capable)}"
-        have_stopped = first.kind == "offline" and all(one.stopped for one in capable)
-        stand = "have stopped" if have_stopped else f"are {IN_WORDS[first.kind]}"
+        stand = _gone_or_stopped(capable) if first.kind == "offline" else f"are {IN_WORDS[first.kind]}"
         return f"{all_of} capable workers{' left' if left else ''} {stand}; {first.worker} {first.text}"
     parts = ", ".join(f"{count} {IN_WORDS[kind]}" for kind, count in counts.items())
     return f"{len(capable)} workers can run it, none of them now: {parts}"

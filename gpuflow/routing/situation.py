@@ -165,7 +165,8 @@ def judge(ask: Requirement, queue: str, task: TaskView, worker: WorkerView) -> S
         kept["gpu_problem"] = f"{fit.reasons[0].message}: {worker.gpu_problems[0]}"
     for one, why in _hindrances(queue, task, worker, lack):
         kept.setdefault(one, why)
-    (kind, text), *others = kept.items() or [_passing(ask, queue, task, worker) or ("free", "is free")]
+    has_room = "has room" if worker.tasks else "is free"
+    (kind, text), *others = kept.items() or [_passing(ask, queue, task, worker) or ("free", has_room)]
     also = tuple(other for other, _ in others)
     besides = f"; it is also {' and '.join(IN_WORDS[other] for other in also)}" if also else ""
     return Situation(

@@ -12,6 +12,7 @@ import pytest
 from gpuflow.client import submit
 from tests.chaos.conftest import LEASE_SECONDS
 from tests.support.fleet import TestFleet, WorkerProcess
+from tests.support.monitored_fleet import FlowerProcess
 from tests.support.waiting import eventually
 
 #: The level of Celery's own default, at which gpuflow's own lines are written, too.
@@ -116,6 +117,26 @@ def test_a_broker_that_became_a_replica_is_said_once(fleet: TestFleet) -> None:
     known = ("task_started", "task_succeeded")
     trouble = [entry for entry in said if entry.get("event") not in known and "received" not in str(entry)]
     assert len(trouble) <= 10, trouble
+
+
+def test_flower_says_once_that_its_broker_is_away_whoever_looks_meanwhile(fleet: TestFleet) -> None:
+    with FlowerProcess(fleet, env={"LOG_FORMAT": "json"}) as flower, flower.client() as browser:
+
+        def said(event: str) -> list[dict[str, object]]:
+            lines = [json.loads(line) for line in flower.log_path.read_text().splitlines() if line.startswith("{")]
+            return [line for line in lines if line.get("event") == event]
+
+        eventually(lambda: browser.get("/fleet/updates").status_code == 200, within=30)
+        fleet.broker.kill()
+        eventually(lambda: browser.get("/fleet/updates").status_code == 503, within=30)
+        for _ in range(10):
+            assert browser.get("/queues/updates").status_code == 503
+        fleet.broker.restart()
+        eventually(lambda: browser.get("/fleet/updates").status_code == 200, within=60)
+
+        (lost,), (back,) = said("broker_lost"), said("broker_is_back")
+        assert "onnect" in str(lost["cause"]) and int(str(back["lines_left_out"])) >= 20
+        assert '"503 GET' not in flower.log_path.read_text()
 
 
 def test_who_was_lost_and_which_tasks_came_back_is_in_the_log_of_another(fleet: TestFleet) -> None:

@@ -138,7 +138,6 @@ _TOLD_IN_AN_OUTAGE = {
     "gateway.broker",
     "leave_not_written",
     "merged_calls_not_revoked",
-    "monitor.broker",
     "refusal_not_noted",
     "step_refused",
 }
@@ -182,6 +181,23 @@ def test_the_filter_takes_symptoms_out_and_nothing_else(told: Told) -> None:
     assert written("celery.worker.consumer.consumer", "Received and deleted unknown message")
     assert written("a.task", "consumer: Cannot connect to its own thing")
     assert told == [("broker_lost", {"cause": REFUSED})]
+
+
+def test_a_page_that_flower_could_not_answer_is_a_line_less_while_the_outage_lasts(told: Told) -> None:
+    outage = Outage(told)
+
+    def written(name: str, text: str) -> bool:
+        return SymptomFilter(outage).filter(logging.LogRecord(name, logging.ERROR, "", 0, text, (), None))
+
+    assert written("tornado.access", "503 GET /fleet/data (127.0.0.1) 2.1ms"), "no outage is known of"
+    outage.symptom(REFUSED)
+    assert not written("tornado.access", "503 GET /fleet/data (127.0.0.1) 2.1ms")
+    assert not written("tornado.general", "503 GET /fleet/data (127.0.0.1): the broker is away")
+    assert written("tornado.access", "500 GET /fleet/data (127.0.0.1) 2.1ms")
+    assert written("tornado.access", "404 GET /503 (127.0.0.1) 2.1ms")
+    outage.answered()
+    assert told[-1][1]["lines_left_out"] == 3
+    assert written("tornado.access", "503 GET /fleet/data (127.0.0.1) 2.1ms")
 
 
 @pytest.mark.parametrize("lasts", [False, True])

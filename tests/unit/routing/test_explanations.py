@@ -255,8 +255,8 @@ def test_a_share_is_taken_from_a_busy_gpu_if_that_has_room(room, kind):
             HostUsage(cpus=15),
             "is busy with train-7b (7aa1), started 12 min ago; 15 of its 16 CPUs are in use",
         ),
-        ({"cpu": 2}, HostUsage(cpus=14), "is free"),
-        ("cpu", HostUsage(undeclared_jobs=1, undeclared_limit=2), "is free"),
+        ({"cpu": 2}, HostUsage(cpus=14), "has room"),
+        ("cpu", HostUsage(undeclared_jobs=1, undeclared_limit=2), "has room"),
         (
             "cpu",
             HostUsage(undeclared_jobs=2, undeclared_limit=2),

@@ -142,7 +142,11 @@ def test_several_are_counted_and_those_that_have_gone_after_them() -> None:
         "cannot start: both capable workers left are short of disk; b has 800 MiB of disk free, less than its floor of "
         "1024 MiB; make room there; or start x, one of 2 that have gone"
     )
-    assert told("A100:1", *gone).verdict.startswith("cannot start: both capable workers are gone; x has stopped")
+    assert told("A100:1", *gone).verdict.startswith(
+        "cannot start: both capable workers are gone or have stopped; x has stopped"
+    )
+    silent = [replace(one, stopped=False) for one in gone]
+    assert told("A100:1", *silent).verdict.startswith("cannot start: both capable workers are gone; x is gone")
     assert told("A100:1", *gone[:1], stopped("z", "a100-80")).verdict.startswith(
         "cannot start: both capable workers have stopped; x has stopped"
     )
