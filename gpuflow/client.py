@@ -19,7 +19,7 @@ from gpuflow.artifacts.destination import data_store
 from gpuflow.artifacts.large_values import refer_large, refer_large_matrix, refuse_large_arguments
 from gpuflow.artifacts.references import References, is_reference
 from gpuflow.artifacts.store import Store
-from gpuflow.artifacts.task_policy import client_hosts
+from gpuflow.artifacts.task_access import client_hosts
 from gpuflow.artifacts.upload_view import upload_bar
 from gpuflow.artifacts.uploads import refuse_uploads, upload_checks, with_uploads
 from gpuflow.broker.transport import RECORD_HEADER

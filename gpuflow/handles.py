@@ -15,7 +15,7 @@ from kombu.exceptions import OperationalError
 from redis.exceptions import OutOfMemoryError, RedisError
 
 from gpuflow.artifacts.references import References
-from gpuflow.artifacts.task_policy import client_hosts
+from gpuflow.artifacts.task_access import client_hosts
 from gpuflow.broker.answers import Meaning, meaning_of
 from gpuflow.celery_app import GPUFlow
 from gpuflow.celery_app import app as default_app

@@ -17,7 +17,7 @@ from typing import Any
 
 from gpuflow.artifacts.archive import unpack
 from gpuflow.artifacts.store import fetch
-from gpuflow.artifacts.task_policy import task_hosts
+from gpuflow.artifacts.task_access import task_hosts
 from gpuflow.artifacts.throttle import Throttle
 from gpuflow.errors import ArtifactError, GPUFlowError
 from gpuflow.process_guard import guard_memory

@@ -11,7 +11,7 @@ ANY_TIME: Final = -1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class SelectedQueue:
     """A queue to take from now; with `most_seconds`, a task alone whose time limit is no longer.
 
     `with_gpus` says whether its tasks get GPUs; with `warm_only`, tasks alone that a warm session here can answer. If
@@ -26,7 +26,7 @@ class Choice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Taste:
+class MessageFilter:
     """Which messages of a queue a consumer takes.
 
     Of `types` alone (`routing.offers`), of `gpu_types` from queues whose tasks get GPUs; None for `types`: all of
@@ -62,7 +62,7 @@ class Gate(Protocol):
         """The group of the consumers that share GPUs with this one: what it gives back they may take; "" for none."""
 
     @property
-    def taste(self) -> Taste:
+    def message_filter(self) -> MessageFilter:
         """Which messages it takes."""
 
     @property
@@ -78,7 +78,9 @@ class Gate(Protocol):
     def fitting(self, ready: Sequence[str], barren: Collection[str] = ()) -> list[str]:
         """Return those demand queues of `ready`, but for `barren`, whose next message would fit now, in order."""
 
-    def choose(self, ready: Sequence[str], barren: Collection[str] = (), full: Collection[str] = ()) -> list[Choice]:
+    def choose(
+        self, ready: Sequence[str], barren: Collection[str] = (), full: Collection[str] = ()
+    ) -> list[SelectedQueue]:
         """Return a few of the fitting queues, and hold what any one message of them needs until `chosen_none`.
 
         What is `full` is not chosen for warm sessions alone.
@@ -106,7 +108,7 @@ class OpenGate:
 
     waits_as = ""
     machine = ""
-    taste = Taste()
+    message_filter = MessageFilter()
     counts_prefetch = True
 
     def woken_for(self, queue: str) -> None:
@@ -120,7 +122,9 @@ class OpenGate:
         """Return none: such a consumer names the queues that it consumes."""
         return []
 
-    def choose(self, ready: Sequence[str], barren: Collection[str] = (), full: Collection[str] = ()) -> list[Choice]:
+    def choose(
+        self, ready: Sequence[str], barren: Collection[str] = (), full: Collection[str] = ()
+    ) -> list[SelectedQueue]:
         """Return none."""
         return []
 

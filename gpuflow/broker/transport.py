@@ -344,7 +344,7 @@ class Channel(stock.Channel):  # type: ignore[misc]
             *lists,
             leases.owner,
             leases.lease_seconds,
-            look.to_json(groups, leases.gate.taste, PAGE_NAMES if waits_as else 0),
+            look.to_json(groups, leases.gate.message_filter, PAGE_NAMES if waits_as else 0),
             *(part for tag, lease in look.done.items() for part in (tag, lease.returned, *(lease.used or ("", "")))),
         ]
 

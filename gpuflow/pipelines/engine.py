@@ -16,7 +16,7 @@ from typing import Any, Final
 from celery import chord, group
 
 from gpuflow.artifacts.references import References
-from gpuflow.artifacts.task_policy import task_hosts
+from gpuflow.artifacts.task_access import task_hosts
 from gpuflow.errors import GPUFlowError
 from gpuflow.ledger.ledger import Ledger
 from gpuflow.ledger.records import TaskRecord

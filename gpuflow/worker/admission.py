@@ -12,7 +12,7 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final
 
-from gpuflow.broker.gate import ANY_TIME, Choice, Taste
+from gpuflow.broker.gate import ANY_TIME, MessageFilter, SelectedQueue
 from gpuflow.fleet.gpu_locks import Hold
 from gpuflow.routing.capability import Capability
 from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUES
@@ -99,10 +99,10 @@ class Admission:
             return [queue for queue in queues if self._is_open(queue)]
 
     @property
-    def taste(self) -> Taste:
+    def message_filter(self) -> MessageFilter:
         """Which messages of a queue this worker takes first, and which not at all."""
         offers = self._offering
-        return Taste(
+        return MessageFilter(
             types=None if offers is None else tuple(offers.plain.names),
             gpu_types=None if offers is None or offers.same else tuple(offers.with_gpus.names),
             secrets=None if offers is None else offers.secrets,
@@ -124,7 +124,9 @@ class Admission:
         with self._lock:
             return [queue for queue, _ in self._startable(served)]
 
-    def choose(self, ready: Sequence[str], barren: Collection[str] = (), full: Collection[str] = ()) -> list[Choice]:
+    def choose(
+        self, ready: Sequence[str], barren: Collection[str] = (), full: Collection[str] = ()
+    ) -> list[SelectedQueue]:
         """Take the GPUs for the first queue that fits; return it, and others that what is held now would serve.
 
         What stands behind the last that is chosen is not looked at, unless a task there may need a reservation. Those
@@ -132,7 +134,7 @@ class Admission:
         """
         self.chosen_none()
         served = self._served(ready, barren)
-        chosen: list[Choice] = []
+        chosen: list[SelectedQueue] = []
         waiting: list[tuple[str, Placement]] = []
         first: tuple[Requirement, tuple[str, ...]] | None = None
         with self._lock:
@@ -142,7 +144,7 @@ class Admission:
                 if first is None:
                     continue
                 chosen += [
-                    self._choice(name, its) for name, its in waiting if self._placements.serves(name, its, *first)
+                    self._selection(name, its) for name, its in waiting if self._placements.serves(name, its, *first)
                 ]
                 waiting.clear()
                 if len(chosen) >= MOST_CHOSEN and (first[1] or not self.capability.gpus):
@@ -391,10 +393,10 @@ class Admission:
     def _startable(self, served: Mapping[str, Requirement]) -> Iterator[tuple[str, Placement]]:
         return self._placements.startable(served) if self._takes_jobs() else iter(())
 
-    def _choice(self, queue: str, placement: Placement) -> Choice:
+    def _selection(self, queue: str, placement: Placement) -> SelectedQueue:
         with_gpus = self._placements.asked(queue).gpu_count > 0
         seconds = placement.max_runtime_seconds
-        return Choice(queue=queue, most_seconds=ANY_TIME if seconds is None else seconds, with_gpus=with_gpus)
+        return SelectedQueue(queue=queue, most_seconds=ANY_TIME if seconds is None else seconds, with_gpus=with_gpus)
 
     def _let_go(self, tag: str, allocation: Allocation, *, quietly: bool = False) -> None:
         """Give place and GPUs back; it may take some seconds until nothing is left on these, so not under the lock."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from gpuflow.environments import Choice, Snapshot, choose, note_problem, offers_of, snapshot
+from gpuflow.environments import ChosenEnvironment, Snapshot, choose, note_problem, offers_of, snapshot
 from gpuflow.logs import get_logger
 from gpuflow.policy.code import allowed_kinds
 from gpuflow.routing.offers import (
@@ -119,7 +119,7 @@ class Offering:
         task_type, engine, environment = parts_of(asked)
         wanted = environment or self._task_types.get(task_type)
         choice = choose(stands.states, task_type, engine=engine, environment=wanted)
-        return isinstance(choice, Choice) and (choice.engine in WARM_ENGINES or task_type in WARM_TASK_TYPES)
+        return isinstance(choice, ChosenEnvironment) and (choice.engine in WARM_ENGINES or task_type in WARM_TASK_TYPES)
 
     def let_down(self, python: ChildPython, problem: str) -> None:
         """Note that a built environment could not even begin a child: it is offered no more until a check mends it."""

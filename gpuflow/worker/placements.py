@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from gpuflow.broker.gate import Choice
+from gpuflow.broker.gate import SelectedQueue
 from gpuflow.routing.capability import Capability
 from gpuflow.routing.fit import match
 from gpuflow.routing.placement import GpuGrant, Placement, place
@@ -51,7 +51,7 @@ class Placements:
             elif self._may_starve(asked) and not uses_gpus:
                 self.reserving.reserve(queue, asked, whole, free.offered(asked, whole))
 
-    def warm(self, queues: Sequence[str], *, most: int, beyond: bool) -> list[Choice]:
+    def warm(self, queues: Sequence[str], *, most: int, beyond: bool) -> list[SelectedQueue]:
         """Return at most so many choices of queues that have no room: a warm session alone could take from them.
 
         Where there is none, `beyond` looks for tasks whose GPUs an idle session of another worker may hold.
@@ -61,7 +61,7 @@ class Placements:
         if sessions is None or not sessions.here():
             asks = {queue: asked for queue, asked in asks.items() if beyond and asked.gpu_count}
         return [
-            Choice(queue=queue, with_gpus=asked.gpu_count > 0, warm_only=True, yields=self.yields(asked))
+            SelectedQueue(queue=queue, with_gpus=asked.gpu_count > 0, warm_only=True, yields=self.yields(asked))
             for queue, asked in list(asks.items())[:most]
         ]
 

@@ -21,8 +21,8 @@ from gpuflow.worker.admission import Admission
 from gpuflow.worker.machine_gpus import MachineGpus
 from gpuflow.worker.offering import Offering
 from gpuflow.worker.outcome import StopReason
+from gpuflow.worker.spec_policy import SpecPolicy, policy_of
 from gpuflow.worker.task_limits import TaskLimits
-from gpuflow.worker.task_policy import Policy, policy_of
 
 if TYPE_CHECKING:
     from gpuflow.worker.presence import PresenceThread
@@ -67,7 +67,7 @@ class Runtime:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @cached_property
-    def policy(self) -> Policy:
+    def policy(self) -> SpecPolicy:
         """What this worker allows tasks."""
         return policy_of(self.app.settings, self.worker_id)
 

@@ -42,7 +42,7 @@ from gpuflow.worker.child_python import ChildPython, EnvironmentNotReady
 from gpuflow.worker.child_user import files_as, owner_of
 from gpuflow.worker.confinement import explained
 from gpuflow.worker.outcome import HandedBack, Outcome, cause_of, exception_of, handed_back, stopped
-from gpuflow.worker.preparation import Prepared, Preparing, Stopped, prepare
+from gpuflow.worker.preparation import PreparedAttempt, Preparing, Stopped, prepare
 from gpuflow.worker.results_folder import ResultsFolder
 from gpuflow.worker.runtime import Runtime, current
 from gpuflow.worker.secret_sources import scrubbed
@@ -135,7 +135,7 @@ class Delivery:
         if self.runtime.app.traces is not None:
             self.runtime.app.traces.mark(self.id, holder.attempt, part)
 
-    def _trace_run(self, holder: Holder, prepared: Prepared, runner: Runner) -> None:
+    def _trace_run(self, holder: Holder, prepared: PreparedAttempt, runner: Runner) -> None:
         """Note for traces that the work itself begins, and give a child of its own the ids of its span."""
         self._mark(holder, "run")
         traces = self.runtime.app.traces
@@ -303,7 +303,7 @@ class Delivery:
 
     def prepare(
         self, python: ChildPython, attempt: int, hold: Hold, asked: Requirement | None, wanted: Callable[[], bool]
-    ) -> Prepared:
+    ) -> PreparedAttempt:
         """Return what the child is started with (`preparation.prepare`)."""
         return prepare(
             self.spec,

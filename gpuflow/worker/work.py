@@ -19,7 +19,7 @@ from gpuflow.worker.confinement import Confinement, of_attempt
 from gpuflow.worker.containers.local import removal_of
 from gpuflow.worker.engine_sockets import own_sockets
 from gpuflow.worker.outcome import HandedBack
-from gpuflow.worker.preparation import Prepared
+from gpuflow.worker.preparation import PreparedAttempt
 from gpuflow.worker.runtime import Runtime
 from gpuflow.worker.sessions.opening import function_opening, opening_of, serves_one_owner, warm_call
 from gpuflow.worker.slots import Allocation
@@ -42,7 +42,7 @@ def begin_of(
     tag: str,
     allocation: Allocation | None,
     python: ChildPython,
-    prepared: Prepared,
+    prepared: PreparedAttempt,
     *,
     owner: Callable[[], str],
     plan: LimitPlan | None = None,
@@ -81,7 +81,7 @@ def begin_of(
     return ask
 
 
-def runner_of(runtime: Runtime, allocation: Allocation | None, prepared: Prepared) -> Runner:
+def runner_of(runtime: Runtime, allocation: Allocation | None, prepared: PreparedAttempt) -> Runner:
     """Return what runs the attempt."""
     if prepared.request.task_type == "container":
         section = prepared.request.spec.get("container")
@@ -89,7 +89,7 @@ def runner_of(runtime: Runtime, allocation: Allocation | None, prepared: Prepare
     return "session" if runtime.admission.sessions is not None and allocation and allocation.session else "child"
 
 
-def limits_by_engine(prepared: Prepared) -> dict[str, float]:
+def limits_by_engine(prepared: PreparedAttempt) -> dict[str, float]:
     """Return the memory in MiB and the CPUs that the engine holds a container to: no more than its preset has."""
     section = prepared.request.spec.get("container")
     if not isinstance(section, Mapping):
@@ -99,7 +99,7 @@ def limits_by_engine(prepared: Prepared) -> dict[str, float]:
     return {name: amount for name, amount in held.items() if amount is not None}
 
 
-def _own_child(allocation: Allocation | None, python: ChildPython, prepared: Prepared, plan: LimitPlan) -> Child:
+def _own_child(allocation: Allocation | None, python: ChildPython, prepared: PreparedAttempt, plan: LimitPlan) -> Child:
     request = prepared.request
     confinement = of_attempt(prepared.settings, request, prepared.environment, python.use.python)
     plan.begin(f"{request.task_id}.{request.attempt}")
@@ -116,7 +116,9 @@ def _lowest(limits: Mapping[str, int], others: Mapping[str, int]) -> dict[str, i
     return {name: min(each[name] for each in (limits, others) if name in each) for name in {**limits, **others}}
 
 
-def _begun(allocation: Allocation | None, python: ChildPython, prepared: Prepared, confinement: Confinement) -> Child:
+def _begun(
+    allocation: Allocation | None, python: ChildPython, prepared: PreparedAttempt, confinement: Confinement
+) -> Child:
     hold = allocation.hold if allocation is not None else None
     if confinement.user is not None:
         hand_over(prepared.settings, prepared.output_dir)

@@ -21,7 +21,7 @@ from executors.data.sources import read_entries
 from executors.retrieval.qdrant import Qdrant
 from gpuflow.artifacts.references import References, make_reference
 from gpuflow.artifacts.store import fetch
-from gpuflow.artifacts.task_policy import Access, client_hosts, limited_to, may_use_token, task_hosts, task_roots
+from gpuflow.artifacts.task_access import Access, client_hosts, limited_to, may_use_token, task_hosts, task_roots
 from gpuflow.errors import InvalidSettings, NotAllowed
 from gpuflow.policy.child import child_policy
 from gpuflow.policy.connecting import client

@@ -17,7 +17,7 @@ from executors.modeling.location import resolve
 from executors.retrieval.documents import open_documents
 from gpuflow.artifacts.destination import destination_store
 from gpuflow.artifacts.inputs import localize
-from gpuflow.artifacts.task_policy import MOST_NAMED, Access, limited_to, results_of, task_roots
+from gpuflow.artifacts.task_access import MOST_NAMED, Access, limited_to, results_of, task_roots
 from gpuflow.errors import GPUFlowError, InvalidSettings, NotAllowed
 from gpuflow.policy.child import child_policy
 from gpuflow.policy.hosts import Hosts

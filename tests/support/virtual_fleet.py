@@ -182,7 +182,7 @@ class VirtualWorker:
             [
                 self.leases.owner,
                 600,
-                look.to_json(groups, self.admission.taste, PAGE_NAMES if waits_as else 0),
+                look.to_json(groups, self.admission.message_filter, PAGE_NAMES if waits_as else 0),
             ],
         )
         return answer[0], answer[1], answer[2]

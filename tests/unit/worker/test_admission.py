@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpuflow.broker.gate import Choice
+from gpuflow.broker.gate import SelectedQueue
 from gpuflow.routing.families import CONTROL_QUEUE
 from gpuflow.routing.requirement import Requirement
 from gpuflow.worker.admission import MOST_CHOSEN, Admission
@@ -56,7 +56,7 @@ def test_what_is_chosen_is_held_until_the_pop_has_answered(client: Client, make:
     (one,) = client.register(ONE)
     mine, other = make(gpus=1), make(gpus=1, name="w2")
 
-    assert mine.choose([one]) == [Choice(queue=one, with_gpus=True)]
+    assert mine.choose([one]) == [SelectedQueue(queue=one, with_gpus=True)]
     assert other.fitting([one]) == []
     assert other.choose([one]) == []
     mine.chosen_none()

@@ -212,12 +212,12 @@ def test_a_full_worker_starts_no_idle_session_again(client: Client, make: Make, 
     (some,) = client.register(Requirement(cpu=1))
     admission = make(max_jobs=1)
     load(admission, some, "warm", "1", tmp_path)
-    assert admission.taste.sessions == ("warm",)
+    assert admission.message_filter.sessions == ("warm",)
 
     assert take(admission, some, "2")
 
-    assert admission.taste.sessions == ()
-    assert admission.taste.here == ("warm",)
+    assert admission.message_filter.sessions == ()
+    assert admission.message_filter.here == ("warm",)
 
 
 def test_threads_bound_requests_and_jobs_together(client: Client, make: Make, tmp_path: Path) -> None:
@@ -228,5 +228,5 @@ def test_threads_bound_requests_and_jobs_together(client: Client, make: Make, tm
     assert take(admission, some, "2", "warm")
     assert take(admission, some, "3", "warm")
 
-    assert admission.taste.sessions == ()
+    assert admission.message_filter.sessions == ()
     assert admission.fitting([some]) == []
