@@ -28,7 +28,7 @@ from gpuflow.celery_app import app as default_app
 from gpuflow.errors import BrokerUnavailable, InvalidTemplate, UnknownTask
 from gpuflow.handles import PipelineRun, StageView, Task, reachable
 from gpuflow.logs import get_logger
-from gpuflow.pipelines.engine import SETTLE_TASK
+from gpuflow.pipelines.controller import RECONCILE_TASK
 from gpuflow.pipelines.records import new_pipeline_fields, signed_part
 from gpuflow.pipelines.resolve import task_specs
 from gpuflow.routing.families import CONTROL_QUEUE, call_of
@@ -195,7 +195,7 @@ def submit_pipeline(
     _until_sent(
         app,
         lambda: app.send_task(
-            SETTLE_TASK,
+            RECONCILE_TASK,
             args=(pipeline_id,),
             queue=CONTROL_QUEUE,
             ignore_result=True,

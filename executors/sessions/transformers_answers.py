@@ -83,7 +83,7 @@ class Answers:
         )
 
     def do(self, batch: Sequence[Unit[Call]]) -> None:
-        """Answer units of one sampling and settle each as soon as it has ended."""
+        """Answer units of one sampling and finish each as soon as it has ended."""
         first = batch[0].call
         sampling: Sampling = first.content.sampling
         rendered = [unit.call.content.rendered[unit.index] for unit in batch]
@@ -106,7 +106,7 @@ class Answers:
 
 
 def _follow(unit: Unit[Call], rows: Sequence[Row]) -> None:
-    """After a step: tell what is new of a unit, settle it if it has ended, stop it if nobody waits for it."""
+    """After a step: tell what is new of a unit, finish it if it has ended, stop it if nobody waits for it."""
     call, asked = unit.call, unit.call.content
     if unit.index in call.items:
         return
@@ -121,4 +121,4 @@ def _follow(unit: Unit[Call], rows: Sequence[Row]) -> None:
         done = len(call.items) + 1
         if done == call.units or asked.meter.due():
             call.emitter.progress(done, call.units, "item", tokens_per_second=asked.meter.tokens_per_second())
-        call.settle(unit.index, item_of(asked.prompts[unit.index], rows, asked.tokens[unit.index]))
+        call.finish_unit(unit.index, item_of(asked.prompts[unit.index], rows, asked.tokens[unit.index]))

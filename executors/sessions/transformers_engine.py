@@ -45,8 +45,8 @@ class Call:
     state: Any = None
     done: asyncio.Future[list[dict[str, Any]]]
 
-    def settle(self, index: int, item: dict[str, Any]) -> None:
-        """Take the item of a unit; the last one ends the call."""
+    def finish_unit(self, index: int, item: dict[str, Any]) -> None:
+        """Keep the item of a unit, which is done; the last one ends the call."""
         if index in self.items or not self.live:
             return
         self.items[index] = item
@@ -73,7 +73,7 @@ class Work(Protocol):
         """Return the call of a request; in a thread, several at once. Raises ExecutorError: BadInput."""
 
     def do(self, batch: Sequence[Unit[Call]]) -> None:
-        """Do units of one key and settle them; in the one thread that uses the model."""
+        """Do units of one key and finish them; in the one thread that uses the model."""
 
     def result(self, items: Sequence[Mapping[str, Any]], call: Call) -> dict[str, Any]:
         """Return the result value of all items of a call, its large files written."""

@@ -290,7 +290,7 @@ class LeaseTable:
             [tag, self.owner, how, BELL_SECONDS, delay_seconds, returned, *(used or ())],
         )
 
-    def settle_surely(self, tag: str, how: str) -> bool:
+    def settle_or_defer(self, tag: str, how: str) -> bool:
         """End a lease as `settle`; a server that cannot be told now is told when it is back, and this is False."""
         try:
             self.settle(tag, how)
@@ -374,7 +374,7 @@ class LeaseTable:
             if lease is not None:
                 lease.over_at = time.monotonic()
 
-    def settle_owed(self, least_seconds: float = 0.0) -> None:
+    def settle_deferred(self, least_seconds: float = 0.0) -> None:
         """Tell the server of work that has ended, and of which it has not heard for so long. Raises redis errors."""
         now = time.monotonic()
         for tag, lease in self.held().items():
@@ -438,7 +438,7 @@ class LeaseTable:
             self._thread.join(timeout=MOST_CLOSE_SECONDS)
         if self._client is not None:
             try:
-                self.settle_owed()
+                self.settle_deferred()
                 for group in self.groups:
                     self._client.srem(self.keys.waiters(group), self.bell)
                 self._client.delete(self.bell)
@@ -486,7 +486,7 @@ class LeaseTable:
                     due_at = time.monotonic() + again + AFTER_DUE_SECONDS
                 if due_at > now:  # also when this turn came between
                     pause = min(usual, max(SHORTEST_PAUSE_SECONDS, due_at - time.monotonic()))
-                self.settle_owed(OWED_SECONDS)
+                self.settle_deferred(OWED_SECONDS)
                 self._unwritable_since = None
                 outage.over(now)
             except RedisError as error:

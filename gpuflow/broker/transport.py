@@ -318,7 +318,7 @@ class Channel(stock.Channel):  # type: ignore[misc]
         sleeps = self._in_poll and not self._pops
         owed = None if sleeps or self.closed or installed() is None else self.leases.owe_ack(tag)
         if owed is None:
-            self.leases.settle_surely(tag, "ack")
+            self.leases.settle_or_defer(tag, "ack")
             return
         self._done[tag], has_room = owed
         self._look.has_room |= has_room
@@ -327,7 +327,7 @@ class Channel(stock.Channel):  # type: ignore[misc]
         """End at once what would have ended with the next pop."""
         done, self._done = self._done, {}
         for tag in done:
-            if not self.leases.settle_surely(tag, "ack"):
+            if not self.leases.settle_or_defer(tag, "ack"):
                 return  # the keeper of the leases tells the rest, too, when the server is back
 
     def _pop_command(self) -> list[Any]:
@@ -456,7 +456,7 @@ class Channel(stock.Channel):  # type: ignore[misc]
         except redis.RedisError as error:  # whether it was used before is not known
             log.warning("message_not_checked", tag=tag, cause=str(error))
             self.leases.gate.chosen_none()
-            self.leases.settle_surely(tag, "front")
+            self.leases.settle_or_defer(tag, "front")
             return False
         except Exception as error:  # noqa: BLE001  (whatever a message holds, it ends nobody)
             self.leases.gate.chosen_none()
@@ -466,7 +466,7 @@ class Channel(stock.Channel):  # type: ignore[misc]
             self.leases.gate.chosen_none()
             return True
         if not self.leases.gate.taken(queue, tag, *session_of(raw)):
-            self.leases.settle_surely(tag, "front")
+            self.leases.settle_or_defer(tag, "front")
             return False
         if queue in self._active_queues:
             self._queue_cycle.rotate(queue)

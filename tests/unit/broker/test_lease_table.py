@@ -61,24 +61,24 @@ def test_an_end_that_could_not_be_told_is_told_when_the_server_is_back(table: Le
     table.start("a")
     server.away = True
 
-    table.settle_surely("a", "ack")
+    table.settle_or_defer("a", "ack")
 
     assert table.gate.given_back == ["a"], "what it used is free at once"  # type: ignore[attr-defined]
     assert table.holds("a")
     with pytest.raises(RedisConnectionError):
-        table.settle_owed()
+        table.settle_deferred()
     assert table.release_unstarted() == 0
     server.away = False
-    table.settle_owed()
-    table.settle_owed()
+    table.settle_deferred()
+    table.settle_deferred()
     assert server.settled == [("a", "ack")]
     assert not table.holds("a")
 
 
 def test_an_end_is_told_at_once_when_the_server_is_there(table: LeaseTable, server: Server) -> None:
     table.take("a", "queue")
-    table.settle_surely("a", "front")
-    table.settle_owed()
+    table.settle_or_defer("a", "front")
+    table.settle_deferred()
 
     assert server.settled == [("a", "front")]
 
@@ -111,15 +111,15 @@ def test_an_end_that_nobody_tells_puts_the_message_back_after_a_term(
         table.take(tag, "queue")
         table.start(tag)
     table.over("told"), table.over("dropped")
-    table.settle_surely("told", "ack")
-    table.settle_owed()
+    table.settle_or_defer("told", "ack")
+    table.settle_deferred()
     assert server.settled == [("told", "ack")]
 
     now[0] += table.lease_seconds + 1
-    table.settle_owed()
+    table.settle_deferred()
     assert len(server.settled) == 1, "Celery's loop may be away, and tells it when it is back"
     table.tick()
-    table.settle_owed()
+    table.settle_deferred()
 
     assert server.settled == [("told", "ack"), ("dropped", "front")]
     assert list(table.held()) == ["at work"]
@@ -227,7 +227,7 @@ def test_what_ended_while_the_server_was_away_is_told_when_it_comes_again(table:
     table.take("a", "queue")
     table.start("a")
     server.away = True
-    table.settle_surely("a", "ack")
+    table.settle_or_defer("a", "ack")
     server.away = False
 
     assert not table.take("a", "queue")
@@ -300,7 +300,7 @@ def test_what_ends_with_the_next_pop_gives_its_place_back_at_once_and_is_told_by
     assert table.gate.given_back == ["a"]  # type: ignore[attr-defined]
     assert table.release_unstarted() == 0, "it is done, and not to be run again"
     assert server.settled == []
-    table.settle_owed()
+    table.settle_deferred()
     assert server.settled == [("a", "ack")]
     assert list(table.held()) == ["b"]
 
@@ -331,11 +331,11 @@ def test_what_the_next_pop_ends_is_left_to_it_for_a_moment(table: LeaseTable, se
     table.start("a")
     table.owe_ack("a")
 
-    table.settle_owed(OWED_SECONDS)
+    table.settle_deferred(OWED_SECONDS)
     assert server.settled == []
 
     table.held()["a"].owed_at -= OWED_SECONDS
-    table.settle_owed(OWED_SECONDS)
+    table.settle_deferred(OWED_SECONDS)
     assert server.settled == [("a", "ack")]
 
 
@@ -354,7 +354,7 @@ def test_an_end_that_comes_late_leaves_the_next_delivery_alone(
         return 0
 
     server.evalsha = while_the_pop_ends_it  # type: ignore[method-assign]
-    table.settle_owed()
+    table.settle_deferred()
 
     assert table.held()["a"].returned == "8"
     assert "lease_lost" not in caplog.text
