@@ -131,7 +131,7 @@ class TransformersEngine(Engine):
         return result
 
     def _run_batches(self) -> None:
-        while batch := self._queue.take():
+        while batch := self._queue.next_batch():
             self._batch = batch
             self._run_batch([unit for unit in batch if unit.call.live])
             self._batch = ()

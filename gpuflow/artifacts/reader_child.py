@@ -32,7 +32,7 @@ def _say(message: Mapping[str, Any]) -> None:
 class _SharedThrottle(Throttle):
     """Asks the worker for what its cap lets pass."""
 
-    def take(self, count: int) -> None:
+    def wait_for_bytes(self, count: int) -> None:
         """Wait until the worker lets `count` more bytes pass."""
         if self.bytes_per_second is not None and count > 0:
             _say({"take": count})

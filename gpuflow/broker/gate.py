@@ -89,17 +89,17 @@ class Gate(Protocol):
     def chosen_none(self) -> None:
         """Nothing was taken after `choose`."""
 
-    def cold(self, queue: str) -> None:
+    def on_blocked_by_sessions(self, queue: str) -> None:
         """A message of `queue` was left where it is, as only a warm session could have taken it: make room for it."""
 
-    def taken(self, queue: str, tag: str, session: str = "", asked: str = "") -> bool:
+    def on_leased(self, queue: str, tag: str, session: str = "", asked: str = "") -> bool:
         """A message of `queue` was leased under `tag`: it gets a place in a session, or what `choose` has held for it.
 
         `session` is the name of the sessions that can answer it, "" for none, `asked` what it asks to be run by
         (`routing.offers`). False: there is no room for it any more, and it goes back to the front of its queue.
         """
 
-    def settled(self, tag: str) -> bool:
+    def on_lease_ended(self, tag: str) -> bool:
         """The message of `tag` was acknowledged, put back or lost; say whether more may be taken than before."""
 
 
@@ -131,13 +131,13 @@ class OpenGate:
     def chosen_none(self) -> None:
         """Do nothing."""
 
-    def cold(self, queue: str) -> None:
+    def on_blocked_by_sessions(self, queue: str) -> None:
         """Do nothing."""
 
-    def taken(self, queue: str, tag: str, session: str = "", asked: str = "") -> bool:
+    def on_leased(self, queue: str, tag: str, session: str = "", asked: str = "") -> bool:
         """Let it in."""
         return True
 
-    def settled(self, tag: str) -> bool:
+    def on_lease_ended(self, tag: str) -> bool:
         """Nothing was closed."""
         return False

@@ -133,7 +133,7 @@ class LeaseTable:
         """Say that nothing more is taken, and that what runs here goes on without the consumer loop."""
         self._ticked_at = math.inf
 
-    def take(
+    def accept(
         self, tag: str, queue: str, key: str = "", raw: str = "", returned: str = NEVER, used: Used | None = None
     ) -> bool:
         """Note a message that the pop script has leased to us: its queue, its list, its text, its last return, and the
@@ -276,7 +276,7 @@ class LeaseTable:
     def _settle(self, tag: str, lease: Lease, how: str, delay_seconds: float = 0) -> bool:
         done = self._ask_to_settle(tag, how, delay_seconds, lease.returned, lease.used)
         was_ours = self._drop(tag, lease) is not None
-        if was_ours and self.gate.settled(tag):
+        if was_ours and self.gate.on_lease_ended(tag):
             self.wake()
         if not done and was_ours and not lease.owed:
             log.warning("lease_lost", tag=tag, at=how)
@@ -301,7 +301,7 @@ class LeaseTable:
                     lease.owed, lease.owed_at = how, -math.inf
             if lease is not None:
                 log.warning("lease_to_be_settled", tag=tag, how=how, cause=str(error))
-                self.gate.settled(tag)
+                self.gate.on_lease_ended(tag)
             return False
         return True
 
@@ -316,7 +316,7 @@ class LeaseTable:
             if lease is None:
                 return None
             lease.owed, lease.owed_at = "ack", time.monotonic()
-        return lease, self.gate.settled(tag)
+        return lease, self.gate.on_lease_ended(tag)
 
     def acknowledged(self, tag: str, lease: Lease, *, was_lost: bool) -> None:
         """Note that the server has ended the lease of a message that was done, or had lost it before.
@@ -355,7 +355,7 @@ class LeaseTable:
         except (RedisError, OperationalError, OSError) as error:
             log.warning("message_left_to_the_sweep", tag=tag, cause=str(error))
         if self._drop(tag) is not None:
-            self.gate.settled(tag)
+            self.gate.on_lease_ended(tag)
 
     def _tell(self, task_id: str, tell: Callable[[], None]) -> None:
         """Tell the task of a message; what cannot be told to it ever keeps the message from nothing."""
@@ -449,7 +449,7 @@ class LeaseTable:
         """Note that the lease has ended, by a step of another module or because it was LOST."""
         lease = self._drop(tag)
         if lease is not None:
-            self.gate.settled(tag)
+            self.gate.on_lease_ended(tag)
         return lease
 
     def _drop(self, tag: str, lease: Lease | None = None) -> Lease | None:

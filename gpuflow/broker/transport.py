@@ -399,7 +399,7 @@ class Channel(stock.Channel):  # type: ignore[misc]
 
     def _read_popped(self, reply: Any) -> bool:
         gate, look = self.leases.gate, self._look
-        key, raw, names, cold, tag, returned, lost, (count, where, why) = reply
+        key, raw, names, blocked, tag, returned, lost, (count, where, why) = reply
         if count:
             queue = queue_of(bytes_to_str(where)[len(self.global_keyprefix) :])
             log.error(
@@ -413,8 +413,8 @@ class Channel(stock.Channel):  # type: ignore[misc]
         if not delivered:
             gate.chosen_none()
             look.in_vain(time.monotonic())
-        for queue in cold:
-            gate.cold(bytes_to_str(queue))
+        for queue in blocked:
+            gate.on_blocked_by_sessions(bytes_to_str(queue))
         if delivered:
             return True
         fitting = gate.fitting(look.page, look.barren)
@@ -462,10 +462,10 @@ class Channel(stock.Channel):  # type: ignore[misc]
             self.leases.gate.chosen_none()
             self.leases.set_aside(tag, _id_in(given), f"{type(error).__name__}: {error}"[:1000], returned)
             return True
-        if not self.leases.take(tag, queue, key, raw, returned, used):
+        if not self.leases.accept(tag, queue, key, raw, returned, used):
             self.leases.gate.chosen_none()
             return True
-        if not self.leases.gate.taken(queue, tag, *session_of(raw)):
+        if not self.leases.gate.on_leased(queue, tag, *session_of(raw)):
             self.leases.settle_or_defer(tag, "front")
             return False
         if queue in self._active_queues:

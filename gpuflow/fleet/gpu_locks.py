@@ -148,7 +148,7 @@ class GpuLocks:
             for uuid, how in self.survey(capacity_mib, parents=parents).items()
         }
 
-    def take(
+    def claim(
         self,
         uuids: Sequence[str],
         *,

@@ -156,7 +156,7 @@ class Admission:
             self._warm_only = {choice.queue for choice in warm}
             return chosen + warm
 
-    def cold(self, queue: str) -> None:
+    def on_blocked_by_sessions(self, queue: str) -> None:
         """Close sessions that idle, as many as must go for the next task of a queue; it begins when they are gone.
 
         Where that does not help, other workers of the machine are asked to close theirs.
@@ -175,7 +175,7 @@ class Admission:
     def _hold_for(self, asked: Requirement, placement: Placement) -> tuple[Requirement, tuple[str, ...]] | None:
         """Take the GPUs for a task; return its ask with them, None when they cannot be had."""
         gpus = match(asked, placement.capability).gpus if asked.gpu_count else ()
-        hold = self._gpus.take(gpus, shared_mib(asked, placement.capability, gpus)) if gpus else None
+        hold = self._gpus.claim(gpus, shared_mib(asked, placement.capability, gpus)) if gpus else None
         if hold is None and asked.gpu_count:
             return None
         self._chosen = hold
@@ -188,7 +188,7 @@ class Admission:
             if chosen is not None:
                 self._gpus.release(chosen, wait_seconds=0)
 
-    def taken(self, queue: str, tag: str, session: str = "", asked: str = "") -> bool:
+    def on_leased(self, queue: str, tag: str, session: str = "", asked: str = "") -> bool:
         """Hold a place in a warm session for the message of `tag`, or a slot and what its queue asks for.
 
         False when there is neither: the session that could have answered it has ended since the queue was chosen.
@@ -229,13 +229,13 @@ class Admission:
         else:
             allocation.requirement, allocation.hold = requirement, hold
         self.limits.jobs_taken += 1
-        self.reserving.taken(queue)
+        self.reserving.task_began(queue)
         return True
 
     def _keeps_warm(self, asked: str, *, gpus: bool) -> bool:
         return self._offering is None or self._offering.keeps_warm(asked, gpus=gpus)
 
-    def settled(self, tag: str) -> bool:
+    def on_lease_ended(self, tag: str) -> bool:
         """Give back what `tag` holds, or leave that to the supervisor that keeps it; say if that opens a queue.
 
         What the end of a child opens is told by the supervisor.
@@ -244,7 +244,7 @@ class Admission:
             allocation = self._held.get(tag)
             if allocation is None:
                 return False
-            allocation.settled = True
+            allocation.lease_ended = True
             if allocation.kept:
                 return False
             gone = allocation.slot == "ending"
@@ -258,7 +258,7 @@ class Admission:
     # -- the supervisor -----------------------------------------------------------------------------------------
 
     def keep(self, tag: str, limit_seconds: float | None = None) -> Allocation | None:
-        """Return what `tag` holds, and keep it until `release` even if the message is settled before.
+        """Return what `tag` holds, and keep it until `release` even if its lease ends before.
 
         `limit_seconds` is the time limit of the attempt that begins now: the whole machine may plan with it.
         """
@@ -289,7 +289,7 @@ class Admission:
             if allocation is None:
                 return
             allocation.kept = False
-            if allocation.settled:
+            if allocation.lease_ended:
                 del self._held[tag]
         self._let_go(tag, allocation)
 

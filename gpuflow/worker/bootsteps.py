@@ -222,7 +222,7 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
         runtime = current()
         names = ", ".join(gpu.name for gpu in runtime.hardware.gpus) or runtime.hardware.nvml or "no GPU"
         settings = runtime.app.settings
-        notifier = Notifier.take(os.environ)
+        notifier = Notifier.from_environment(os.environ)
         if notifier is not None:
             runtime.service = ServiceWatch(runtime, notifier)
             runtime.service.start()

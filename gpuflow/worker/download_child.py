@@ -121,7 +121,7 @@ class ChildReader:
                 if kind == "event":
                     answer = json.loads(line)
                     if "take" in answer:
-                        self._throttle.take(int(answer["take"]))
+                        self._throttle.wait_for_bytes(int(answer["take"]))
                         child.send(b"{}")
                     elif "done" in answer:
                         return dict(answer["done"])

@@ -43,7 +43,7 @@ class Notifier:
     watchdog_seconds: float | None = None
 
     @classmethod
-    def take(cls, environment: MutableMapping[str, str], pid: int | None = None) -> Notifier | None:
+    def from_environment(cls, environment: MutableMapping[str, str], pid: int | None = None) -> Notifier | None:
         """Return the one that the environment describes, and remove that from it: children are not the service."""
         path = environment.pop("NOTIFY_SOCKET", "")
         usec, owner = environment.pop("WATCHDOG_USEC", ""), environment.pop("WATCHDOG_PID", "")

@@ -141,7 +141,7 @@ class LedgerMachine(RuleBasedStateMachine):
             return multiple()
         message = json.loads(taken[1])
         tag = message["properties"]["delivery_tag"]
-        if not table.take(tag, QUEUE, taken[0], taken[1], taken[5]):
+        if not table.accept(tag, QUEUE, taken[0], taken[1], taken[5]):
             return multiple()  # an earlier delivery of it is at work there
         delivery = Delivery(owner=owner, tag=tag, task=message["headers"]["id"], number=table.delivery(tag))
         if starts:

@@ -338,7 +338,7 @@ class MergeMachine(RuleBasedStateMachine):
         if not taken[0]:
             return None
         message, tag = json.loads(taken[1]), taken[4]
-        if not table.take(tag, QUEUE, taken[0], taken[1], taken[5]):
+        if not table.accept(tag, QUEUE, taken[0], taken[1], taken[5]):
             return None  # an earlier delivery of it is at work there
         return Delivery(owner=owner, tag=tag, task=message["headers"]["id"], number=table.delivery(tag))
 

@@ -391,7 +391,7 @@ class PipelineMachine(RuleBasedStateMachine):
         if not taken[0]:
             return None
         message, tag = json.loads(taken[1]), taken[4]
-        if not table.take(tag, "cpu", taken[0], taken[1], taken[5]):
+        if not table.accept(tag, "cpu", taken[0], taken[1], taken[5]):
             return None
         assert table.start(tag)
         work = Work(task=message["headers"]["id"], tag=tag)

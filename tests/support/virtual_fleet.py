@@ -63,7 +63,7 @@ class VirtualGpus:
     def shared(self) -> bool:
         return any(hold.share_mib for users in self.users.values() for hold in users)
 
-    def take(self, uuids: Sequence[str], share_mib: int | None = None) -> Hold | None:
+    def claim(self, uuids: Sequence[str], share_mib: int | None = None) -> Hold | None:
         if any(self.users[uuid] if share_mib is None else self._room(uuid) < share_mib for uuid in uuids):
             return None
         hold = Hold(uuids, share_mib=share_mib)
@@ -154,8 +154,8 @@ class VirtualWorker:
             look.found(queue)
             message = json.loads(raw)
             tag = message["properties"]["delivery_tag"]
-            self.leases.take(tag, queue, key, raw)
-            gate.taken(queue, tag, *session_of(raw))
+            self.leases.accept(tag, queue, key, raw)
+            gate.on_leased(queue, tag, *session_of(raw))
             self.leases.start(tag)
             return Taken(tag=tag, task=message["headers"]["id"], queue=queue)
         gate.chosen_none()

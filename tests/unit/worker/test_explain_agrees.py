@@ -156,7 +156,7 @@ class Box:
             self._load(asked, next(tags), idles=idles)
         for _ in range(self.found["plain"]):
             if self.admission.open_queues(["mine"]):
-                self.admission.taken("mine", next(tags))
+                self.admission.on_leased("mine", next(tags))
         if self.found["reserved"] is not None and self.capability.gpus:
             count, seconds = self.found["reserved"]
             self.admission._gpus.reserve(
@@ -173,7 +173,7 @@ class Box:
         if queue not in [choice.queue for choice in self.admission.choose([queue]) if not choice.warm_only]:
             self.admission.chosen_none()
             return False
-        return self.admission.taken(queue, tag, session, "inference" if session else "echo")
+        return self.admission.on_leased(queue, tag, session, "inference" if session else "echo")
 
     def _load(self, asked: Requirement, tag: str, *, idles: bool) -> None:
         if not self._take(asked, tag, f"model-{tag}"):
@@ -181,7 +181,7 @@ class Box:
         (warm,) = [one for one in self._pool()._look() if tag in one.places]
         cast("Warm", warm).session = cast("Any", SessionOfTests())
         if idles:
-            self.admission.settled(tag)
+            self.admission.on_lease_ended(tag)
 
     def _pool(self) -> Any:
         assert self.admission.sessions is not None
@@ -202,7 +202,7 @@ class Box:
 
         if taken():
             return True
-        self.admission.cold(self.queue)
+        self.admission.on_blocked_by_sessions(self.queue)
         for warm in self._pool().going():
             self._pool()._ended(warm.session)
         return taken()

@@ -15,7 +15,7 @@ from gpuflow.worker.service import END_SECONDS, EXTENSION_SECONDS, Notifier, Ser
 
 def test_the_environment_is_taken_and_not_left_to_children() -> None:
     env = {"NOTIFY_SOCKET": "/run/notify", "WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "17", "X": "1"}
-    assert Notifier.take(env, pid=17) == Notifier(address="/run/notify", watchdog_seconds=30)
+    assert Notifier.from_environment(env, pid=17) == Notifier(address="/run/notify", watchdog_seconds=30)
     assert env == {"X": "1"}
 
 
@@ -31,7 +31,7 @@ def test_the_environment_is_taken_and_not_left_to_children() -> None:
     ],
 )
 def test_what_is_no_service_is_told_nothing(env: dict[str, str], found: Notifier | None) -> None:
-    assert Notifier.take(env, pid=17) == found
+    assert Notifier.from_environment(env, pid=17) == found
 
 
 def test_a_manager_that_is_gone_or_does_not_read_holds_nobody_up(tmp_path: Path) -> None:
