@@ -15,12 +15,12 @@ from typing import Any
 
 from executors.data.sources import read_entries
 from executors.generation.answers import batch_size, default_rows, item_of, result_of, tell_deltas
-from executors.generation.engine import Engine, Weights
 from executors.generation.meter import Meter
 from executors.generation.parameters import Sampling, read_sampling
 from executors.generation.prompts import Prompt, Rendered, read_prompts, render
 from executors.generation.randomness import apart, begin, reached
 from executors.generation.rows import Row
+from executors.generation.text_generator import TextGenerator, Weights
 from executors.sessions.adapter_switch import AdapterSwitch, key_of
 from executors.sessions.adapters import adapters_of
 from executors.sessions.batching import Unit
@@ -62,9 +62,9 @@ class Answers:
         prompts = read_prompts(read_entries(data, request.cache_dir, emitter), data)
         rendered = [render(prompt, self._weights.tokenizer, inference) for prompt in prompts]
         self._weights.grammars.check(sampling.structured)
-        engine = Engine(self._weights, sampling)
-        tokens = engine.count_tokens(rendered)
-        room = [engine.leaves_room(count) for count in tokens]
+        generator = TextGenerator(self._weights, sampling)
+        tokens = generator.count_tokens(rendered)
+        room = [generator.leaves_room(count) for count in tokens]
         alone = sampling.seed is not None and not sampling.greedy
         adapters = adapters_of(request)
         size = batch_size(inference, sampling)
@@ -96,7 +96,7 @@ class Answers:
         with self._switch.using(first.adapters) as model, apart() if first.alone else nullcontext():
             if first.alone:
                 begin(first.state, sampling.seed or 0)
-            Engine(self._weights, sampling, model).answer(rendered, watch)
+            TextGenerator(self._weights, sampling, model).answer(rendered, watch)
             if first.alone:
                 first.state = reached()
 

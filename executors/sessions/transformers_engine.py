@@ -18,7 +18,7 @@ from executors.failures import classify
 from executors.generation.memory import free_unused
 from executors.sessions.adapters import Adapter
 from executors.sessions.batching import BatchQueue, Unit
-from executors.sessions.engine import Engine, EngineDied, Loaded
+from executors.sessions.engine import EngineDied, Loaded, SessionEngine
 from executors.sessions.lines import Open
 from gpuflow.protocol import Emitter, Request
 
@@ -79,7 +79,7 @@ class Work(Protocol):
         """Return the result value of all items of a call, its large files written."""
 
 
-class TransformersEngine(Engine):
+class TransformersEngine(SessionEngine):
     """Batches of transformers."""
 
     name = "transformers"
