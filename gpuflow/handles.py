@@ -148,7 +148,7 @@ class Task:
     def retry(self) -> bool:
         """Queue an ended task that has not succeeded again; False if there is nothing to retry."""
         with reachable():
-            return self._app.ledger.requeue(self.id)
+            return self._app.ledger.retry_task(self.id)
 
     def __await__(self) -> Generator[Any, None, Any]:
         return self._awaited().__await__()

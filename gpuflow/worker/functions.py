@@ -311,7 +311,7 @@ class FunctionDelivery(Delivery):
         if not told:
             self._forget_ending()
             if error.get("type") == CLOSING and outcome.stop is None:
-                self._give_back(holder, outcome, "preempted", error, 0)
+                self._yield_attempt(holder, outcome, "preempted", error, 0)
         else:
             self._ending = ending = self._told()
             if ending.exception:
@@ -398,7 +398,7 @@ class FunctionDelivery(Delivery):
         """Put the call back as it came, or let it go for good."""
         told = {"type": "Reject", "message": self._redactor.text(str(flow["reason"])), "retryable": True}
         if flow["requeue"]:
-            self._give_back(holder, outcome, "preempted", told, 0)
+            self._yield_attempt(holder, outcome, "preempted", told, 0)
         self._ending = None
         try:
             self._finish(holder, TaskState.FAILED, {**told, "retryable": False}, outcome)

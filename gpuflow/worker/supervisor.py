@@ -470,18 +470,18 @@ class Delivery:
         if outcome.stop == "cancelled":
             self._finish(holder, TaskState.CANCELLED, error, outcome)
         if outcome.stop in ("preempted", "shutdown"):
-            self._give_back(holder, outcome, "preempted", error, 0)
+            self._yield_attempt(holder, outcome, "preempted", error, 0)
         if error.get("beside"):
             # Its engine died with several requests: each of them is tried by itself, and only the culprit fails so.
-            self._give_back(holder, outcome, "preempted", error, 0, alone=True)
+            self._yield_attempt(holder, outcome, "preempted", error, 0, alone=True)
         decision = decide(error, self.failures, self.spec.get("retry"))
         if isinstance(decision, Again):
-            self._give_back(holder, outcome, "failed", error, decision.delay_seconds)
+            self._yield_attempt(holder, outcome, "failed", error, decision.delay_seconds)
         else:
             self._finish(holder, decision.state, decision.error, outcome)
         raise AssertionError("an attempt has ended in no way")  # both calls raise
 
-    def _give_back(
+    def _yield_attempt(
         self,
         holder: Holder,
         outcome: Outcome,
@@ -514,7 +514,7 @@ class Delivery:
         """
         self.runtime.leases.requeueing(self.tag)
         answer = self._until_told(
-            lambda: self.ledger.give_back(
+            lambda: self.ledger.yield_attempt(
                 self.id,
                 holder,
                 self.tag,

@@ -72,7 +72,7 @@ def test_the_second_of_two_cancels_sent_again_leaves_the_next_life_alone(fleet: 
     # and that somebody queues again when it has ended
     holder = Holder(attempt=begun.attempt, token=table.owner)
     assert ledger.commit(task.id, TaskState.CANCELLED, holder=holder)
-    assert ledger.requeue(task.id)
+    assert ledger.retry_task(task.id)
 
     # When both cancels are sent again, then they change nothing
     for ago in (0, 1):

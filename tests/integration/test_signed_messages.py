@@ -430,7 +430,7 @@ def test_a_stored_message_that_was_changed_is_not_queued_again_nor_are_its_links
     task.cancel()
     assert fleet.state(task.id) == "CANCELLED"
     with pytest.raises(Exception, match="does not fit it"):
-        fleet.app.ledger.requeue(task.id)
+        fleet.app.ledger.retry_task(task.id)
     assert fleet.state(task.id) == "CANCELLED"
     done = plain(fleet, "plain_tasks.add", 1, 2)  # what the link would have called comes before this one
     assert done.get(timeout=patient(30)) == 3

@@ -144,7 +144,7 @@ class Sessions:
             never = [warm for warm in left if warm.session is None and not warm.places]
             self._warm = [warm for warm in self._warm if warm not in never]
         for warm in never:
-            self._give_back(warm)
+            self._release_gpus(warm)
         if left and not quietly:
             self._on_change()
 
@@ -382,7 +382,7 @@ class Sessions:
         with self._lock:
             gone = [warm for warm in self._warm if warm.session is session]
         for warm in gone:
-            self._give_back(warm)
+            self._release_gpus(warm)
             if warm.view is not None:
                 warm.view.remove()
         with self._ended_one:
@@ -390,7 +390,7 @@ class Sessions:
             self._ended_one.notify_all()
         self._on_change()
 
-    def _give_back(self, warm: Warm) -> None:
+    def _release_gpus(self, warm: Warm) -> None:
         if warm.hold is not None:
             self._release(warm.hold)
 
