@@ -28,9 +28,9 @@ from gpuflow.worker.offering import Offering
 from gpuflow.worker.placements import Placements
 from gpuflow.worker.recent_models import RecentModels
 from gpuflow.worker.reserving import Reserving
+from gpuflow.worker.sessions.entry import LOADING_PLACES
 from gpuflow.worker.sessions.neighbours import Neighbours
 from gpuflow.worker.sessions.table import Sessions
-from gpuflow.worker.sessions.warm import LOADING_PLACES
 from gpuflow.worker.slots import Allocation, Limits, SlotClass
 
 #: So many demand queues are named in one pop at most.
@@ -152,7 +152,7 @@ class Admission:
             chosen = chosen[:MOST_CHOSEN]
             passed = {*full, *(choice.queue for choice in chosen)}
             rest = [queue for queue in served if queue not in passed]
-            warm = self._placements.warm(rest, most=MOST_CHOSEN - len(chosen), beyond=self._neighbours is not None)
+            warm = self._placements.warm_only(rest, most=MOST_CHOSEN - len(chosen), beyond=self._neighbours is not None)
             self._warm_only = {choice.queue for choice in warm}
             return chosen + warm
 

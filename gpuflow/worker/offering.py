@@ -27,7 +27,7 @@ from gpuflow.routing.offers import (
 from gpuflow.settings import Settings
 from gpuflow.worker.child_python import ChildPython, python_of
 from gpuflow.worker.secret_sources import offered_secrets
-from gpuflow.worker.sessions.warm import LOADING_PLACES
+from gpuflow.worker.sessions.entry import LOADING_PLACES
 
 log = get_logger("gpuflow.worker")
 

@@ -16,7 +16,7 @@ from gpuflow.worker.books import Books
 from gpuflow.worker.demands import Demands
 from gpuflow.worker.machine_gpus import MachineGpus
 from gpuflow.worker.reserving import Reserving
-from gpuflow.worker.sessions.warm import Warm
+from gpuflow.worker.sessions.entry import SessionEntry
 
 
 class Placements:
@@ -51,7 +51,7 @@ class Placements:
             elif self._may_starve(asked) and not uses_gpus:
                 self.reserving.reserve(queue, asked, whole, free.offered(asked, whole))
 
-    def warm(self, queues: Sequence[str], *, most: int, beyond: bool) -> list[SelectedQueue]:
+    def warm_only(self, queues: Sequence[str], *, most: int, beyond: bool) -> list[SelectedQueue]:
         """Return at most so many choices of queues that have no room: a warm session alone could take from them.
 
         Where there is none, `beyond` looks for tasks whose GPUs an idle session of another worker may hold.
@@ -70,9 +70,9 @@ class Placements:
         served = self._books.sessions.served() if self._books.sessions is not None else []
         return bool(served) and self.fits_without(asked, served)
 
-    def fits_without(self, asked: Requirement, sessions: Collection[Warm]) -> bool:
+    def fits_without(self, asked: Requirement, sessions: Collection[SessionEntry]) -> bool:
         """Whether a task could start when some sessions have gone with all that they hold."""
-        released = [GpuGrant(gpus=warm.gpus, share_mib=warm.hold.share_mib) for warm in sessions if warm.hold]
+        released = [GpuGrant(gpus=entry.gpus, share_mib=entry.hold.share_mib) for entry in sessions if entry.hold]
         free = self._gpus.snapshot(self.capability).plus(released, self.capability)
         reserved = self.reserving.before(asked.queue_name(), self.asked)
         placed = place(asked, self.capability, self._books.usage(sessions), free, reserved)
@@ -89,15 +89,15 @@ class Placements:
         going = sessions.going()
         if self.fits_without(asked, going):
             return True
-        chosen: list[Warm] = []
-        for warm in sessions.idle():
-            chosen.append(warm)
+        chosen: list[SessionEntry] = []
+        for entry in sessions.idle():
+            chosen.append(entry)
             if self.fits_without(asked, [*going, *chosen]):
                 break
         else:
             return False
-        for warm in chosen[::-1]:
-            others = [one for one in chosen if one is not warm]
+        for entry in chosen[::-1]:
+            others = [one for one in chosen if one is not entry]
             if self.fits_without(asked, [*going, *others]):
                 chosen = others
         sessions.evict(chosen, why=why)

@@ -30,7 +30,7 @@ from gpuflow.routing.situation import Situation, judge
 from gpuflow.routing.views import TaskView
 from gpuflow.settings import Settings
 from gpuflow.worker.presence import PresenceThread
-from gpuflow.worker.sessions.warm import Warm
+from gpuflow.worker.sessions.entry import SessionEntry
 from gpuflow.worker.task_limits import TaskLimits
 from tests.support.demands import TOTAL_MIB, Client, worker
 
@@ -178,8 +178,8 @@ class Box:
     def _load(self, asked: Requirement, tag: str, *, idles: bool) -> None:
         if not self._take(asked, tag, f"model-{tag}"):
             return
-        (warm,) = [one for one in self._pool()._look() if tag in one.places]
-        cast("Warm", warm).session = cast("Any", SessionOfTests())
+        (entry,) = [one for one in self._pool()._look() if tag in one.places]
+        cast("SessionEntry", entry).session = cast("Any", SessionOfTests())
         if idles:
             self.admission.on_lease_ended(tag)
 
@@ -203,8 +203,8 @@ class Box:
         if taken():
             return True
         self.admission.on_blocked_by_sessions(self.queue)
-        for warm in self._pool().going():
-            self._pool()._ended(warm.session)
+        for entry in self._pool().going():
+            self._pool()._ended(entry.session)
         return taken()
 
     def told(self) -> Situation:

@@ -12,8 +12,8 @@ from gpuflow.protocol import Request
 from gpuflow.routing.capability import Capability, GpuCapability
 from gpuflow.routing.requirement import Requirement
 from gpuflow.worker.admission import Admission
+from gpuflow.worker.sessions.entry import SessionEntry
 from gpuflow.worker.sessions.table import Sessions
-from gpuflow.worker.sessions.warm import Warm
 from tests.support.demands import TOTAL_MIB, Client, machine, worker
 from tests.support.engines import scripted
 from tests.support.waiting import eventually
@@ -50,8 +50,8 @@ def make(client: Client, tmp_path: Path) -> Iterator[Make]:
 
     yield one
     for admission in made:
-        for warm in warm_of(admission):
-            for tag in list(warm.places):
+        for entry in warm_of(admission):
+            for tag in list(entry.places):
                 admission.release(tag)
                 pool_of(admission).leave(tag)
         pool_of(admission).stop(5)
@@ -63,7 +63,7 @@ def pool_of(admission: Admission) -> Sessions:
     return admission.sessions
 
 
-def warm_of(admission: Admission) -> list[Warm]:
+def warm_of(admission: Admission) -> list[SessionEntry]:
     return pool_of(admission)._look()
 
 
@@ -82,11 +82,11 @@ def load(admission: Admission, queue: str, session: str, tag: str, tmp_path: Pat
     assert list(asked.read(10))
     admission.on_lease_ended(tag)
     admission.release(tag)
-    eventually(lambda: any(warm.name == session for warm in pool_of(admission).idle()), what="it idles")
+    eventually(lambda: any(entry.name == session for entry in pool_of(admission).idle()), what="it idles")
 
 
 def names(admission: Admission) -> set[str]:
-    return {warm.name for warm in warm_of(admission) if warm.closed_at is None}
+    return {entry.name for entry in warm_of(admission) if entry.closed_at is None}
 
 
 def test_only_what_helps_is_closed(client: Client, make: Make, tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_an_idle_session_makes_room_where_the_free_gpus_are_reserved_for_another
     any_gpu, several = client.register(ANY, Requirement(gpu_count=2))
     admission = make()
     load(admission, any_gpu, "warm", "1", tmp_path)
-    (held,) = {uuid for warm in warm_of(admission) for uuid in warm.gpus}
+    (held,) = {uuid for entry in warm_of(admission) for uuid in entry.gpus}
     free = "GPU-1" if held == "GPU-0" else "GPU-0"
     admission._gpus.reserve(task="t", queue=several, gpus=[free], worker="another", term_seconds=60)
     assert [choice.warm_only for choice in admission.choose([several, any_gpu], barren=[several])] == [True]
