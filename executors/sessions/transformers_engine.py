@@ -63,7 +63,7 @@ class Call:
             self.done.get_loop().call_soon_threadsafe(lambda: None if self.done.done() else tell())
 
 
-class Work(Protocol):
+class BatchWork(Protocol):
     """What the batches of a session are: how a request is read, and how units of one key are done."""
 
     def load(self, opening: Open, emitter: Emitter) -> Loaded:
@@ -175,7 +175,7 @@ class TransformersEngine(SessionEngine):
         return None
 
 
-def _work(task_type: str) -> Work:
+def _work(task_type: str) -> BatchWork:
     if task_type == "embedding":
         from executors.sessions.transformers_vectors import Vectors
 

@@ -41,6 +41,7 @@ from gpuflow.worker.checkpoint_uploads import CheckpointUploads, begin_uploads, 
 from gpuflow.worker.child_python import ChildPython, EnvironmentNotReady
 from gpuflow.worker.child_user import files_as, owner_of
 from gpuflow.worker.confinement import explained
+from gpuflow.worker.launcher import hold_of, launcher_of, limits_by_engine, runner_of
 from gpuflow.worker.outcome import HandedBack, Outcome, cause_of, exception_of, handed_back, stopped
 from gpuflow.worker.preparation import PreparedAttempt, Preparing, Stopped, prepare
 from gpuflow.worker.results_folder import ResultsFolder
@@ -50,7 +51,6 @@ from gpuflow.worker.steps import until_answered
 from gpuflow.worker.task_limits import LimitPlan, Runner
 from gpuflow.worker.task_owner import TaskOwner
 from gpuflow.worker.usage_meter import UsageMeter, meter_of
-from gpuflow.worker.work import begin_of, hold_of, limits_by_engine, runner_of
 
 log = get_logger("gpuflow.supervisor")
 
@@ -237,7 +237,7 @@ class Delivery:
             runner = runner_of(runtime, allocation, prepared)
             self._trace_run(holder, prepared, runner)
             self.limits = runtime.limits.plan(asked, runner, limits_by_engine(prepared))
-            begin = begin_of(
+            launch = launcher_of(
                 runtime,
                 self.tag,
                 allocation,
@@ -262,7 +262,7 @@ class Delivery:
             prepared.request,
             self.ledger,
             holder,
-            begin=begin,
+            launch=launch,
             log_path=self.folder.log_path(number),
             log_max_bytes=settings.child_max_log_bytes,
             grace_seconds=settings.grace_seconds,

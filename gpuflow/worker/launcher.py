@@ -1,4 +1,4 @@
-"""What an attempt runs: a child of its own, or a request to a warm session, which its first task begins.
+"""Launches what an attempt runs: a child of its own, or a request to a warm session, which its first task begins.
 
 Called by the supervisor.
 """
@@ -12,7 +12,7 @@ from gpuflow.errors import NotAllowed
 from gpuflow.fleet.gpu_locks import Hold
 from gpuflow.protocol import FUNCTION_TYPE
 from gpuflow.routing.offers import REPLICA_OF, WARM_ENGINES, WARM_TASK_TYPES
-from gpuflow.worker.child import Child, Work
+from gpuflow.worker.child import Child, RunningWork
 from gpuflow.worker.child_python import ChildPython
 from gpuflow.worker.child_user import hand_over
 from gpuflow.worker.confinement import Confinement, of_attempt
@@ -37,7 +37,7 @@ def hold_of(runtime: Runtime, tag: str, allocation: Allocation | None) -> Hold:
     return (allocation.hold if allocation is not None else None) or _NONE
 
 
-def begin_of(
+def launcher_of(
     runtime: Runtime,
     tag: str,
     allocation: Allocation | None,
@@ -47,8 +47,8 @@ def begin_of(
     owner: Callable[[], str],
     plan: LimitPlan | None = None,
     alone: bool = False,
-) -> Callable[[], Work]:
-    """Return what begins the work of one attempt. It raises OSError when that cannot be, and HandedBack.
+) -> Callable[[], RunningWork]:
+    """Return what launches the work of one attempt. It raises OSError when that cannot be, and HandedBack.
 
     `owner` tells whose it is, `plan` is what a child of its own is held to. With `alone`, a warm session answers it by
     itself.
@@ -73,7 +73,7 @@ def begin_of(
     else:
         opening, request = opening_of(python, prepared, owner=bound, worker_id=runtime.worker_id), prepared.request
 
-    def ask() -> Work:
+    def ask() -> RunningWork:
         if opening.confinement.user is not None:  # the folders of a session of containers stay the worker's
             hand_over(prepared.settings, prepared.output_dir)
         return sessions.ask(tag, request, opening, alone=alone)
