@@ -21,13 +21,13 @@ from gpuflow.routing.offers import WARM_TASK_TYPES, is_replica, task_type_of
 from gpuflow.routing.placement import HostUsage, Placement
 from gpuflow.routing.queue_names import is_demand_queue
 from gpuflow.routing.requirement import Requirement
-from gpuflow.worker.books import Books
 from gpuflow.worker.demands import Demands
 from gpuflow.worker.machine_gpus import MachineGpus
 from gpuflow.worker.offering import Offering
 from gpuflow.worker.placements import Placements
 from gpuflow.worker.recent_models import RecentModels
 from gpuflow.worker.reserving import Reserving
+from gpuflow.worker.resource_usage import ResourceUsage
 from gpuflow.worker.sessions.entry import LOADING_PLACES
 from gpuflow.worker.sessions.neighbours import Neighbours
 from gpuflow.worker.sessions.table import Sessions
@@ -64,9 +64,9 @@ class Admission:
         self._gpus = gpus
         self.sessions = sessions
         self._neighbours = neighbours
-        self._books = Books(limits=limits, sessions=sessions)
-        self._held = self._books.held
-        self._placements = Placements(demands, gpus, reserving, self._books)
+        self._resources = ResourceUsage(limits=limits, sessions=sessions)
+        self._held = self._resources.held
+        self._placements = Placements(demands, gpus, reserving, self._resources)
         self._chosen: Hold | None = None
         self._warm_only: set[str] = set()
         self._machine = gpus.group()
@@ -306,19 +306,19 @@ class Admission:
     def jobs(self) -> int:
         """Return how many jobs and requests to sessions are held now, without replicas that keep sessions loaded."""
         with self._lock:
-            return self._books.count("job", "request")
+            return self._resources.count("job", "request")
 
     def free_jobs(self) -> int | None:
         """Return how many more jobs could begin, None for no limit by number."""
         with self._lock:
-            if not self._books.takes_jobs():
+            if not self._resources.takes_jobs():
                 return 0
-            return None if self.limits.max_jobs is None else max(0, self.limits.max_jobs - self._books.jobs())
+            return None if self.limits.max_jobs is None else max(0, self.limits.max_jobs - self._resources.jobs())
 
     def usage(self) -> HostUsage:
         """Return what is in use of the host, without the sessions that would be closed for a task that needs it."""
         with self._lock:
-            return self._books.usage(self.sessions.idle() if self.sessions is not None else ())
+            return self._resources.usage(self.sessions.idle() if self.sessions is not None else ())
 
     def is_replica(self, tag: str) -> bool:
         """Whether the message of `tag` keeps a session loaded."""
@@ -334,7 +334,7 @@ class Admission:
     def tags_on(self, uuid: str) -> list[str]:
         """Return the delivery tags of the messages that are worked on by a GPU."""
         with self._lock:
-            return self._books.on(uuid)
+            return self._resources.on(uuid)
 
     def idle(self) -> bool:
         """Whether nothing but control tasks and notices is held."""
@@ -367,21 +367,21 @@ class Admission:
         return self.enabled and not self.draining
 
     def _takes_jobs(self) -> bool:
-        return self._is_taking and self._books.takes_jobs()
+        return self._is_taking and self._resources.takes_jobs()
 
     def _warm_names(self) -> tuple[str, ...]:
         """Return the sessions that may be given a request now."""
-        if self.sessions is None or not self._is_taking or not self._books.takes_requests():
+        if self.sessions is None or not self._is_taking or not self._resources.takes_requests():
             return ()
-        return self.sessions.names(idle=self._books.takes_jobs())
+        return self.sessions.names(idle=self._resources.takes_jobs())
 
     def _is_open(self, queue: str) -> bool:
         slot = self.slot_of(queue)
         if slot == "control":
-            return self._books.takes_control()
+            return self._resources.takes_control()
         if slot == "notice":
-            return self._books.takes_notices()
-        return slot == "plain" and self._is_taking and self._books.takes_plain()
+            return self._resources.takes_notices()
+        return slot == "plain" and self._is_taking and self._resources.takes_plain()
 
     def _served(self, ready: Sequence[str], barren: Collection[str]) -> Mapping[str, Requirement]:
         """Return what this worker serves of `ready`, in order, while it takes jobs; looks at the reservation too."""

@@ -12,20 +12,20 @@ from gpuflow.routing.capability import Capability
 from gpuflow.routing.fit import match
 from gpuflow.routing.placement import GpuGrant, Placement, place
 from gpuflow.routing.requirement import Requirement
-from gpuflow.worker.books import Books
 from gpuflow.worker.demands import Demands
 from gpuflow.worker.machine_gpus import MachineGpus
 from gpuflow.worker.reserving import Reserving
+from gpuflow.worker.resource_usage import ResourceUsage
 from gpuflow.worker.sessions.entry import SessionEntry
 
 
 class Placements:
     """What could start on one worker, and what would have to be evicted for it."""
 
-    def __init__(self, demands: Demands, gpus: MachineGpus, reserving: Reserving, books: Books) -> None:
+    def __init__(self, demands: Demands, gpus: MachineGpus, reserving: Reserving, resources: ResourceUsage) -> None:
         self._demands = demands
         self._gpus = gpus
-        self._books = books
+        self._resources = resources
         self.reserving = reserving
 
     @property
@@ -41,7 +41,7 @@ class Placements:
         """Yield the queues whose next message could start now, each with what it may use."""
         if not served:
             return
-        free, usage, whole = self._gpus.snapshot(self.capability), self._books.usage(), self.capability
+        free, usage, whole = self._gpus.snapshot(self.capability), self._resources.usage(), self.capability
         uses_gpus = False
         for queue, asked in served.items():
             placed = place(asked, whole, usage, free, self.reserving.before(queue, self.asked))
@@ -56,7 +56,7 @@ class Placements:
 
         Where there is none, `beyond` looks for tasks whose GPUs an idle session of another worker may hold.
         """
-        sessions = self._books.sessions
+        sessions = self._resources.sessions
         asks = {queue: self.asked(queue) for queue in queues}
         if sessions is None or not sessions.here():
             asks = {queue: asked for queue, asked in asks.items() if beyond and asked.gpu_count}
@@ -67,7 +67,7 @@ class Placements:
 
     def yields(self, asked: Requirement) -> bool:
         """Whether a task could start if the sessions that have served long enough took no more requests."""
-        served = self._books.sessions.served() if self._books.sessions is not None else []
+        served = self._resources.sessions.served() if self._resources.sessions is not None else []
         return bool(served) and self.fits_without(asked, served)
 
     def fits_without(self, asked: Requirement, sessions: Collection[SessionEntry]) -> bool:
@@ -75,7 +75,7 @@ class Placements:
         released = [GpuGrant(gpus=entry.gpus, share_mib=entry.hold.share_mib) for entry in sessions if entry.hold]
         free = self._gpus.snapshot(self.capability).plus(released, self.capability)
         reserved = self.reserving.before(asked.queue_name(), self.asked)
-        placed = place(asked, self.capability, self._books.usage(sessions), free, reserved)
+        placed = place(asked, self.capability, self._resources.usage(sessions), free, reserved)
         return isinstance(placed, Placement) and placed.max_runtime_seconds is None
 
     def evict_for(self, asked: Requirement, why: str) -> bool:
@@ -83,7 +83,7 @@ class Placements:
 
         None is closed that does not help, and none beyond what those that are already going give back.
         """
-        sessions = self._books.sessions
+        sessions = self._resources.sessions
         if sessions is None:
             return False
         going = sessions.going()

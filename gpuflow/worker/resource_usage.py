@@ -1,4 +1,4 @@
-"""What the messages that are here hold of this worker beside its GPUs: slots, CPUs and memory. Plain sums.
+"""Sums the slots, CPUs and memory that admitted messages use on this worker. Plain data.
 
 Kept by the admission, under its lock. GPUs are in the locks of the machine, which binds all workers on it.
 """
@@ -16,7 +16,7 @@ from gpuflow.worker.slots import CONTROL_SLOTS, NOTICE_SLOTS, Allocation, Limits
 
 
 @dataclass(kw_only=True)
-class Books:
+class ResourceUsage:
     """Allocations by delivery tag, next to the limits of the worker and what its warm sessions use."""
 
     limits: Limits
