@@ -21,10 +21,10 @@ from gpuflow.routing.offers import WARM_TASK_TYPES, is_replica, task_type_of
 from gpuflow.routing.placement import HostUsage, Placement
 from gpuflow.routing.queue_names import is_demand_queue
 from gpuflow.routing.requirement import Requirement
-from gpuflow.worker.demands import Demands
 from gpuflow.worker.machine_gpus import MachineGpus
 from gpuflow.worker.offering import Offering
 from gpuflow.worker.placements import Placements
+from gpuflow.worker.queue_matcher import QueueMatcher
 from gpuflow.worker.recent_models import RecentModels
 from gpuflow.worker.reserving import Reserving
 from gpuflow.worker.resource_usage import ResourceUsage
@@ -42,7 +42,7 @@ class Admission:
 
     def __init__(
         self,
-        demands: Demands,
+        matcher: QueueMatcher,
         limits: Limits,
         gpus: MachineGpus,
         reserving: Reserving,
@@ -52,7 +52,7 @@ class Admission:
         sessions: Sessions | None = None,
         neighbours: Neighbours | None = None,
     ) -> None:
-        self.demands = demands
+        self.matcher = matcher
         self.limits = limits
         self.reserving = reserving
         self.models = RecentModels()
@@ -66,7 +66,7 @@ class Admission:
         self._neighbours = neighbours
         self._resources = ResourceUsage(limits=limits, sessions=sessions)
         self._held = self._resources.held
-        self._placements = Placements(demands, gpus, reserving, self._resources)
+        self._placements = Placements(matcher, gpus, reserving, self._resources)
         self._chosen: Hold | None = None
         self._warm_only: set[str] = set()
         self._machine = gpus.group()
@@ -75,7 +75,7 @@ class Admission:
     @property
     def capability(self) -> Capability:
         """All that this worker has, free or not."""
-        return self.demands.capability
+        return self.matcher.capability
 
     # -- the gate: called on the consumer's thread --------------------------------------------------------------
 
@@ -86,7 +86,7 @@ class Admission:
     def waits_as(self) -> str:
         """The class of this worker while it could take a job, or a request to a warm session; "" otherwise."""
         with self._lock:
-            return self.demands.name if self._takes_jobs() or self._warm_names() else ""
+            return self.matcher.name if self._takes_jobs() or self._warm_names() else ""
 
     @property
     def machine(self) -> str:
@@ -116,7 +116,7 @@ class Admission:
 
     def woken_for(self, queue: str) -> None:
         """Say of a queue of which the doorbell told whether this class serves it."""
-        self.demands.tell(queue)
+        self.matcher.tell(queue)
 
     def fitting(self, ready: Sequence[str], barren: Collection[str] = ()) -> list[str]:
         """Return the demand queues of `ready`, without the barren ones, whose next message could start now."""
@@ -161,7 +161,7 @@ class Admission:
 
         Where that does not help, other workers of the machine are asked to close theirs.
         """
-        asked = self.demands.requirement(queue)
+        asked = self.matcher.requirement(queue)
         if asked is None or not self._takes_jobs() or self.make_room(asked, f"a task of {queue} waits for its place"):
             return
         if self._neighbours is not None and asked.gpu_count:
@@ -202,14 +202,14 @@ class Admission:
             self._held[tag] = allocation
             self.chosen_none()
         if slot == "job":
-            self.demands.tell(queue)
+            self.matcher.tell(queue)
             if self._neighbours is not None:
                 self._neighbours.granted()
         return True
 
     def _place(self, queue: str, tag: str, allocation: Allocation, session: str, asked: str) -> bool:
         """Give the message of a demand queue its place; False where it has none."""
-        requirement = self.demands.requirement(queue)
+        requirement = self.matcher.requirement(queue)
         needs_gpus = requirement is not None and requirement.gpu_count > 0
         sessions = self.sessions if session and self._keeps_warm(asked, gpus=needs_gpus) else None
         replica = is_replica(asked)
@@ -388,7 +388,7 @@ class Admission:
         if not ready or not self.waits_as:
             return {}
         self.reserving.look(ready)
-        return self.demands.served(name for name in ready if name not in barren)
+        return self.matcher.served(name for name in ready if name not in barren)
 
     def _startable(self, served: Mapping[str, Requirement]) -> Iterator[tuple[str, Placement]]:
         return self._placements.startable(served) if self._takes_jobs() else iter(())

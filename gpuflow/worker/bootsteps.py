@@ -41,7 +41,6 @@ from gpuflow.spec.user_types import registered, usable
 from gpuflow.surroundings import serve_threads
 from gpuflow.worker.admission import Admission
 from gpuflow.worker.consumer import fail_unreadable
-from gpuflow.worker.demands import Demands
 from gpuflow.worker.event_batches import EventBatches
 from gpuflow.worker.housekeeping import Housekeeping
 from gpuflow.worker.machine_gpus import MachineGpus
@@ -51,6 +50,7 @@ from gpuflow.worker.offering import Offering
 from gpuflow.worker.pool import publishes_again
 from gpuflow.worker.preflight import require_durable, require_own_id
 from gpuflow.worker.presence import PresenceThread
+from gpuflow.worker.queue_matcher import QueueMatcher
 from gpuflow.worker.reserving import Reserving
 from gpuflow.worker.runtime import Runtime, current, find, install
 from gpuflow.worker.service import Notifier, ServiceWatch
@@ -177,7 +177,7 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
         )
         neighbours = Neighbours(app.redis, app.keys, machine_gpus.group(), worker.worker_id)
         table.gate = admission = Admission(
-            Demands(app.redis, app.keys, capability, families=worker.asked_queues, cost=cost),
+            QueueMatcher(app.redis, app.keys, capability, families=worker.asked_queues, cost=cost),
             limits,
             machine_gpus,
             Reserving(machine_gpus, app.redis, app.keys, worker.worker_id),
@@ -404,7 +404,7 @@ class Subscriptions(bootsteps.StartStopStep):  # type: ignore[misc]
         """Begin to take."""
         runtime = current()
         EventBatches(consumer).install()
-        runtime.admission.demands.enlist()
+        runtime.admission.matcher.enlist()
         consumer.add_task_queue(CONTROL_QUEUE)
         for queue in NOTICE_QUEUES:
             consumer.add_task_queue(queue)

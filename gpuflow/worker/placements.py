@@ -12,8 +12,8 @@ from gpuflow.routing.capability import Capability
 from gpuflow.routing.fit import match
 from gpuflow.routing.placement import GpuGrant, Placement, place
 from gpuflow.routing.requirement import Requirement
-from gpuflow.worker.demands import Demands
 from gpuflow.worker.machine_gpus import MachineGpus
+from gpuflow.worker.queue_matcher import QueueMatcher
 from gpuflow.worker.reserving import Reserving
 from gpuflow.worker.resource_usage import ResourceUsage
 from gpuflow.worker.sessions.entry import SessionEntry
@@ -22,8 +22,10 @@ from gpuflow.worker.sessions.entry import SessionEntry
 class Placements:
     """What could start on one worker, and what would have to be evicted for it."""
 
-    def __init__(self, demands: Demands, gpus: MachineGpus, reserving: Reserving, resources: ResourceUsage) -> None:
-        self._demands = demands
+    def __init__(
+        self, matcher: QueueMatcher, gpus: MachineGpus, reserving: Reserving, resources: ResourceUsage
+    ) -> None:
+        self._matcher = matcher
         self._gpus = gpus
         self._resources = resources
         self.reserving = reserving
@@ -31,11 +33,11 @@ class Placements:
     @property
     def capability(self) -> Capability:
         """All that this worker has, free or not."""
-        return self._demands.capability
+        return self._matcher.capability
 
     def asked(self, queue: str) -> Requirement:
         """Return what a queue asks for."""
-        return self._demands.requirement(queue) or Requirement()
+        return self._matcher.requirement(queue) or Requirement()
 
     def startable(self, served: Mapping[str, Requirement]) -> Iterator[tuple[str, Placement]]:
         """Yield the queues whose next message could start now, each with what it may use."""

@@ -24,7 +24,7 @@ from gpuflow.routing.capability import Capability
 from gpuflow.routing.families import CONTROL_QUEUE
 from gpuflow.routing.placement import FreeGpus
 from gpuflow.worker.admission import Admission
-from gpuflow.worker.demands import Demands
+from gpuflow.worker.queue_matcher import QueueMatcher
 from gpuflow.worker.reserving import Reserving
 from gpuflow.worker.slots import Limits
 
@@ -130,9 +130,11 @@ class VirtualWorker:
         self.leases = LeaseTable(keys, 600, owner=name)
         self.leases.connect(client, keep=False)
         made: Any = gpus
-        self.admission = Admission(Demands(client, keys, capability), limits, made, Reserving(made, client, keys, name))
+        self.admission = Admission(
+            QueueMatcher(client, keys, capability), limits, made, Reserving(made, client, keys, name)
+        )
         self.leases.gate = self.admission
-        self.admission.demands.enlist()
+        self.admission.matcher.enlist()
 
     def hear(self, token: str | None) -> None:
         """Read the doorbell."""

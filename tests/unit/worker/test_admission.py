@@ -13,7 +13,7 @@ from gpuflow.routing.families import CONTROL_QUEUE
 from gpuflow.routing.requirement import Requirement
 from gpuflow.worker.admission import MOST_CHOSEN, Admission
 from gpuflow.worker.slots import CONTROL_SLOTS
-from tests.support.demands import Client, locks_open, machine, worker
+from tests.support.admission import Client, locks_open, machine, worker
 
 ONE = Requirement(gpu_count=1)
 A100 = Requirement(gpu_count=1, gpu_names=("a100",))
@@ -279,7 +279,7 @@ def test_a_lost_gpu_between_the_choice_and_the_answer_leaves_the_message_its_hol
     admission = make(gpus=2)
     admission.choose([one])
 
-    admission.demands.change(machine(1))
+    admission.matcher.change(machine(1))
     admission.on_leased(one, "a")
 
     held = admission.keep("a")

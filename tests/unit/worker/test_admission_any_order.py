@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gpuflow.routing.requirement import Requirement
 from gpuflow.worker.admission import Admission
-from tests.support.demands import Client, locks_open, machine, worker
+from tests.support.admission import Client, locks_open, machine, worker
 
 ONE = Requirement(gpu_count=1)
 A100 = Requirement(gpu_count=1, gpu_names=("a100",))

@@ -32,7 +32,7 @@ from gpuflow.settings import Settings
 from gpuflow.worker.presence import PresenceThread
 from gpuflow.worker.sessions.entry import SessionEntry
 from gpuflow.worker.task_limits import TaskLimits
-from tests.support.demands import TOTAL_MIB, Client, worker
+from tests.support.admission import TOTAL_MIB, Client, worker
 
 KINDS = (("a100",), ("h100",))
 ASKS = (
@@ -136,7 +136,7 @@ class Box:
             self.client, folder / "locks", self.capability, warm=True, query=self._uses, **found["limits"]
         )
         self.ready = [self.big, self.queue] if found["behind"] else [self.queue, self.big]
-        self.admission.demands.served(self.ready)  # what their tasks ask for is known to a worker that has seen them
+        self.admission.matcher.served(self.ready)  # what their tasks ask for is known to a worker that has seen them
         self._fill()
 
     def _uses(self, uuids: Sequence[str]) -> Uses:

@@ -67,7 +67,7 @@ class Worker:
             idle=lambda: not self.held,
             limits=SimpleNamespace(max_jobs=2),
             capability=Capability(),
-            demands=SimpleNamespace(name="class", families=None, names=list, cost=0.0),
+            matcher=SimpleNamespace(name="class", families=None, names=list, cost=0.0),
             models=SimpleNamespace(names=tuple),
         )
         self.runtime = SimpleNamespace(

@@ -14,7 +14,7 @@ from gpuflow.routing.requirement import Requirement
 from gpuflow.worker.admission import Admission
 from gpuflow.worker.sessions.entry import SessionEntry
 from gpuflow.worker.sessions.table import Sessions
-from tests.support.demands import TOTAL_MIB, Client, machine, worker
+from tests.support.admission import TOTAL_MIB, Client, machine, worker
 from tests.support.engines import scripted
 from tests.support.waiting import eventually
 
