@@ -83,7 +83,7 @@ def hardware_of(number: int) -> Hardware:
     )
 
 
-class NoOffering:
+class NoSupportedRuntimes:
     """Stands in for what a worker offers: it runs no child, and many of them share one process."""
 
     def look(self) -> None:
@@ -118,7 +118,7 @@ class SimulatedWorker:
             leases=table,
             admission=self.admission,
             machine_gpus=gpus,
-            offering=NoOffering(),
+            supported_runtimes=NoSupportedRuntimes(),
             connected=True,
         )
         self.pause_seconds = 0.0

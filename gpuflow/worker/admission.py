@@ -22,7 +22,6 @@ from gpuflow.routing.placement import HostUsage, Placement
 from gpuflow.routing.queue_names import is_demand_queue
 from gpuflow.routing.requirement import Requirement
 from gpuflow.worker.machine_gpus import MachineGpus
-from gpuflow.worker.offering import Offering
 from gpuflow.worker.placements import Placements
 from gpuflow.worker.queue_matcher import QueueMatcher
 from gpuflow.worker.recent_models import RecentModels
@@ -32,6 +31,7 @@ from gpuflow.worker.sessions.entry import LOADING_PLACES
 from gpuflow.worker.sessions.neighbours import Neighbours
 from gpuflow.worker.sessions.table import Sessions
 from gpuflow.worker.slots import Allocation, Limits, SlotClass
+from gpuflow.worker.supported_runtimes import SupportedRuntimes
 
 #: So many demand queues are named in one pop at most.
 MOST_CHOSEN: Final = 8
@@ -47,7 +47,7 @@ class Admission:
         gpus: MachineGpus,
         reserving: Reserving,
         *,
-        offering: Offering | None = None,
+        supported_runtimes: SupportedRuntimes | None = None,
         patience_seconds: float = 0.0,
         sessions: Sessions | None = None,
         neighbours: Neighbours | None = None,
@@ -59,7 +59,7 @@ class Admission:
         self.draining = False
         #: False: it takes nothing new but control tasks and notices, and keeps no model loaded that idles.
         self.enabled = True
-        self._offering = offering
+        self._supported_runtimes = supported_runtimes
         self._patience_seconds = patience_seconds
         self._gpus = gpus
         self.sessions = sessions
@@ -101,7 +101,7 @@ class Admission:
     @property
     def message_filter(self) -> MessageFilter:
         """Which messages of a queue this worker takes first, and which not at all."""
-        offers = self._offering
+        offers = self._supported_runtimes
         return MessageFilter(
             types=None if offers is None else tuple(offers.plain.names),
             gpu_types=None if offers is None or offers.same else tuple(offers.with_gpus.names),
@@ -224,7 +224,11 @@ class Admission:
         if sessions is not None:
             allocation.slot, allocation.session = "replica" if replica else "request", session
             in_turn = task_type_of(asked) in WARM_TASK_TYPES
-            places = self._offering.loading_places(asked) if self._offering is not None else LOADING_PLACES
+            places = (
+                self._supported_runtimes.loading_places(asked)
+                if self._supported_runtimes is not None
+                else LOADING_PLACES
+            )
             sessions.expect(session, tag, hold, requirement, in_turn=in_turn, loading_places=places, replica=replica)
         else:
             allocation.requirement, allocation.hold = requirement, hold
@@ -233,7 +237,7 @@ class Admission:
         return True
 
     def _keeps_warm(self, asked: str, *, gpus: bool) -> bool:
-        return self._offering is None or self._offering.keeps_warm(asked, gpus=gpus)
+        return self._supported_runtimes is None or self._supported_runtimes.keeps_warm(asked, gpus=gpus)
 
     def on_lease_ended(self, tag: str) -> bool:
         """Give back what `tag` holds, or leave that to the supervisor that keeps it; say if that opens a queue.

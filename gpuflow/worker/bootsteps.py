@@ -46,7 +46,6 @@ from gpuflow.worker.housekeeping import Housekeeping
 from gpuflow.worker.machine_gpus import MachineGpus
 from gpuflow.worker.main import CannotStart
 from gpuflow.worker.merged_tasks import requeues_run
-from gpuflow.worker.offering import Offering
 from gpuflow.worker.pool import publishes_again
 from gpuflow.worker.preflight import require_durable, require_own_id
 from gpuflow.worker.presence import PresenceThread
@@ -59,6 +58,7 @@ from gpuflow.worker.sessions.setup import make_sessions, yield_to
 from gpuflow.worker.signed_work import SignedWork
 from gpuflow.worker.slots import Limits
 from gpuflow.worker.stopping import Stopper
+from gpuflow.worker.supported_runtimes import SupportedRuntimes
 from gpuflow.worker.task_limits import limits_of
 from gpuflow.worker.thread_context import of_this_thread
 from gpuflow.worker.user_environments import environments_of
@@ -164,7 +164,7 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
         named = dict.fromkeys(TASK_OF_TYPE) | environments_of(app.settings, own_types)
         taken = {name: named[name] for name in types} if types is not None else named
         sessions = make_sessions(app.settings, table, machine_gpus, worker.worker_id) if not ephemeral else None
-        offering = Offering(
+        supported_runtimes = SupportedRuntimes(
             app.settings,
             taken,
             gpus=bool(capability.gpus),
@@ -181,7 +181,7 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
             limits,
             machine_gpus,
             Reserving(machine_gpus, app.redis, app.keys, worker.worker_id),
-            offering=offering,
+            supported_runtimes=supported_runtimes,
             patience_seconds=app.settings.model_patience_seconds,
             sessions=sessions,
             neighbours=neighbours,
@@ -206,7 +206,7 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
             asked_queues=worker.asked_queues,
             executors=types,
             user_types=own_types,
-            offering=offering,
+            supported_runtimes=supported_runtimes,
             machine_gpus=machine_gpus,
             limits=limits_of(app.settings),
         )

@@ -93,7 +93,7 @@ class PresenceThread(threading.Thread):
                 self.runtime.stop_replicas()
                 self.runtime.admission.unload_idle("the worker is disabled")
             if now >= next_look:
-                self.runtime.offering.look()
+                self.runtime.supported_runtimes.look()
                 next_look = time.monotonic() + settings.heartbeat_interval_seconds
             if now >= next_disk:
                 next_disk = now + DISK_SECONDS
@@ -321,11 +321,11 @@ class PresenceThread(threading.Thread):
             "families": None if families is None else list(families),
             "executors": None if self.runtime.executors is None else list(self.runtime.executors),
             "userTypes": list(self.runtime.user_types),
-            "offers": self.runtime.offering.to_dict(),
+            "offers": self.runtime.supported_runtimes.to_dict(),
             "protocol": versions.told(),
             "limits": self.runtime.limits.to_dict(),
             "allowsCode": sorted(allowed_kinds(self.runtime.app.settings.allow_code)),
-            "secrets": list(self.runtime.offering.secrets),
+            "secrets": list(self.runtime.supported_runtimes.secrets),
             "signing": self.runtime.app.signer.public() if self.runtime.app.signer is not None else {},
         }
         if hardware.gpus:

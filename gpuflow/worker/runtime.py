@@ -19,9 +19,9 @@ from gpuflow.fleet.hardware import Hardware
 from gpuflow.fleet.registry import Fleet
 from gpuflow.worker.admission import Admission
 from gpuflow.worker.machine_gpus import MachineGpus
-from gpuflow.worker.offering import Offering
 from gpuflow.worker.outcome import StopReason
 from gpuflow.worker.spec_policy import SpecPolicy, policy_of
+from gpuflow.worker.supported_runtimes import SupportedRuntimes
 from gpuflow.worker.task_limits import TaskLimits
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Runtime:
     ephemeral: bool = False
     executors: tuple[str, ...] | None = None
     user_types: tuple[str, ...] = ()
-    offering: Offering
+    supported_runtimes: SupportedRuntimes
     limits: TaskLimits = field(default_factory=TaskLimits)
     asked_queues: tuple[str, ...] | None = None
     running: dict[str, Stoppable] = field(default_factory=dict)

@@ -299,7 +299,7 @@ class Delivery:
 
     def python(self, gpus: Sequence[str]) -> ChildPython:
         """Return how the child is started. Raises EnvironmentNotReady."""
-        return self.runtime.offering.python_of(self.spec, gpus=bool(gpus))
+        return self.runtime.supported_runtimes.python_of(self.spec, gpus=bool(gpus))
 
     def prepare(
         self, python: ChildPython, attempt: int, hold: Hold, asked: Requirement | None, wanted: Callable[[], bool]
@@ -366,7 +366,7 @@ class Delivery:
             f"the child could not begin in environment {python.use.name}: {(outcome.error or {}).get('message')}; "
             f"run `gpuflow env check {python.use.name}` on worker {self.runtime.worker_id}"
         )
-        self.runtime.offering.let_down(python, "a child could not begin in it")
+        self.runtime.supported_runtimes.let_down(python, "a child could not begin in it")
         return replace(outcome, error=cause_of(broken))
 
     def _wake(self) -> None:

@@ -214,7 +214,7 @@ class Box:
             admission=self.admission,
             machine_gpus=self.admission._gpus,
             hardware=SimpleNamespace(hostname="box", gpus=self.capability.gpus, driver_problem="", problems=()),
-            offering=SimpleNamespace(to_dict=dict, secrets=()),
+            supported_runtimes=SimpleNamespace(to_dict=dict, secrets=()),
             worker_id="w1",
             ephemeral=False,
             asked_queues=None,

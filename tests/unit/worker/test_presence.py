@@ -75,7 +75,7 @@ class Worker:
             admission=admission,
             machine_gpus=MachineGpus(()),
             hardware=SimpleNamespace(hostname="box", gpus=(), driver_problem="", problems=()),
-            offering=SimpleNamespace(to_dict=dict, secrets=()),
+            supported_runtimes=SimpleNamespace(to_dict=dict, secrets=()),
             worker_id="w",
             ephemeral=False,
             asked_queues=None,

@@ -32,7 +32,7 @@ from gpuflow.worker.sessions.entry import LOADING_PLACES
 log = get_logger("gpuflow.worker")
 
 
-class Offering:
+class SupportedRuntimes:
     """The offers of one worker. `task_types` are those that it may run; a user's with the environment that it names.
 
     `sessions` says whether it keeps models loaded, `functions` are the Celery tasks of the team that it has, with the
