@@ -20,7 +20,7 @@ from executors.sessions.unused import unused, with_warnings
 from gpuflow.protocol import Emitter, Request
 
 
-class Alone(Executor):
+class OneShotVllm(Executor):
     """Loads vLLM's engine, answers on it as a session does, and ends it."""
 
     task_types: ClassVar[tuple[str, ...]] = FAMILIES
