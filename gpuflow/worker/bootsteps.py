@@ -52,13 +52,13 @@ from gpuflow.worker.presence import PresenceThread
 from gpuflow.worker.queue_matcher import QueueMatcher
 from gpuflow.worker.reserving import Reserving
 from gpuflow.worker.runtime import Runtime, current, find, install
-from gpuflow.worker.service import Notifier, ServiceWatch
 from gpuflow.worker.sessions.neighbours import Neighbours
 from gpuflow.worker.sessions.setup import make_sessions, yield_to
 from gpuflow.worker.signed_work import SignedWork
 from gpuflow.worker.slots import Limits
 from gpuflow.worker.stopping import Stopper
 from gpuflow.worker.supported_runtimes import SupportedRuntimes
+from gpuflow.worker.systemd import SystemdNotifier, SystemdWatch
 from gpuflow.worker.task_limits import limits_of
 from gpuflow.worker.thread_context import of_this_thread
 from gpuflow.worker.user_environments import environments_of
@@ -222,10 +222,10 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
         runtime = current()
         names = ", ".join(gpu.name for gpu in runtime.hardware.gpus) or runtime.hardware.nvml or "no GPU"
         settings = runtime.app.settings
-        notifier = Notifier.from_environment(os.environ)
+        notifier = SystemdNotifier.from_environment(os.environ)
         if notifier is not None:
-            runtime.service = ServiceWatch(runtime, notifier)
-            runtime.service.start()
+            runtime.systemd = SystemdWatch(runtime, notifier)
+            runtime.systemd.start()
         if runtime.stopper is not None:
             runtime.stopper.start()
             if settings.spot_notices == "aws":

@@ -26,8 +26,8 @@ from gpuflow.worker.task_limits import TaskLimits
 
 if TYPE_CHECKING:
     from gpuflow.worker.presence import PresenceThread
-    from gpuflow.worker.service import ServiceWatch
     from gpuflow.worker.stopping import Stopper
+    from gpuflow.worker.systemd import SystemdWatch
 
 
 class Stoppable(Protocol):
@@ -62,7 +62,7 @@ class Runtime:
     connecting: bool = False
     presence: PresenceThread | None = None
     stopper: Stopper | None = None
-    service: ServiceWatch | None = None
+    systemd: SystemdWatch | None = None
     stopping: StopReason | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
