@@ -1,8 +1,8 @@
 """Simulated workers for fleet_scale.py: the classes of a real worker on a real broker, without Celery and children.
 
-One process holds many of them. Each has its own connection, channel, lease table with its keeper, demands, admission,
-GPU locks (a lock directory for each "machine") and presence thread: those of `gpuflow.worker`, unchanged. A task is
-taken, begun, reported on and committed by the ledger, and acknowledged; instead of a child there is a pause.
+One process holds many of them. Each has its own connection, channel, lease table with its keeper, queue matcher,
+admission, GPU locks (a lock directory for each "machine") and presence thread: those of `gpuflow.worker`, unchanged. A
+task is taken, begun, reported on and committed by the ledger, and acknowledged; instead of a child there is a pause.
 
     python fleet_clients.py URL FOLDER FIRST COUNT
 
@@ -37,9 +37,9 @@ from gpuflow.routing.capability import Capability
 from gpuflow.routing.families import CONTROL_QUEUE
 from gpuflow.settings import Settings
 from gpuflow.worker.admission import Admission
-from gpuflow.worker.demands import Demands
 from gpuflow.worker.machine_gpus import MachineGpus
 from gpuflow.worker.presence import PresenceThread
+from gpuflow.worker.queue_matcher import QueueMatcher
 from gpuflow.worker.reserving import Reserving
 from gpuflow.worker.runtime import Runtime
 from gpuflow.worker.slots import Limits
@@ -83,7 +83,7 @@ def hardware_of(number: int) -> Hardware:
     )
 
 
-class NoOffering:
+class NoSupportedRuntimes:
     """Stands in for what a worker offers: it runs no child, and many of them share one process."""
 
     secrets: tuple[str, ...] = ()
@@ -106,7 +106,7 @@ class SimulatedWorker:
         table = LeaseTable(app.keys, app.settings.lease_seconds, member=name)
         self.limits = Limits(max_jobs=1)
         self.admission = table.gate = Admission(
-            Demands(app.redis, app.keys, capability),
+            QueueMatcher(app.redis, app.keys, capability),
             self.limits,
             gpus,
             Reserving(gpus, app.redis, app.keys, name),
@@ -120,7 +120,7 @@ class SimulatedWorker:
             leases=table,
             admission=self.admission,
             machine_gpus=gpus,
-            offering=NoOffering(),
+            supported_runtimes=NoSupportedRuntimes(),
             connected=True,
         )
         self.pause_seconds = 0.0
@@ -153,7 +153,7 @@ class SimulatedWorker:
             self.table.wake()
 
     def _run(self) -> None:
-        self.admission.demands.enlist()
+        self.admission.matcher.enlist()
         with self.app.connection_for_read() as connection:
             channel = connection.channel()
             channel._own_leases = self.table

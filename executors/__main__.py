@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final, NoReturn
 
-from executors import cancellation, limits
+from executors import cancellation, task_access
 from executors.base import MERGED, Executor, ExecutorError, plain
 from executors.cache import hold_inputs
 from executors.cores import limit_threads
@@ -46,7 +46,7 @@ def _serve(emitter: Emitter) -> int:
     emitter.emit("connection", status="connected")
     try:
         request = _read_request()
-        limits.use(request)
+        task_access.use(request)
         request = _with_environment(request)
         emitter.output_dir = request.output_dir
         executor = find(request.task_type)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from executors import limits
+from executors import task_access
 from executors.base import Executor, bad_input
 from executors.cache import cache_root
 from executors.programs.heard import PROGRAM, Heard, check
@@ -75,7 +75,7 @@ def _folder(section: Mapping[str, Any], output_dir: Path) -> Iterator[Path]:
         return
     folder = Path(str(section["path"])).expanduser() if section.get("path") else output_dir
     if section.get("path") and folder.is_absolute():
-        folder = limits.folder(folder, "command.path")
+        folder = task_access.folder(folder, "command.path")
     if not folder.is_absolute():
         raise bad_input(f"command.path is {str(folder)!r}; give an absolute path of the worker")
     if not folder.is_dir():

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from executors import cancellation, limits
+from executors import cancellation, task_access
 from executors.base import Executor, ExecutorError, write_responses
 from executors.checkpoints import folder_of, to_resume
 from gpuflow.checkpoints import mark_complete
@@ -129,7 +129,7 @@ def _wait_for_path(wanted: Mapping[str, Any], *, broken_off: Callable[[], bool] 
 def _exists(path: str, field: str) -> bool:
     """Whether a path is there. Raises NotAllowed for one that the task may not look at."""
     try:
-        with limits.reading(path, field):
+        with task_access.reading(path, field):
             return True
     except OSError:
         return False

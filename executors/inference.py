@@ -51,7 +51,7 @@ def answer(request: Request, prompts_for: Callable[[Any], Sequence[Prompt]], emi
     model, tokenizer, name = load(request, emitter)
     import torch
 
-    from executors.generation.engine import Engine, Weights
+    from executors.generation.text_generator import TextGenerator, Weights
 
     if sampling.seed is not None:
         torch.manual_seed(sampling.seed)
@@ -59,8 +59,8 @@ def answer(request: Request, prompts_for: Callable[[Any], Sequence[Prompt]], emi
     emitter.status("working")
     weights = Weights(model, tokenizer)
     weights.grammars.check(sampling.structured)
-    engine = Engine(weights, sampling)
-    return result_of(_answer_all(prompts, engine, tokenizer, inference, emitter), name, inference=inference)
+    generator = TextGenerator(weights, sampling)
+    return result_of(_answer_all(prompts, generator, tokenizer, inference, emitter), name, inference=inference)
 
 
 def load(request: Request, emitter: Emitter) -> tuple[Any, Any, str]:
@@ -83,16 +83,16 @@ def load(request: Request, emitter: Emitter) -> tuple[Any, Any, str]:
 
 
 def _answer_all(
-    prompts: Sequence[Prompt], engine: Any, tokenizer: Any, inference: Mapping[str, Any], emitter: Emitter
+    prompts: Sequence[Prompt], generator: Any, tokenizer: Any, inference: Mapping[str, Any], emitter: Emitter
 ) -> list[dict[str, Any]]:
     meter = Meter()
-    size = batch_size(inference, engine.sampling)
+    size = batch_size(inference, generator.sampling)
     stream = bool(inference.get("stream"))
-    samples = engine.sampling.n
+    samples = generator.sampling.n
     items: list[dict[str, Any]] = []
     rendered = [render(prompt, tokenizer, inference) for prompt in prompts]
-    lengths = engine.count_tokens(rendered)
-    for span in batches([engine.leaves_room(length) for length in lengths], size):
+    lengths = generator.count_tokens(rendered)
+    for span in batches([generator.leaves_room(length) for length in lengths], size):
         batch = [prompts[number] for number in span]
 
         def watch(rows: Sequence[Any], batch: Sequence[Prompt] = batch, start: int = span.start) -> None:
@@ -103,7 +103,7 @@ def _answer_all(
                 speed = meter.tokens_per_second(sum(row.tokens for row in rows))
                 emitter.progress(start, len(prompts), "item", tokens_per_second=speed)
 
-        for number, rows in zip(span, engine.answer([rendered[number] for number in span], watch), strict=True):
+        for number, rows in zip(span, generator.answer([rendered[number] for number in span], watch), strict=True):
             meter.tokens += sum(row.tokens for row in rows)
             items.append(item_of(prompts[number], rows, lengths[number]))
         emitter.progress(len(items), len(prompts), "item", tokens_per_second=meter.tokens_per_second())

@@ -82,7 +82,7 @@ def answer_children(children: Sequence[MergedChild], load: Load, emitter: Emitte
             results |= {call.child.id: failed(error) for call in group}
             continue
         emitter.status("working")
-        from executors.generation.engine import Weights
+        from executors.generation.text_generator import Weights
 
         weights = Weights(model, tokenizer)
         for batch in _groups(group, lambda call: call.batch_key):
@@ -113,26 +113,26 @@ def _groups(calls: Sequence[_Call], key: Callable[[_Call], str]) -> Iterator[lis
 
 def _answer_alike(calls: Sequence[_Call], weights: Any, name: str, results: dict[str, Result]) -> None:
     """Answer calls of one model and one sampling, and write the files of each."""
-    from executors.generation.engine import Engine
+    from executors.generation.text_generator import TextGenerator
 
-    engine = Engine(weights, calls[0].sampling)
+    generator = TextGenerator(weights, calls[0].sampling)
     good = []
     for call in calls:
         try:
             call.rendered = [render(prompt, weights.tokenizer, call.inference) for prompt in call.prompts]
-            call.tokens = engine.count_tokens(call.rendered)
+            call.tokens = generator.count_tokens(call.rendered)
             weights.grammars.check(call.sampling.structured)
-            call.room = [engine.leaves_room(count) for count in call.tokens]
+            call.room = [generator.leaves_room(count) for count in call.tokens]
             good.append(call)
         except Exception as error:  # noqa: BLE001  (one bad child fails alone)
             results[call.child.id] = failed(error)
     if good:
-        _answer_or_split(good, engine, name, results)
+        _answer_or_split(good, generator, name, results)
 
 
-def _answer_or_split(calls: Sequence[_Call], engine: Any, name: str, results: dict[str, Result]) -> None:
+def _answer_or_split(calls: Sequence[_Call], generator: Any, name: str, results: dict[str, Result]) -> None:
     try:
-        _answer(calls, engine, stream=True)
+        _answer(calls, generator, stream=True)
     except Exception as error:  # noqa: BLE001  (one bad child fails alone)
         if len(calls) == 1:
             results[calls[0].child.id] = failed(error)
@@ -144,15 +144,15 @@ def _answer_or_split(calls: Sequence[_Call], engine: Any, name: str, results: di
             results[call.child.id] = _written(call, name)
         return
     for call in calls:
-        results[call.child.id] = _again(call, engine, name)
+        results[call.child.id] = _again(call, generator, name)
 
 
-def _again(call: _Call, engine: Any, name: str) -> Result:
+def _again(call: _Call, generator: Any, name: str) -> Result:
     """Answer one call of a batch that failed. Nothing is streamed: what was told already stays, the result is whole."""
     free_unused()
     call.items.clear()
     try:
-        _answer([call], engine, stream=False)
+        _answer([call], generator, stream=False)
     except Exception as error:  # noqa: BLE001  (one bad child fails alone)
         return failed(error)
     return _written(call, name)
@@ -167,19 +167,19 @@ def _written(call: _Call, name: str) -> Result:
     return result
 
 
-def _answer(calls: Sequence[_Call], engine: Any, *, stream: bool) -> None:
+def _answer(calls: Sequence[_Call], generator: Any, *, stream: bool) -> None:
     from executors.generation.randomness import apart, begin
 
-    with nullcontext() if engine.sampling.seed is None else apart():
-        if engine.sampling.seed is not None:
-            begin(None, engine.sampling.seed)
-        _answer_batches(calls, engine, stream=stream)
+    with nullcontext() if generator.sampling.seed is None else apart():
+        if generator.sampling.seed is not None:
+            begin(None, generator.sampling.seed)
+        _answer_batches(calls, generator, stream=stream)
 
 
-def _answer_batches(calls: Sequence[_Call], engine: Any, *, stream: bool) -> None:
+def _answer_batches(calls: Sequence[_Call], generator: Any, *, stream: bool) -> None:
     todo = [(call, number) for call in calls for number in range(len(call.prompts))]
-    size = max(batch_size(call.inference, engine.sampling) for call in calls)
-    samples = engine.sampling.n
+    size = max(batch_size(call.inference, generator.sampling) for call in calls)
+    samples = generator.sampling.n
     for span in batches([call.room[number] for call, number in todo], size):
         batch = [todo[place] for place in span]
 
@@ -189,6 +189,6 @@ def _answer_batches(calls: Sequence[_Call], engine: Any, *, stream: bool) -> Non
                     tell_deltas(rows[place * samples : (place + 1) * samples], call.prompts[number], call.emitter)
 
         structures = [call.sampling.structured for call, _ in batch]
-        answers = engine.answer([call.rendered[number] for call, number in batch], watch, structures)
+        answers = generator.answer([call.rendered[number] for call, number in batch], watch, structures)
         for (call, number), rows in zip(batch, answers, strict=True):
             call.items.append(item_of(call.prompts[number], rows, call.tokens[number]))

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from executors import limits
+from executors import task_access
 from executors.base import Executor, bad_input, write_responses
 from executors.retrieval.documents import open_documents
 from executors.retrieval.index import Hit, Index, read_facts
@@ -211,7 +211,7 @@ def _index_folder(search: Mapping[str, Any]) -> Path:
     path = (given.get("path") if isinstance(given, Mapping) else given) or ""
     if not path:
         raise bad_input("the task has nothing to search; give search.index, search.documents or qdrant")
-    folder = limits.folder(str(path), "search.index")
+    folder = task_access.folder(str(path), "search.index")
     if not folder.is_dir():
         raise bad_input(f"{folder} is no folder on this machine; give final_index of a rag task as search.index")
     return folder

@@ -41,7 +41,7 @@ EXECUTORS: Final[Mapping[str, str]] = {
 
 #: The same for a child that was started for vLLM, which the worker says in this variable.
 _ENGINE: Final = "GPUFLOW_ENGINE"
-_ON_VLLM: Final[Mapping[str, str]] = dict.fromkeys(("inference", "embedding"), "executors.sessions.alone:Alone")
+_ON_VLLM: Final[Mapping[str, str]] = dict.fromkeys(("inference", "embedding"), "executors.sessions.alone:OneShotVllm")
 
 
 def find(task_type: str) -> Executor:

@@ -52,7 +52,7 @@ def retry_many(app: GPUFlow, task_ids: Sequence[str], *, progress: Callable[[int
     for task_id in task_ids:
         with reachable():
             try:
-                verdicts[task_id] = "queued" if app.ledger.requeue(task_id) else "not ended or succeeded"
+                verdicts[task_id] = "queued" if app.ledger.retry_task(task_id) else "not ended or succeeded"
             except UnknownTask:
                 verdicts[task_id] = "unknown"
             except SignatureRefused:

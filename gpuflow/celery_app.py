@@ -43,7 +43,7 @@ from gpuflow.ledger.records import SCHEMA_HEADER
 from gpuflow.ledger.states import TaskState
 from gpuflow.merge.completion import Merger
 from gpuflow.merge.store import MergeStore
-from gpuflow.pipelines.engine import SETTLE_TASK, Engine
+from gpuflow.pipelines.controller import RECONCILE_TASK, PipelineController
 from gpuflow.pipelines.store import PipelineStore
 from gpuflow.process_guard import guard_process
 from gpuflow.routing.families import CONTROL_QUEUE, SPEC_OPTION, SUPERVISED_TASKS
@@ -168,9 +168,9 @@ class GPUFlow(Celery):  # type: ignore[misc]
         )
 
     @cached_property
-    def engine(self) -> Engine:
+    def pipeline_controller(self) -> PipelineController:
         """What brings pipelines forward."""
-        return Engine(self, self.pipelines, self.ledger)
+        return PipelineController(self, self.pipelines, self.ledger)
 
     @cached_property
     def merger(self) -> Merger:
@@ -242,13 +242,13 @@ class GPUFlow(Celery):  # type: ignore[misc]
         return len(cancelled)
 
     def _follow_cancel(self, parts: Iterable[RecordPart]) -> None:
-        """Stop runs that have lost their last caller, and settle the pipelines, each once."""
+        """Stop runs that have lost their last caller, and reconcile the pipelines, each once."""
         known = list(parts)
         for run in {part.run for part in known if part.run}:
             if self.ledger.is_to_be_cancelled(run):
                 self.control.broadcast("gpuflow_cancel", arguments={"task_id": run})
         for pipeline in {part.pipeline for part in known if part.pipeline}:
-            self.send_task(SETTLE_TASK, args=(pipeline,), queue=CONTROL_QUEUE, ignore_result=True)
+            self.send_task(RECONCILE_TASK, args=(pipeline,), queue=CONTROL_QUEUE, ignore_result=True)
 
     def _is_untold(self, task_id: str) -> bool:
         """Whether a cancel was done by a step whose answer was lost, so that Celery has not been told of it.

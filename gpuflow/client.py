@@ -19,7 +19,7 @@ from gpuflow.artifacts.destination import data_store
 from gpuflow.artifacts.large_values import refer_large, refer_large_matrix, refuse_large_arguments
 from gpuflow.artifacts.references import References, is_reference
 from gpuflow.artifacts.store import Store
-from gpuflow.artifacts.task_policy import client_hosts
+from gpuflow.artifacts.task_access import client_hosts
 from gpuflow.artifacts.upload_view import upload_bar
 from gpuflow.artifacts.uploads import refuse_uploads, upload_checks, with_uploads
 from gpuflow.broker.transport import RECORD_HEADER
@@ -28,7 +28,7 @@ from gpuflow.celery_app import app as default_app
 from gpuflow.errors import BrokerUnavailable, InvalidTemplate, UnknownTask
 from gpuflow.handles import PipelineRun, StageView, Task, reachable
 from gpuflow.logs import get_logger
-from gpuflow.pipelines.engine import SETTLE_TASK
+from gpuflow.pipelines.controller import RECONCILE_TASK
 from gpuflow.pipelines.records import new_pipeline_fields, signed_part
 from gpuflow.pipelines.resolve import task_specs
 from gpuflow.routing.families import CONTROL_QUEUE, call_of
@@ -195,7 +195,7 @@ def submit_pipeline(
     _until_sent(
         app,
         lambda: app.send_task(
-            SETTLE_TASK,
+            RECONCILE_TASK,
             args=(pipeline_id,),
             queue=CONTROL_QUEUE,
             ignore_result=True,

@@ -15,7 +15,7 @@ from kombu.exceptions import OperationalError
 from redis.exceptions import OutOfMemoryError, RedisError
 
 from gpuflow.artifacts.references import References
-from gpuflow.artifacts.task_policy import client_hosts
+from gpuflow.artifacts.task_access import client_hosts
 from gpuflow.broker.answers import Meaning, meaning_of
 from gpuflow.celery_app import GPUFlow
 from gpuflow.celery_app import app as default_app
@@ -24,7 +24,7 @@ from gpuflow.ledger.eventlog import EventCursor, LoggedEvent
 from gpuflow.ledger.records import AttemptEntry, TaskRecord
 from gpuflow.ledger.states import TaskState
 from gpuflow.pipelines.collect import all_found, result_of_tasks
-from gpuflow.pipelines.engine import SETTLE_TASK
+from gpuflow.pipelines.controller import RECONCILE_TASK
 from gpuflow.pipelines.records import PipelineRecord, PipelineState, StageRecord
 from gpuflow.protocol import FUNCTION_TYPE
 from gpuflow.routing.families import CONTROL_QUEUE
@@ -148,7 +148,7 @@ class Task:
     def retry(self) -> bool:
         """Queue an ended task that has not succeeded again; False if there is nothing to retry."""
         with reachable():
-            return self._app.ledger.requeue(self.id)
+            return self._app.ledger.retry_task(self.id)
 
     def __await__(self) -> Generator[Any, None, Any]:
         return self._awaited().__await__()
@@ -313,7 +313,7 @@ class PipelineRun:
             while not ended and not (record := self.app.pipelines.get(self.id)).state.final:  # or resumed meanwhile
                 names = [stage.name for stage in Template.from_dict(record.template).stages]
                 ended = self.app.pipelines.end(self.id, PipelineState.CANCELLED, names, epoch=record.epoch)
-            self.app.engine.settle(self.id)
+            self.app.pipeline_controller.reconcile(self.id)
         return ended
 
     def resume(self) -> str:
@@ -321,7 +321,7 @@ class PipelineRun:
         with reachable():
             verdict = self.app.pipelines.resume(self.id)
             if verdict != "succeeded":
-                self.app.send_task(SETTLE_TASK, args=(self.id,), queue=CONTROL_QUEUE, ignore_result=True)
+                self.app.send_task(RECONCILE_TASK, args=(self.id,), queue=CONTROL_QUEUE, ignore_result=True)
         return verdict
 
     def __await__(self) -> Generator[Any, None, PipelineRun]:

@@ -54,7 +54,7 @@ SPLIT: Final = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
+class PublishableTask:
     """A call that is ready to be published."""
 
     task_id: str
@@ -66,7 +66,7 @@ class Prepared:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreparedFunction:
+class PublishableFunction:
     """A call of a team's function by a template, ready to be published."""
 
     args: Sequence[Any]
@@ -83,7 +83,7 @@ def id_for_key(owner: str, key: str, *, pipeline: bool = False) -> str:
 
 def submission_header(
     app: GPUFlow, name: str, args: Sequence[Any] | None, kwargs: Mapping[str, Any], options: dict[str, Any]
-) -> Prepared:
+) -> PublishableTask:
     """Check the spec of a supervised task and describe its record. Takes our own entries out of `options`.
 
     Large inline data goes to the fleet's store, and a reference takes its place. Raises InvalidTemplate when the spec
@@ -149,7 +149,7 @@ def submission_header(
         header["fallback_seconds"] = fields["fallback_seconds"] = str(app.settings.fallback_seconds)
     if not _LIMITS & {name for name, value in options.items() if value is not None}:
         _note_call(app, spec, owner, queue_text, header, submission)
-    return Prepared(
+    return PublishableTask(
         task_id=task_id,
         queue=queue_text,
         kwargs={"spec": portable(spec)},
@@ -300,7 +300,7 @@ def with_declared_resources(template: Template, app: GPUFlow) -> Template:
 
 def templated_call(
     app: GPUFlow, name: str, args: Sequence[Any] | None, kwargs: Mapping[str, Any], options: dict[str, Any]
-) -> PreparedFunction:
+) -> PublishableFunction:
     """Describe the record of a function that a template calls, as `submission_header` does; it runs in a child.
 
     `options` has its canonical spec (SPEC_OPTION), and `resources` where it goes by one of its alternatives first, or
@@ -354,7 +354,7 @@ def templated_call(
         fields["alternatives"] = json.dumps([{"queue": queue, "requirement": asked} for queue, asked in asks])
         header["fallback_seconds"] = fields["fallback_seconds"] = str(app.settings.fallback_seconds)
     sent_args, sent_kwargs = with_large_arguments(app, name, *_readable(args, kwargs), header)
-    return PreparedFunction(
+    return PublishableFunction(
         args=sent_args or (), kwargs=sent_kwargs, queue=asks[0][0], header=header, submission=submission
     )
 

@@ -47,7 +47,7 @@ class RoutedTask(Task):  # type: ignore[misc]
 class GPUTask(RoutedTask):
     """A Celery task that may ask for hardware: `@app.task(resources="A100:1")`."""
 
-    #: Whether it runs in a child process of its own (`worker.functions`); None: where it asks for GPUs.
+    #: Whether it runs in a child process of its own (`worker.function_delivery`); None: where it asks for GPUs.
     child: bool | None = None
     #: For how long the process of a call stays for further ones, idle: a duration such as "10m", or seconds; None: the
     #: process ends with its call.
@@ -128,7 +128,7 @@ class Dispatched:
         """
         task: Any = self
         if _goes_to_child(task.request):
-            return symbol_by_name("gpuflow.worker.functions:run")(task, args, kwargs)
+            return symbol_by_name("gpuflow.worker.function_delivery:run")(task, args, kwargs)
         if task.request.called_directly or task.request.is_eager:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         if self.typed_arguments is not None:

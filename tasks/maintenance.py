@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from gpuflow.artifacts.destination import is_own_store, is_stored_at
-from gpuflow.artifacts.task_policy import task_hosts
+from gpuflow.artifacts.task_access import task_hosts
 from gpuflow.celery_app import app
 from gpuflow.errors import NotAllowed
 from gpuflow.ledger.backend import CALL_BACK_TASK, NOTIFY_TASK

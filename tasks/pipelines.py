@@ -8,30 +8,30 @@ from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
 from gpuflow.celery_app import app
-from gpuflow.pipelines.engine import JOIN_TASK, SETTLE_TASK
+from gpuflow.pipelines.controller import JOIN_TASK, RECONCILE_TASK
 from gpuflow.routing.families import CONTROL_QUEUE
 
 #: A broker that is away is asked again after this many seconds.
 RETRY_SECONDS = 1
 
 
-def _settle(task: Any, pipeline_id: str) -> str:
+def _reconcile(task: Any, pipeline_id: str) -> str:
     try:
-        return str(app.engine.settle(pipeline_id))
+        return str(app.pipeline_controller.reconcile(pipeline_id))
     except (RedisError, OperationalError) as error:
         raise task.retry(exc=error, countdown=RETRY_SECONDS, max_retries=None) from error
     except Exception as error:
-        app.engine.fail(pipeline_id, error)
+        app.pipeline_controller.fail(pipeline_id, error)
         raise
 
 
-@app.task(bind=True, name=SETTLE_TASK, queue=CONTROL_QUEUE, ignore_result=True)
-def settle(self: Any, pipeline_id: str) -> None:
+@app.task(bind=True, name=RECONCILE_TASK, queue=CONTROL_QUEUE, ignore_result=True)
+def reconcile(self: Any, pipeline_id: str) -> None:
     """Do all that can be done for a pipeline now; end it with the cause if that cannot be found out."""
-    _settle(self, pipeline_id)
+    _reconcile(self, pipeline_id)
 
 
 @app.task(bind=True, name=JOIN_TASK, queue=CONTROL_QUEUE)
 def join(self: Any, pipeline_id: str, stage: str, epoch: int) -> str:
     """Join one round of a stage: its tasks have ended, so the pipeline goes on. Returns the pipeline's state."""
-    return _settle(self, pipeline_id)
+    return _reconcile(self, pipeline_id)

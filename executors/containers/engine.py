@@ -56,7 +56,7 @@ class Wanted:
     talks: bool = False
 
 
-class Engine:
+class ContainerEngine:
     """A container engine at a Unix socket. Raises ExecutorError where it does not answer, or refuses."""
 
     def __init__(self, path: str) -> None:
@@ -160,7 +160,7 @@ class Engine:
 class Container:
     """A container that runs, as `executors.programs.running.follow` takes it; with `talks` it can be written to."""
 
-    def __init__(self, engine: Engine, container: str, *, talks: bool = False) -> None:
+    def __init__(self, engine: ContainerEngine, container: str, *, talks: bool = False) -> None:
         self.id = container
         self._engine = engine
         self._code: int | None = None
@@ -275,7 +275,7 @@ class Container:
 class _Input:
     """The stdin of a container: a connection of its own, whose end is the end of that."""
 
-    def __init__(self, engine: Engine, container: str) -> None:
+    def __init__(self, engine: ContainerEngine, container: str) -> None:
         # The raw connection is below a reader of the SDK, which has to live as long.
         self._reader = engine.api.attach_socket(container, params={"stdin": 1, "stream": 1})
         self._socket: socket.socket = self._reader._sock

@@ -33,7 +33,7 @@ from executors.containers.starting import Launch, launch_of, starter_of
 from executors.failures import classify
 from executors.programs.heard import Heard, check, own_error
 from executors.programs.running import Ran, Reader, stop
-from executors.sessions.engine import Engine, EngineDied, Loaded
+from executors.sessions.engine import EngineDied, Loaded, SessionEngine
 from executors.sessions.lines import Open
 from gpuflow.protocol import Emitter, Event, Request, parse_line
 from gpuflow.spec.patterns import metric_pattern
@@ -74,7 +74,7 @@ class _LoadEmitter(Emitter):
             print(data.get("message", name), file=sys.stderr, flush=True)
 
 
-class ContainerEngine(Engine):
+class ContainerSessionEngine(SessionEngine):
     """One container. With `alone` it is started for one task: its stderr is that of the task then."""
 
     name = "container"
@@ -358,7 +358,7 @@ class ContainerEngine(Engine):
 
 def answer_alone(launch: Launch, emitter: Emitter) -> dict[str, Any]:
     """Start a container for one request only, and return the value of its answer. Raises ExecutorError."""
-    engine = ContainerEngine(alone=True)
+    engine = ContainerSessionEngine(alone=True)
     engine.start(launch, emitter)
     try:
         return cancellation.run_async(engine.run(launch.request, emitter))

@@ -81,7 +81,7 @@ class _InEngine:
     def __init__(self, launch: Launch, emitter: Emitter) -> None:
         section = launch.section
         self._launch, self._emitter = launch, emitter
-        self._engine = engines.Engine(section["engine"])
+        self._engine = engines.ContainerEngine(section["engine"])
         self._image_id = self._engine.image_id(section["image"], section["pull"], emitter)
         self._container: engines.Container | None = None
         self.how: Mapping[str, Any] = {

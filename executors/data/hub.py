@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from executors import limits
+from executors import task_access
 from executors.base import ExecutorError, bad_input
 from executors.offline import not_here, offline
 from gpuflow.errors import NotAllowed
@@ -50,7 +50,7 @@ def hub_rows(data: Mapping[str, Any], split: str) -> list[Any]:
 def _place(url: str) -> str:
     """Return the id of a data set as it is, and the real path of what the library would open. Raises NotAllowed."""
     if url[:1] in ("/", "~", ".") or url.count("/") > 1 or Path(url).exists():
-        return str(limits.folder(url, "data.url"))
+        return str(task_access.folder(url, "data.url"))
     return url
 
 

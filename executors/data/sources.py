@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
-from executors import limits
+from executors import task_access
 from executors.base import ExecutorError, bad_input
 from executors.offline import not_here, offline
 from gpuflow.protocol import Emitter
@@ -107,7 +107,7 @@ def _read_file(data: Mapping[str, Any], kind: str) -> list[Any]:
             return _FILES[kind](path, path)
     path = Path(unquote(parts.path)) if parts.scheme == "file" else Path(str(address)).expanduser()
     try:
-        with limits.reading(path, "data.path") as found:
+        with task_access.reading(path, "data.path") as found:
             if found.is_file:
                 return _FILES[kind](path, found.place)
     except (FileNotFoundError, NotADirectoryError):
@@ -126,7 +126,7 @@ def _fetch(url: str, path: Path) -> None:
     shown = str(urlsplit(url).hostname)
     options = {"timeout": _TIMEOUT_SECONDS, "follow_redirects": True, "max_redirects": _REDIRECTS}
     with (
-        client(limits.hosts(), headers={"Accept-Encoding": "identity"}, **options) as caller,
+        client(task_access.hosts(), headers={"Accept-Encoding": "identity"}, **options) as caller,
         caller.stream("GET", url) as answer,
         path.open("wb") as file,
     ):

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from executors import cancellation, limits
+from executors import cancellation, task_access
 from executors.base import plain
 from executors.checkpoints import folder_of
 from executors.distributed.processes import Roster, end_with
@@ -35,7 +35,7 @@ def main() -> int:
         cancellation.install()
         Roster(folder).enter(rank)
         request = Request.from_json(_REQUEST.read_text("utf-8"))
-        limits.use(request)
+        task_access.use(request)
         emitter.output_dir = request.output_dir
         result = plain(_run(_as_rank(request, rank, folder), emitter))
         cancellation.ignore()

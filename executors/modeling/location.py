@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from executors import limits
+from executors import task_access
 from executors.base import bad_input
 from executors.modeling.hub import hold_model
 from executors.modeling.presets import prepare
@@ -46,9 +46,9 @@ def resolve(model: Mapping[str, Any] | None, cache_dir: str | None, emitter: Emi
     if kind == "preset":
         return _preset(identifier, options, cache_dir, emitter)
     if kind == "local":
-        return local(limits.folder(identifier, "model.source.identifier"), options, name=identifier)
+        return local(task_access.folder(identifier, "model.source.identifier"), options, name=identifier)
     if Path(identifier).is_dir():  # the libraries would read it as a folder
-        limits.folder(identifier, "model.source.identifier")
+        task_access.folder(identifier, "model.source.identifier")
     hold_model(identifier, cache_dir)
     return Location(name=identifier, place=identifier, options=options)
 

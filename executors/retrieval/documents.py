@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from executors import limits
+from executors import task_access
 from executors.base import bad_input
 from executors.data.sources import read_entries
 from executors.vectors.texts import TEXT_COLUMNS
@@ -98,7 +98,7 @@ def _of_files(data: Mapping[str, Any], emitter: Emitter) -> Documents:
     given = data.get("path")
     if not given:
         raise bad_input("data.type documents needs data.path, data.url or data.upload")
-    root = limits.folder(str(given), "data.path")
+    root = task_access.folder(str(given), "data.path")
     if not root.exists():
         raise bad_input(f"{root} is not on this machine; check data.path, or send it by data.upload")
     if root.is_file():
@@ -160,7 +160,7 @@ def _of_file(path: Path, source: str) -> Document:
 def _read(path: Path, source: str) -> bytes:
     """Return the bytes of a plain file; a pipe in its place is not waited for."""
     with (
-        limits.reading(path, "data.path") as found,
+        task_access.reading(path, "data.path") as found,
         os.fdopen(os.open(found.place, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file,
     ):
         state = os.fstat(file.fileno())

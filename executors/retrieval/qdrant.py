@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NoReturn
 from urllib.parse import quote, urlsplit
 
-from executors import limits
+from executors import task_access
 from executors.base import ExecutorError, bad_input
 from executors.retrieval.index import Hit, Passage
 
@@ -119,7 +119,7 @@ class Qdrant:
         deadline = time.monotonic() + self._timeout
         try:
             with (
-                client(limits.hosts(), timeout=self._timeout, follow_redirects=False) as caller,
+                client(task_access.hosts(), timeout=self._timeout, follow_redirects=False) as caller,
                 caller.stream("POST", self._url + path, json=body, headers=headers) as answer,
             ):
                 if answer.headers.get("content-encoding", "identity") != "identity":

@@ -13,14 +13,14 @@ from executors import cancellation
 from executors.base import Executor
 from executors.merging import MergedChild, Result
 from executors.sessions.children import answer_children
-from executors.sessions.engine import Engine, make_engine
+from executors.sessions.engine import SessionEngine, make_engine
 from executors.sessions.leaving import end_descendants
 from executors.sessions.lines import FAMILIES, Open
 from executors.sessions.unused import unused, with_warnings
 from gpuflow.protocol import Emitter, Request
 
 
-class Alone(Executor):
+class OneShotVllm(Executor):
     """Loads vLLM's engine, answers on it as a session does, and ends it."""
 
     task_types: ClassVar[tuple[str, ...]] = FAMILIES
@@ -45,7 +45,7 @@ class Alone(Executor):
         self,
         request: Request,
         emitter: Emitter,
-        answer: Callable[[Engine, Open], Coroutine[Any, Any, Result]],
+        answer: Callable[[SessionEngine, Open], Coroutine[Any, Any, Result]],
     ) -> Result:
         opening = Open(
             spec=request.spec,
@@ -61,7 +61,7 @@ class Alone(Executor):
 
 
 @contextmanager
-def _loaded(opening: Open, emitter: Emitter) -> Iterator[Engine]:
+def _loaded(opening: Open, emitter: Emitter) -> Iterator[SessionEngine]:
     """Load an engine in this thread, which is the one that a cancel ends; nothing of it is left after the block."""
     engine = make_engine(opening)
     try:

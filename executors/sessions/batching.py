@@ -68,12 +68,12 @@ class BatchQueue(Generic[C]):
             self._lines = deque(line for line in self._lines if line.call is not call)
 
     def close(self) -> None:
-        """Let `take` return nothing from now on."""
+        """Let `next_batch` return nothing from now on."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
-    def take(self) -> list[Unit[C]]:
+    def next_batch(self) -> list[Unit[C]]:
         """Wait for units and return a batch of them; empty once the queue is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._lines)

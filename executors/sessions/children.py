@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from executors.merging import ChildEmitter, MergedChild, Result, failed
-from executors.sessions.engine import Engine, EngineDied, together
+from executors.sessions.engine import EngineDied, SessionEngine, together
 from executors.sessions.lines import Open
 from executors.sessions.requests import check_model
 from executors.sessions.unused import unused, with_warnings
@@ -13,14 +13,14 @@ from gpuflow.protocol import Emitter
 
 
 async def answer_children(
-    engine: Engine, opening: Open, children: Sequence[MergedChild], emitter: Emitter
+    engine: SessionEngine, opening: Open, children: Sequence[MergedChild], emitter: Emitter
 ) -> dict[str, Result]:
     """Return the result of each child, or its error, by its id. Raises EngineDied: then there is none of any."""
     answers = await together([_answer(engine, opening, child, emitter) for child in children])
     return {child.id: answer for child, answer in zip(children, answers, strict=True)}
 
 
-async def _answer(engine: Engine, opening: Open, child: MergedChild, emitter: Emitter) -> Result:
+async def _answer(engine: SessionEngine, opening: Open, child: MergedChild, emitter: Emitter) -> Result:
     request, told = child.request, ChildEmitter(emitter, child.id)
     try:
         check_model(request, opening)

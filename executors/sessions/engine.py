@@ -40,7 +40,7 @@ class Loaded:
     lifetime_seconds: float | None = None
 
 
-class Engine(ABC):
+class SessionEngine(ABC):
     """One loaded model. `load` is called once, in a thread; all else from the event loop."""
 
     name: str
@@ -68,16 +68,16 @@ class Engine(ABC):
         """Free what the engine holds. The process ends after it, and kills what is left."""
 
 
-def make_engine(opening: Open) -> Engine:
+def make_engine(opening: Open) -> SessionEngine:
     """Return the engine that the opening asks for, not loaded yet."""
     if opening.engine == "vllm":
         from executors.sessions.vllm_engine import VllmEngine
 
         return VllmEngine(opening.task_type)
     if opening.engine == "container":
-        from executors.containers.session import ContainerEngine
+        from executors.containers.session import ContainerSessionEngine
 
-        return ContainerEngine()
+        return ContainerSessionEngine()
     from executors.sessions.transformers_engine import TransformersEngine
 
     return TransformersEngine(opening.task_type)

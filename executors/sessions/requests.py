@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from executors import limits
+from executors import task_access
 from executors.base import MERGED, ExecutorError, bad_input
 from executors.cache import Holds, hold_inputs
 from executors.modeling.location import adapter_folder
@@ -57,7 +57,7 @@ def read_request(raw: Mapping[str, Any], opening: Open, holds: Holds) -> Request
     except (ValueError, TypeError, RecursionError) as error:
         raise _refused(f"it cannot be read: {error}") from error
     request = replace(request, spec=raw["spec"])
-    limits.use(request)
+    task_access.use(request)
     if not isinstance(request.spec, Mapping) or not isinstance(request.output_dir, str) or not request.output_dir:
         raise _refused("its spec must be an object and its output_dir text")
     if request.task_type != opening.task_type:

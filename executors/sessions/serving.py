@@ -22,7 +22,7 @@ from executors.failures import classify
 from executors.merging import Result, children_of, joined
 from executors.sessions.channel import RequestEmitter, SessionEmitter, listen
 from executors.sessions.children import answer_children
-from executors.sessions.engine import Engine, EngineDied, Loaded, make_engine
+from executors.sessions.engine import EngineDied, Loaded, SessionEngine, make_engine
 from executors.sessions.inputs import check_input
 from executors.sessions.leaving import leave
 from executors.sessions.lines import Abort, BadLine, Close, Open, Operation, Ping, Run, read_operation
@@ -59,7 +59,7 @@ class SessionServer:
 
     def __init__(self, emitter: SessionEmitter) -> None:
         self._emitter = emitter
-        self._engine: Engine | None = None
+        self._engine: SessionEngine | None = None
         self._open: dict[str, asyncio.Task[Finish | None]] = {}
         self._aborted: set[str] = set()
         self._loads = self._served = 0

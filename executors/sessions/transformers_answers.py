@@ -15,12 +15,12 @@ from typing import Any
 
 from executors.data.sources import read_entries
 from executors.generation.answers import batch_size, default_rows, item_of, result_of, tell_deltas
-from executors.generation.engine import Engine, Weights
 from executors.generation.meter import Meter
 from executors.generation.parameters import Sampling, read_sampling
 from executors.generation.prompts import Prompt, Rendered, read_prompts, render
 from executors.generation.randomness import apart, begin, reached
 from executors.generation.rows import Row
+from executors.generation.text_generator import TextGenerator, Weights
 from executors.sessions.adapter_switch import AdapterSwitch, key_of
 from executors.sessions.adapters import adapters_of
 from executors.sessions.batching import Unit
@@ -62,9 +62,9 @@ class Answers:
         prompts = read_prompts(read_entries(data, request.cache_dir, emitter), data)
         rendered = [render(prompt, self._weights.tokenizer, inference) for prompt in prompts]
         self._weights.grammars.check(sampling.structured)
-        engine = Engine(self._weights, sampling)
-        tokens = engine.count_tokens(rendered)
-        room = [engine.leaves_room(count) for count in tokens]
+        generator = TextGenerator(self._weights, sampling)
+        tokens = generator.count_tokens(rendered)
+        room = [generator.leaves_room(count) for count in tokens]
         alone = sampling.seed is not None and not sampling.greedy
         adapters = adapters_of(request)
         size = batch_size(inference, sampling)
@@ -83,7 +83,7 @@ class Answers:
         )
 
     def do(self, batch: Sequence[Unit[Call]]) -> None:
-        """Answer units of one sampling and settle each as soon as it has ended."""
+        """Answer units of one sampling and finish each as soon as it has ended."""
         first = batch[0].call
         sampling: Sampling = first.content.sampling
         rendered = [unit.call.content.rendered[unit.index] for unit in batch]
@@ -96,7 +96,7 @@ class Answers:
         with self._switch.using(first.adapters) as model, apart() if first.alone else nullcontext():
             if first.alone:
                 begin(first.state, sampling.seed or 0)
-            Engine(self._weights, sampling, model).answer(rendered, watch)
+            TextGenerator(self._weights, sampling, model).answer(rendered, watch)
             if first.alone:
                 first.state = reached()
 
@@ -106,7 +106,7 @@ class Answers:
 
 
 def _follow(unit: Unit[Call], rows: Sequence[Row]) -> None:
-    """After a step: tell what is new of a unit, settle it if it has ended, stop it if nobody waits for it."""
+    """After a step: tell what is new of a unit, finish it if it has ended, stop it if nobody waits for it."""
     call, asked = unit.call, unit.call.content
     if unit.index in call.items:
         return
@@ -121,4 +121,4 @@ def _follow(unit: Unit[Call], rows: Sequence[Row]) -> None:
         done = len(call.items) + 1
         if done == call.units or asked.meter.due():
             call.emitter.progress(done, call.units, "item", tokens_per_second=asked.meter.tokens_per_second())
-        call.settle(unit.index, item_of(asked.prompts[unit.index], rows, asked.tokens[unit.index]))
+        call.finish_unit(unit.index, item_of(asked.prompts[unit.index], rows, asked.tokens[unit.index]))

@@ -18,7 +18,7 @@ from executors.failures import classify
 from executors.generation.memory import free_unused
 from executors.sessions.adapters import Adapter
 from executors.sessions.batching import BatchQueue, Unit
-from executors.sessions.engine import Engine, EngineDied, Loaded
+from executors.sessions.engine import EngineDied, Loaded, SessionEngine
 from executors.sessions.lines import Open
 from gpuflow.protocol import Emitter, Request
 
@@ -45,8 +45,8 @@ class Call:
     state: Any = None
     done: asyncio.Future[list[dict[str, Any]]]
 
-    def settle(self, index: int, item: dict[str, Any]) -> None:
-        """Take the item of a unit; the last one ends the call."""
+    def finish_unit(self, index: int, item: dict[str, Any]) -> None:
+        """Keep the item of a unit, which is done; the last one ends the call."""
         if index in self.items or not self.live:
             return
         self.items[index] = item
@@ -63,7 +63,7 @@ class Call:
             self.done.get_loop().call_soon_threadsafe(lambda: None if self.done.done() else tell())
 
 
-class Work(Protocol):
+class BatchWork(Protocol):
     """What the batches of a session are: how a request is read, and how units of one key are done."""
 
     def load(self, opening: Open, emitter: Emitter) -> Loaded:
@@ -73,13 +73,13 @@ class Work(Protocol):
         """Return the call of a request; in a thread, several at once. Raises ExecutorError: BadInput."""
 
     def do(self, batch: Sequence[Unit[Call]]) -> None:
-        """Do units of one key and settle them; in the one thread that uses the model."""
+        """Do units of one key and finish them; in the one thread that uses the model."""
 
     def result(self, items: Sequence[Mapping[str, Any]], call: Call) -> dict[str, Any]:
         """Return the result value of all items of a call, its large files written."""
 
 
-class TransformersEngine(Engine):
+class TransformersEngine(SessionEngine):
     """Batches of transformers."""
 
     name = "transformers"
@@ -131,7 +131,7 @@ class TransformersEngine(Engine):
         return result
 
     def _run_batches(self) -> None:
-        while batch := self._queue.take():
+        while batch := self._queue.next_batch():
             self._batch = batch
             self._run_batch([unit for unit in batch if unit.call.live])
             self._batch = ()
@@ -175,7 +175,7 @@ class TransformersEngine(Engine):
         return None
 
 
-def _work(task_type: str) -> Work:
+def _work(task_type: str) -> BatchWork:
     if task_type == "embedding":
         from executors.sessions.transformers_vectors import Vectors
 

@@ -74,20 +74,20 @@ class Vectors:
         )
 
     def do(self, batch: Sequence[Unit[Call]]) -> None:
-        """Embed units and settle them."""
+        """Embed units and finish them."""
         with self._switch.using(batch[0].call.adapters) as model:
             vectors = self._encoder.embed([unit.call.content.tokens[unit.index] for unit in batch], model)
         for unit, vector in zip(batch, vectors, strict=True):
-            self._settle(unit.call, unit.index, vector)
+            self._finish(unit.call, unit.index, vector)
 
-    def _settle(self, call: Call, index: int, vector: Any) -> None:
+    def _finish(self, call: Call, index: int, vector: Any) -> None:
         asked: _Asked = call.content
         done = len(call.items) + 1
         asked.meter.tokens += len(asked.tokens[index])
         if call.live and (done == call.units or asked.meter.due()):
             call.emitter.progress(done, call.units, "item", tokens_per_second=asked.meter.tokens_per_second())
         whole = normalized(vector) if asked.normalize else vector
-        call.settle(index, item_of(asked.texts[index], whole, len(asked.tokens[index]), cut=asked.cut[index]))
+        call.finish_unit(index, item_of(asked.texts[index], whole, len(asked.tokens[index]), cut=asked.cut[index]))
 
     def result(self, items: Sequence[Mapping[str, Any]], call: Call) -> dict[str, Any]:
         """Return the result value of an embedding."""

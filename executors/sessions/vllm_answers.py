@@ -101,7 +101,7 @@ class Answers:
             async for answer in answers:
                 prompt_logprobs = prompt_logprobs or answer.prompt_logprobs
                 for output in answer.outputs:
-                    _take(samples[output.index], output)
+                    _add_output(samples[output.index], output)
                     if asked.stream and output.text:
                         extra = {"sample": output.index} if len(samples) > 1 else {}
                         asked.emitter.emit("text_delta", delta=output.text, request=prompt.index, **extra)
@@ -112,7 +112,7 @@ class Answers:
             asked.emitter.progress(done, total, "item", tokens_per_second=asked.meter.tokens_per_second())
 
 
-def _take(sample: _Sample, output: Any) -> None:
+def _add_output(sample: _Sample, output: Any) -> None:
     sample.text += output.text
     sample.tokens += len(output.token_ids)
     sample.finish_reason = output.finish_reason or sample.finish_reason

@@ -18,7 +18,7 @@ from executors.modeling.libraries import prepare_libraries
 from executors.modeling.location import Location
 from executors.sessions.adapters import Adapter, adapters_of, rank
 from executors.sessions.core_log import not_started, overheard
-from executors.sessions.engine import Engine, EngineDied, Loaded
+from executors.sessions.engine import EngineDied, Loaded, SessionEngine
 from executors.sessions.lines import Open
 from executors.sessions.memory import total_mib
 from executors.sessions.sides import Sides
@@ -31,7 +31,7 @@ from gpuflow.protocol import Emitter, Request
 _CPU_CACHE_GIB = "1"
 
 
-class VllmEngine(Engine):
+class VllmEngine(SessionEngine):
     """One AsyncLLM."""
 
     name = "vllm"

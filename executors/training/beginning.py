@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 Adapter = Mapping[str, Any]
 
-#: Fields of `lora` that a trained adapter has settled.
-_SETTLED: Final = ("r", "lora_alpha", "target_modules", "use_dora", "use_rslora", "bias", "modules_to_save")
+#: Fields of `lora` that a trained adapter has fixed.
+_FIXED_FIELDS: Final = ("r", "lora_alpha", "target_modules", "use_dora", "use_rslora", "bias", "modules_to_save")
 _MEND: Final = "set training.merge_adapter: true, which leaves final_model/ with all of it"
 
 
@@ -54,7 +54,7 @@ def beginning(spec: Mapping[str, Any], adapters: Sequence[Adapter], *, is_lora: 
     if cause:
         raise bad_input(f"{cause}, and final_lora/ would lack what it was trained on; {_MEND}")
     folder = Path(str(adapters[0]["path"]))
-    _check_settled(spec.get("lora") or {}, folder)
+    _check_fixed_fields(spec.get("lora") or {}, folder)
     return Beginning(continued=folder)
 
 
@@ -84,9 +84,9 @@ def _why_merged(checkpoint: Mapping[str, Any], adapters: Sequence[Adapter], *, m
     return None
 
 
-def _check_settled(lora: Mapping[str, Any], folder: Path) -> None:
+def _check_fixed_fields(lora: Mapping[str, Any], folder: Path) -> None:
     config = json.loads((folder / "adapter_config.json").read_text("utf-8"))
-    for name in _SETTLED:
+    for name in _FIXED_FIELDS:
         wanted = lora.get(name)
         if wanted is None or name not in config or _same(wanted, config[name]):
             continue
@@ -96,9 +96,9 @@ def _check_settled(lora: Mapping[str, Any], folder: Path) -> None:
         )
 
 
-def _same(wanted: Any, settled: Any) -> bool:
+def _same(wanted: Any, fixed: Any) -> bool:
     if wanted == "all-linear":
         return True  # the adapter lists the modules that this meant when it was made
-    if isinstance(wanted, list) and isinstance(settled, list):
-        return sorted(map(str, wanted)) == sorted(map(str, settled))
-    return bool(wanted == settled)
+    if isinstance(wanted, list) and isinstance(fixed, list):
+        return sorted(map(str, wanted)) == sorted(map(str, fixed))
+    return bool(wanted == fixed)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from executors import limits
+from executors import task_access
 from executors.training.requirements import trackers_of
 from gpuflow.errors import NotAllowed
 from gpuflow.policy.connecting import judged_addresses
@@ -49,7 +49,7 @@ def prepare_tracking(request: Request) -> None:
 
 def _judge_servers(env: Mapping[str, Any]) -> None:
     """Raise NotAllowed where a task's own variables send trackers to a folder, or to a host that tasks do not reach."""
-    hosts = limits.hosts()
+    hosts = task_access.hosts()
     for name in _SERVERS:
         url = os.environ.get(name)
         if hosts is None or name not in env or not url:

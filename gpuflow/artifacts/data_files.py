@@ -18,7 +18,7 @@ from gpuflow.artifacts.marking import mark_used
 from gpuflow.artifacts.partial import disk_errors, file_digest
 from gpuflow.artifacts.reading import fetch
 from gpuflow.artifacts.store import file_url_path, shown_url
-from gpuflow.artifacts.task_policy import current_roots, note_brought
+from gpuflow.artifacts.task_access import current_roots, note_brought
 from gpuflow.errors import ArtifactError
 from gpuflow.policy.roots import opened
 from gpuflow.settings import Settings

@@ -18,7 +18,7 @@ from gpuflow.artifacts.http_names import results_name
 from gpuflow.artifacts.placeholders import filled, hiding, names_secret
 from gpuflow.artifacts.several import several
 from gpuflow.artifacts.store import Progress, Store, file_url_path, open_store, shown_url
-from gpuflow.artifacts.task_policy import judge_bucket, judge_own_service, may_use_token, task_hosts, task_roots
+from gpuflow.artifacts.task_access import judge_bucket, judge_own_service, may_use_token, task_hosts, task_roots
 from gpuflow.errors import ArtifactError
 from gpuflow.policy.roots import writable
 from gpuflow.settings import Settings

@@ -88,15 +88,15 @@ class _Download:
         if begin:  # what is there is not sent again, unless it turns out to be of another version
             with self._asked(begin) as answer:
                 if answer.status_code == _WHOLE or _starts_at(answer, begin):
-                    return self._take(answer, begin)
+                    return self._receive(answer, begin)
         with self._asked(0) as answer:
-            return self._take(answer, 0)
+            return self._receive(answer, 0)
 
     def _asked(self, begin: int) -> contextlib.AbstractContextManager[httpx.Response]:
         headers = {WANT_HEADER: WANT_SHA256, **({"Range": f"bytes={begin}-"} if begin else {})}
         return answered(self._client, self._url, headers)
 
-    def _take(self, answer: httpx.Response, begin: int) -> tuple[int, str]:
+    def _receive(self, answer: httpx.Response, begin: int) -> tuple[int, str]:
         checked(answer)
         start, size = _span(answer, begin)
         check_size(size or 0, self._max_bytes, shown_url(self._url))
@@ -144,7 +144,7 @@ class _Download:
 
     def _paced(self, answer: httpx.Response, at: int) -> Iterator[bytes]:
         for block in answer.iter_raw(self._throttle.block_bytes):
-            self._throttle.take(len(block))
+            self._throttle.wait_for_bytes(len(block))
             at += len(block)
             check_size(at, self._max_bytes, shown_url(self._url))
             self.position = max(self.position, at)

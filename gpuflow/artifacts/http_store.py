@@ -196,7 +196,7 @@ class _Upload:
     def _blocks(self) -> Iterator[bytes]:
         at = self._source.seek(self.offset)
         while at < self._size and (block := self._source.read(min(self._throttle.block_bytes, self._size - at))):
-            self._throttle.take(len(block))
+            self._throttle.wait_for_bytes(len(block))
             yield block
             at += len(block)
             self._meter.reached(at)

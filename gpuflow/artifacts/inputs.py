@@ -23,7 +23,7 @@ from gpuflow.artifacts.program_files import ARCHIVES, local_program
 from gpuflow.artifacts.reading import fetch, unpack
 from gpuflow.artifacts.references import References
 from gpuflow.artifacts.store import file_url_path, shown_url
-from gpuflow.artifacts.task_policy import current_roots, note_brought
+from gpuflow.artifacts.task_access import current_roots, note_brought
 from gpuflow.errors import ArtifactError
 from gpuflow.filelocks import holding
 from gpuflow.policy.paths import judge_paths

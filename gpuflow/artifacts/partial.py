@@ -92,7 +92,7 @@ class PartFile:
 
     def append(self, block: bytes) -> None:
         """Write a block at the end; a second thread hashes it meanwhile. Raises OSError."""
-        self._settle()
+        self._wait_for_digest()
         self._later(self._hash.update, block)
         view = memoryview(block)
         while view:
@@ -121,7 +121,7 @@ class PartFile:
             self._later(self._hash_stored, self.size, self.size + count, buffer)
             self.size += count
             passed(count)
-            self._settle(most_left=_MOST_BEHIND_BYTES // _COPY_BYTES)
+            self._wait_for_digest(most_left=_MOST_BEHIND_BYTES // _COPY_BYTES)
             self._flush_up_to(self._hashed)
 
     def _hash_stored(self, start: int, end: int, buffer: memoryview) -> None:
@@ -147,7 +147,7 @@ class PartFile:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="gpuflow-sha256")
         self._pending.append(self._pool.submit(action, *arguments))
 
-    def _settle(self, *, most_left: int = 0) -> None:
+    def _wait_for_digest(self, *, most_left: int = 0) -> None:
         """Wait until the digest is behind by so many pieces at most. Raises OSError."""
         while len(self._pending) > most_left:
             self._pending.popleft().result()
@@ -155,7 +155,7 @@ class PartFile:
     @property
     def sha256(self) -> str:
         """Return the SHA-256 of what is there, in hex. Raises OSError."""
-        self._settle()
+        self._wait_for_digest()
         return self._hash.hexdigest()
 
     def flush(self) -> None:
@@ -167,7 +167,7 @@ class PartFile:
     def commit(self) -> None:
         """Make it the target, by rename, when it is on the disk and its digest is taken. Raises OSError."""
         self.flush()
-        self._settle()
+        self._wait_for_digest()
         if sys.platform == "win32":  # there an open file cannot be renamed
             self._file.close()
         self.path.replace(self.target)

@@ -17,7 +17,7 @@ from typing import Any
 
 from gpuflow.artifacts.archive import unpack
 from gpuflow.artifacts.store import fetch
-from gpuflow.artifacts.task_policy import task_hosts
+from gpuflow.artifacts.task_access import task_hosts
 from gpuflow.artifacts.throttle import Throttle
 from gpuflow.errors import ArtifactError, GPUFlowError
 from gpuflow.process_guard import guard_memory
@@ -32,7 +32,7 @@ def _say(message: Mapping[str, Any]) -> None:
 class _SharedThrottle(Throttle):
     """Asks the worker for what its cap lets pass."""
 
-    def take(self, count: int) -> None:
+    def wait_for_bytes(self, count: int) -> None:
         """Wait until the worker lets `count` more bytes pass."""
         if self.bytes_per_second is not None and count > 0:
             _say({"take": count})

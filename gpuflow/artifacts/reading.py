@@ -14,7 +14,7 @@ from typing import Final, Protocol
 from urllib.parse import urlsplit
 
 from gpuflow.artifacts import archive, store
-from gpuflow.artifacts.task_policy import judge_bucket
+from gpuflow.artifacts.task_access import judge_bucket
 from gpuflow.policy.hosts import Hosts
 from gpuflow.settings import Settings
 

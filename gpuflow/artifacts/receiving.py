@@ -102,7 +102,7 @@ def _difference(part: PartFile, size: int | None, sha256: str | None) -> str | N
 def read_blocks(stream: BinaryIO, throttle: Throttle) -> Iterator[bytes]:
     """Yield what a file holds from where it stands, as fast as the throttle lets it."""
     while block := stream.read(throttle.block_bytes):
-        throttle.take(len(block))
+        throttle.wait_for_bytes(len(block))
         yield block
 
 
@@ -111,7 +111,7 @@ def copy_blocks(stream: BinaryIO, part: PartFile, throttle: Throttle, meter: Met
     stream.seek(part.size)
 
     def passed(count: int) -> None:
-        throttle.take(count)
+        throttle.wait_for_bytes(count)
         meter.reached(part.size)
 
     if throttle.bytes_per_second is None:

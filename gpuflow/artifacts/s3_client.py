@@ -48,7 +48,7 @@ class PacedBody(io.BytesIO):
         """Read as io.BytesIO does."""
         block = super().read(size)
         if self.sending:
-            self._throttle.take(len(block))
+            self._throttle.wait_for_bytes(len(block))
         return block
 
 

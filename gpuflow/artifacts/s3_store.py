@@ -185,7 +185,7 @@ class S3Store:
         answer = self._client.get_object(Bucket=self._bucket, Key=key, IfMatch=tag, Range=f"bytes={offset}-")
         with answer["Body"] as body:
             while block := body.read(self._throttle.block_bytes):
-                self._throttle.take(len(block))
+                self._throttle.wait_for_bytes(len(block))
                 yield block
                 offset += len(block)
                 if offset > size:

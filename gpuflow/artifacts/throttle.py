@@ -21,7 +21,7 @@ _CREDIT_SECONDS: Final = 0.1
 
 
 class Throttle:
-    """Lets `bytes_per_second` bytes pass, over all threads that call `take`; None lets all pass at once."""
+    """Lets `bytes_per_second` bytes pass, over all threads that call `wait_for_bytes`; None lets all pass at once."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Throttle:
             return BLOCK_BYTES
         return min(BLOCK_BYTES, max(_SMALLEST_BLOCK_BYTES, self.bytes_per_second // _BLOCKS_PER_SECOND))
 
-    def take(self, count: int) -> None:
+    def wait_for_bytes(self, count: int) -> None:
         """Wait until `count` more bytes may pass."""
         if self.bytes_per_second is None or count <= 0:
             return

@@ -150,7 +150,7 @@ class ServerFiles:
             lock = _Lock.open(self.folder / "start.lock")
         with lock:
             pass_at = time.monotonic() + deadline_seconds
-            while not lock.take():
+            while not lock.acquire():
                 if time.monotonic() > pass_at:
                     raise BrokerUnavailable(
                         f"another process has been starting the embedded server in {self.folder} for "
@@ -167,7 +167,7 @@ class ServerFiles:
         with self._explained("lock"):
             lock = _Lock.open(self._server_lock)
         pass_at = time.monotonic() + deadline_seconds
-        while not lock.take():
+        while not lock.acquire():
             if time.monotonic() > pass_at:
                 lock.close()
                 raise BrokerUnavailable(
@@ -199,7 +199,7 @@ class _Lock:
         """Open (or make) the file, without taking the lock."""
         return cls(os.open(path, os.O_RDWR | os.O_CREAT | _CLOSE_ON_EXEC, 0o600))
 
-    def take(self) -> bool:
+    def acquire(self) -> bool:
         """Take the lock if it is free; says whether it was."""
         return try_lock(self.descriptor)
 

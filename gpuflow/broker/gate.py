@@ -11,7 +11,7 @@ ANY_TIME: Final = -1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class SelectedQueue:
     """A queue to take from now; with `most_seconds`, a task alone whose time limit is no longer.
 
     `with_gpus` says whether its tasks get GPUs; with `warm_only`, tasks alone that a warm session here can answer. If
@@ -26,7 +26,7 @@ class Choice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Taste:
+class MessageFilter:
     """Which messages of a queue a consumer takes.
 
     Of `types` alone (`routing.offers`), of `gpu_types` from queues whose tasks get GPUs; None for `types`: all of
@@ -62,7 +62,7 @@ class Gate(Protocol):
         """The group of the consumers that share GPUs with this one: what it gives back they may take; "" for none."""
 
     @property
-    def taste(self) -> Taste:
+    def message_filter(self) -> MessageFilter:
         """Which messages it takes."""
 
     @property
@@ -78,7 +78,9 @@ class Gate(Protocol):
     def fitting(self, ready: Sequence[str], barren: Collection[str] = ()) -> list[str]:
         """Return those demand queues of `ready`, but for `barren`, whose next message would fit now, in order."""
 
-    def choose(self, ready: Sequence[str], barren: Collection[str] = (), full: Collection[str] = ()) -> list[Choice]:
+    def choose(
+        self, ready: Sequence[str], barren: Collection[str] = (), full: Collection[str] = ()
+    ) -> list[SelectedQueue]:
         """Return a few of the fitting queues, and hold what any one message of them needs until `chosen_none`.
 
         What is `full` is not chosen for warm sessions alone.
@@ -87,17 +89,17 @@ class Gate(Protocol):
     def chosen_none(self) -> None:
         """Nothing was taken after `choose`."""
 
-    def cold(self, queue: str) -> None:
+    def on_blocked_by_sessions(self, queue: str) -> None:
         """A message of `queue` was left where it is, as only a warm session could have taken it: make room for it."""
 
-    def taken(self, queue: str, tag: str, session: str = "", asked: str = "") -> bool:
+    def on_leased(self, queue: str, tag: str, session: str = "", asked: str = "") -> bool:
         """A message of `queue` was leased under `tag`: it gets a place in a session, or what `choose` has held for it.
 
         `session` is the name of the sessions that can answer it, "" for none, `asked` what it asks to be run by
         (`routing.offers`). False: there is no room for it any more, and it goes back to the front of its queue.
         """
 
-    def settled(self, tag: str) -> bool:
+    def on_lease_ended(self, tag: str) -> bool:
         """The message of `tag` was acknowledged, put back or lost; say whether more may be taken than before."""
 
 
@@ -106,7 +108,7 @@ class OpenGate:
 
     waits_as = ""
     machine = ""
-    taste = Taste()
+    message_filter = MessageFilter()
     counts_prefetch = True
 
     def woken_for(self, queue: str) -> None:
@@ -120,20 +122,22 @@ class OpenGate:
         """Return none: such a consumer names the queues that it consumes."""
         return []
 
-    def choose(self, ready: Sequence[str], barren: Collection[str] = (), full: Collection[str] = ()) -> list[Choice]:
+    def choose(
+        self, ready: Sequence[str], barren: Collection[str] = (), full: Collection[str] = ()
+    ) -> list[SelectedQueue]:
         """Return none."""
         return []
 
     def chosen_none(self) -> None:
         """Do nothing."""
 
-    def cold(self, queue: str) -> None:
+    def on_blocked_by_sessions(self, queue: str) -> None:
         """Do nothing."""
 
-    def taken(self, queue: str, tag: str, session: str = "", asked: str = "") -> bool:
+    def on_leased(self, queue: str, tag: str, session: str = "", asked: str = "") -> bool:
         """Let it in."""
         return True
 
-    def settled(self, tag: str) -> bool:
+    def on_lease_ended(self, tag: str) -> bool:
         """Nothing was closed."""
         return False

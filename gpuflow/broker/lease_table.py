@@ -133,7 +133,7 @@ class LeaseTable:
         """Say that nothing more is taken, and that what runs here goes on without the consumer loop."""
         self._ticked_at = math.inf
 
-    def take(
+    def accept(
         self, tag: str, queue: str, key: str = "", raw: str = "", returned: str = NEVER, used: Used | None = None
     ) -> bool:
         """Note a message that the pop script has leased to us: its queue, its list, its text, its last return, and the
@@ -276,7 +276,7 @@ class LeaseTable:
     def _settle(self, tag: str, lease: Lease, how: str, delay_seconds: float = 0) -> bool:
         done = self._ask_to_settle(tag, how, delay_seconds, lease.returned, lease.used)
         was_ours = self._drop(tag, lease) is not None
-        if was_ours and self.gate.settled(tag):
+        if was_ours and self.gate.on_lease_ended(tag):
             self.wake()
         if not done and was_ours and not lease.owed:
             log.warning("lease_lost", tag=tag, at=how)
@@ -290,7 +290,7 @@ class LeaseTable:
             [tag, self.owner, how, BELL_SECONDS, delay_seconds, returned, *(used or ())],
         )
 
-    def settle_surely(self, tag: str, how: str) -> bool:
+    def settle_or_defer(self, tag: str, how: str) -> bool:
         """End a lease as `settle`; a server that cannot be told now is told when it is back, and this is False."""
         try:
             self.settle(tag, how)
@@ -301,7 +301,7 @@ class LeaseTable:
                     lease.owed, lease.owed_at = how, -math.inf
             if lease is not None:
                 log.warning("lease_to_be_settled", tag=tag, how=how, cause=str(error))
-                self.gate.settled(tag)
+                self.gate.on_lease_ended(tag)
             return False
         return True
 
@@ -316,7 +316,7 @@ class LeaseTable:
             if lease is None:
                 return None
             lease.owed, lease.owed_at = "ack", time.monotonic()
-        return lease, self.gate.settled(tag)
+        return lease, self.gate.on_lease_ended(tag)
 
     def acknowledged(self, tag: str, lease: Lease, *, was_lost: bool) -> None:
         """Note that the server has ended the lease of a message that was done, or had lost it before.
@@ -355,7 +355,7 @@ class LeaseTable:
         except (RedisError, OperationalError, OSError) as error:
             log.warning("message_left_to_the_sweep", tag=tag, cause=str(error))
         if self._drop(tag) is not None:
-            self.gate.settled(tag)
+            self.gate.on_lease_ended(tag)
 
     def _tell(self, task_id: str, tell: Callable[[], None]) -> None:
         """Tell the task of a message; what cannot be told to it ever keeps the message from nothing."""
@@ -374,7 +374,7 @@ class LeaseTable:
             if lease is not None:
                 lease.over_at = time.monotonic()
 
-    def settle_owed(self, least_seconds: float = 0.0) -> None:
+    def settle_deferred(self, least_seconds: float = 0.0) -> None:
         """Tell the server of work that has ended, and of which it has not heard for so long. Raises redis errors."""
         now = time.monotonic()
         for tag, lease in self.held().items():
@@ -438,7 +438,7 @@ class LeaseTable:
             self._thread.join(timeout=MOST_CLOSE_SECONDS)
         if self._client is not None:
             try:
-                self.settle_owed()
+                self.settle_deferred()
                 for group in self.groups:
                     self._client.srem(self.keys.waiters(group), self.bell)
                 self._client.delete(self.bell)
@@ -449,7 +449,7 @@ class LeaseTable:
         """Note that the lease has ended, by a step of another module or because it was LOST."""
         lease = self._drop(tag)
         if lease is not None:
-            self.gate.settled(tag)
+            self.gate.on_lease_ended(tag)
         return lease
 
     def _drop(self, tag: str, lease: Lease | None = None) -> Lease | None:
@@ -486,7 +486,7 @@ class LeaseTable:
                     due_at = time.monotonic() + again + AFTER_DUE_SECONDS
                 if due_at > now:  # also when this turn came between
                     pause = min(usual, max(SHORTEST_PAUSE_SECONDS, due_at - time.monotonic()))
-                self.settle_owed(OWED_SECONDS)
+                self.settle_deferred(OWED_SECONDS)
                 self._unwritable_since = None
                 outage.over(now)
             except RedisError as error:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from kombu.utils.encoding import bytes_to_str
 
-from gpuflow.broker.gate import Choice, Taste
+from gpuflow.broker.gate import MessageFilter, SelectedQueue
 from gpuflow.broker.lease import Lease
 from gpuflow.broker.sweeper import BELL_SECONDS
 
@@ -41,7 +41,7 @@ class Look:
 
     queues: list[str] = field(default_factory=list)
     plain: list[str] = field(default_factory=list)
-    chosen: list[Choice] = field(default_factory=list)
+    chosen: list[SelectedQueue] = field(default_factory=list)
     page: list[str] = field(default_factory=list)
     woken_for: tuple[int, str] | None = None
     is_due: bool = False
@@ -110,7 +110,7 @@ class Look:
         if self.woken_for and self.woken_for[1] == queue:
             self.woken_for = None
 
-    def to_json(self, groups: Sequence[str], taste: Taste, page: int) -> str:
+    def to_json(self, groups: Sequence[str], message_filter: MessageFilter, page: int) -> str:
         """Return how to look, for pop.lua."""
         how: dict[str, Any] = {
             "queues": len(self.queues),
@@ -119,23 +119,23 @@ class Look:
             "bell": BELL_SECONDS,
             "groups": groups,
             "limits": [-1] * len(self.plain) + [choice.most_seconds for choice in self.chosen],
-            "models": taste.models,
-            "sessions": taste.sessions,
-            "full": taste.full,
-            "user_types": taste.user_types,
-            "patience": taste.patience_seconds,
+            "models": message_filter.models,
+            "sessions": message_filter.sessions,
+            "full": message_filter.full,
+            "user_types": message_filter.user_types,
+            "patience": message_filter.patience_seconds,
         }
         if any(choice.warm_only for choice in self.chosen):
             how["warm_only"] = [False] * len(self.plain) + [choice.warm_only for choice in self.chosen]
-            how["here"] = taste.here
+            how["here"] = message_filter.here
             how["yields"] = [False] * len(self.plain) + [choice.yields for choice in self.chosen]
-        if taste.kept:
-            how["kept"] = taste.kept
-        if taste.secrets is not None:
-            how["secrets"] = taste.secrets
-        if taste.types is not None:
-            how["types"] = taste.types
-        if taste.gpu_types is not None:
-            how["gpu_types"] = taste.gpu_types
+        if message_filter.kept:
+            how["kept"] = message_filter.kept
+        if message_filter.secrets is not None:
+            how["secrets"] = message_filter.secrets
+        if message_filter.types is not None:
+            how["types"] = message_filter.types
+        if message_filter.gpu_types is not None:
+            how["gpu_types"] = message_filter.gpu_types
             how["with_gpus"] = [False] * len(self.plain) + [choice.with_gpus for choice in self.chosen]
         return json.dumps(how)

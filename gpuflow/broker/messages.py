@@ -62,7 +62,7 @@ class LeaseQoS(virtual.QoS):  # type: ignore[misc]
 
     def reject(self, delivery_tag: str, requeue: bool = False) -> None:
         """Drop the message, or put it to the front of its list."""
-        self.channel.leases.settle_surely(delivery_tag, "front" if requeue else "ack")
+        self.channel.leases.settle_or_defer(delivery_tag, "front" if requeue else "ack")
         self._quick_ack(delivery_tag)
 
     def restore_unacked_once(self, stderr: Any = None) -> None:

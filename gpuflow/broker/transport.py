@@ -318,7 +318,7 @@ class Channel(stock.Channel):  # type: ignore[misc]
         sleeps = self._in_poll and not self._pops
         owed = None if sleeps or self.closed or installed() is None else self.leases.owe_ack(tag)
         if owed is None:
-            self.leases.settle_surely(tag, "ack")
+            self.leases.settle_or_defer(tag, "ack")
             return
         self._done[tag], has_room = owed
         self._look.has_room |= has_room
@@ -327,7 +327,7 @@ class Channel(stock.Channel):  # type: ignore[misc]
         """End at once what would have ended with the next pop."""
         done, self._done = self._done, {}
         for tag in done:
-            if not self.leases.settle_surely(tag, "ack"):
+            if not self.leases.settle_or_defer(tag, "ack"):
                 return  # the keeper of the leases tells the rest, too, when the server is back
 
     def _pop_command(self) -> list[Any]:
@@ -344,7 +344,7 @@ class Channel(stock.Channel):  # type: ignore[misc]
             *lists,
             leases.owner,
             leases.lease_seconds,
-            look.to_json(groups, leases.gate.taste, PAGE_NAMES if waits_as else 0),
+            look.to_json(groups, leases.gate.message_filter, PAGE_NAMES if waits_as else 0),
             *(part for tag, lease in look.done.items() for part in (tag, lease.returned, *(lease.used or ("", "")))),
         ]
 
@@ -399,7 +399,7 @@ class Channel(stock.Channel):  # type: ignore[misc]
 
     def _read_popped(self, reply: Any) -> bool:
         gate, look = self.leases.gate, self._look
-        key, raw, names, cold, tag, returned, lost, (count, where, why) = reply
+        key, raw, names, blocked, tag, returned, lost, (count, where, why) = reply
         if count:
             queue = queue_of(bytes_to_str(where)[len(self.global_keyprefix) :])
             log.error(
@@ -413,8 +413,8 @@ class Channel(stock.Channel):  # type: ignore[misc]
         if not delivered:
             gate.chosen_none()
             look.in_vain(time.monotonic())
-        for queue in cold:
-            gate.cold(bytes_to_str(queue))
+        for queue in blocked:
+            gate.on_blocked_by_sessions(bytes_to_str(queue))
         if delivered:
             return True
         fitting = gate.fitting(look.page, look.barren)
@@ -456,17 +456,17 @@ class Channel(stock.Channel):  # type: ignore[misc]
         except redis.RedisError as error:  # whether it was used before is not known
             log.warning("message_not_checked", tag=tag, cause=str(error))
             self.leases.gate.chosen_none()
-            self.leases.settle_surely(tag, "front")
+            self.leases.settle_or_defer(tag, "front")
             return False
         except Exception as error:  # noqa: BLE001  (whatever a message holds, it ends nobody)
             self.leases.gate.chosen_none()
             self.leases.set_aside(tag, _id_in(given), f"{type(error).__name__}: {error}"[:1000], returned)
             return True
-        if not self.leases.take(tag, queue, key, raw, returned, used):
+        if not self.leases.accept(tag, queue, key, raw, returned, used):
             self.leases.gate.chosen_none()
             return True
-        if not self.leases.gate.taken(queue, tag, *session_of(raw)):
-            self.leases.settle_surely(tag, "front")
+        if not self.leases.gate.on_leased(queue, tag, *session_of(raw)):
+            self.leases.settle_or_defer(tag, "front")
             return False
         if queue in self._active_queues:
             self._queue_cycle.rotate(queue)

@@ -80,8 +80,8 @@ def run(file: str, folder: str | None, as_json: bool) -> int:
     from gpuflow.cli.executor_inputs import localized
     from gpuflow.cli.executor_view import EventLines, EventView
     from gpuflow.settings import Settings
+    from gpuflow.worker.spec_policy import as_operator
     from gpuflow.worker.standalone import Standalone, deadline_of
-    from gpuflow.worker.task_policy import as_operator
 
     settings = as_operator(Settings.load())
     request = localized(_read(file, folder, settings), settings)

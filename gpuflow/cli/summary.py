@@ -68,7 +68,7 @@ def collect(run: PipelineRun) -> list[StageSummary]:
     from gpuflow.pipelines.collect import result_of_tasks
 
     record: PipelineRecord = run.record()
-    from gpuflow.artifacts.task_policy import client_hosts
+    from gpuflow.artifacts.task_access import client_hosts
 
     references = References(run.app.settings, hosts=client_hosts(run.app.settings))
     found = []

@@ -19,7 +19,7 @@ from gpuflow.errors import GPUFlowError
 from gpuflow.policy.hosts import LOCAL_NETWORKS
 from gpuflow.private_files import make_secret
 from gpuflow.settings import Settings
-from gpuflow.worker.task_policy import as_operator
+from gpuflow.worker.spec_policy import as_operator
 
 #: Flower's own default.
 FLOWER_PORT: Final = 5555

@@ -6,7 +6,7 @@ are loaded by the environment's own Python, in a child process.
 """
 
 from gpuflow.environments.building import Built, create
-from gpuflow.environments.choice import Choice, State, choose, offers_of
+from gpuflow.environments.choice import ChosenEnvironment, State, choose, offers_of
 from gpuflow.environments.definition import DEFAULT, Definition, UnknownEnvironment, Variant, load, names
 from gpuflow.environments.installing import Progress
 from gpuflow.environments.places import Place
@@ -26,7 +26,7 @@ from gpuflow.environments.states import Snapshot, snapshot
 __all__ = [
     "DEFAULT",
     "Built",
-    "Choice",
+    "ChosenEnvironment",
     "Definition",
     "Place",
     "Progress",

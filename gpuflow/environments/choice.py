@@ -32,7 +32,7 @@ class State:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class ChosenEnvironment:
     """The environment that a task runs in, and the engine there; "" for a task type that has no choice of engines."""
 
     environment: str
@@ -41,7 +41,7 @@ class Choice:
 
 def choose(
     states: Sequence[State], task_type: str, *, engine: str | None = None, environment: str | None = None
-) -> Choice | Lack:
+) -> ChosenEnvironment | Lack:
     """Choose the environment of a task, or say what is lacking.
 
     One that is named by `environment` is the only one. Else it is one that serves the task type, the special ones
@@ -52,7 +52,9 @@ def choose(
     served = any(task_type in state.serves for state in states)
     for state in found:
         if task_type in state.ready or (state.works and (not served or _is_free(state, task_type))):
-            return Choice(environment=state.name, engine=state.engine if is_used("engine", task_type) else "")
+            return ChosenEnvironment(
+                environment=state.name, engine=state.engine if is_used("engine", task_type) else ""
+            )
     return _lack(found, task_type, engine, environment)
 
 
@@ -92,7 +94,7 @@ def offers_of(states: Sequence[State], task_types: Mapping[str, str | None]) -> 
     lacking: dict[str, Lack] = {}
     for task_type, named in task_types.items():
         engines = {state.engine for state in states if task_type in state.serves and is_used("engine", task_type)}
-        asks: list[tuple[str, Choice | Lack]] = [(task_type, choose(states, task_type, environment=named))]
+        asks: list[tuple[str, ChosenEnvironment | Lack]] = [(task_type, choose(states, task_type, environment=named))]
         asks += [
             (offer_name(task_type, engine=engine), choose(states, task_type, engine=engine, environment=named))
             for engine in sorted(engines - {""})
@@ -102,7 +104,7 @@ def offers_of(states: Sequence[State], task_types: Mapping[str, str | None]) -> 
             for state in states
         ]
         for name, answer in asks:
-            if isinstance(answer, Choice):
+            if isinstance(answer, ChosenEnvironment):
                 names.add(name)
             else:
                 lacking[name] = answer

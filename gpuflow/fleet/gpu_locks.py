@@ -148,7 +148,7 @@ class GpuLocks:
             for uuid, how in self.survey(capacity_mib, parents=parents).items()
         }
 
-    def take(
+    def claim(
         self,
         uuids: Sequence[str],
         *,
@@ -173,12 +173,12 @@ class GpuLocks:
             fds: list[int] = []
             try:
                 if not _take_all(directory, uuids, parents, share_mib, capacity_mib or {}, fds):
-                    _give_back(fds)
+                    _unlock_all(fds)
                     return None
                 fds.append(directory.pin())
                 note_end(directory, uuids, None)
             except BaseException:
-                _give_back(fds)
+                _unlock_all(fds)
                 raise
             hold = Hold(uuids, fds, share_mib)
             self._holds.add(hold)
@@ -203,7 +203,7 @@ class GpuLocks:
         self.directory.close()
 
 
-def _give_back(fds: list[int]) -> None:
+def _unlock_all(fds: list[int]) -> None:
     for descriptor in fds:
         unlock(descriptor)
     fds.clear()

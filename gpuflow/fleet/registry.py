@@ -25,7 +25,7 @@ from gpuflow.broker.keys import Keys
 from gpuflow.broker.scripts import Script, broker_script, load_script, script_text
 from gpuflow.errors import GPUFlowError
 from gpuflow.fleet.desired import AUTOMATIC, MANUAL, MOST_DECISIONS, Desired, DesiredState
-from gpuflow.fleet.serving import serving_classes
+from gpuflow.fleet.worker_classes import serving_classes
 from gpuflow.ledger.ledger import Ledger
 from gpuflow.routing.capability import CAPABILITY_SCHEMA, Capability
 

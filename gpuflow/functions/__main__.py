@@ -1,4 +1,4 @@
-"""The child of one call of a team's function: `python -m gpuflow.functions`, started by a worker (`worker.functions`).
+"""The child of one call of a team's function: `python -m gpuflow.functions`, started by a worker (`function_delivery`).
 
 It imports what the worker has imported of the team's, with the worker's own path and environment, and calls the
 function on its main thread, so that a limit interrupts whatever it waits for. What comes of it goes to the worker,

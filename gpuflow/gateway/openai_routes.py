@@ -145,15 +145,15 @@ class TextForm:
         return {"index": index, "text": text or "", "logprobs": None, "finish_reason": reason}
 
 
-class Told:
-    """What of each choice was told already, so that no text is told twice when an attempt begins anew."""
+class SentText:
+    """What of each choice was sent already, so that no text is sent twice when an attempt begins anew."""
 
     def __init__(self, n: int) -> None:
         self._n = n
-        self._told: dict[int, str] = {}
+        self._sent: dict[int, str] = {}
         self._seen: dict[int, str] = {}
 
-    def take(self, event: LoggedEvent) -> list[tuple[int, str]]:
+    def new_text(self, event: LoggedEvent) -> list[tuple[int, str]]:
         """Return the new text of a choice that an event brings."""
         if event.name == "state":
             self._seen.clear()
@@ -164,16 +164,16 @@ class Told:
         return self.rest(index, self._seen[index])
 
     def rest(self, index: int, text: str) -> list[tuple[int, str]]:
-        """Return what of the text of a choice was not told yet; nothing where what was told is another text."""
-        told = self._told.get(index, "")
-        if not text.startswith(told) or text == told:
+        """Return what of the text of a choice was not sent yet; nothing where what was sent is another text."""
+        sent = self._sent.get(index, "")
+        if not text.startswith(sent) or text == sent:
             return []
-        self._told[index] = text
-        return [(index, text[len(told) :])]
+        self._sent[index] = text
+        return [(index, text[len(sent) :])]
 
     def belies(self, texts: Mapping[int, str]) -> bool:
-        """Whether what was told is of another answer than `texts`: no rest of it makes it whole."""
-        return any(told and not texts.get(index, "").startswith(told) for index, told in self._told.items())
+        """Whether what was sent is of another answer than `texts`: no rest of it makes it whole."""
+        return any(sent and not texts.get(index, "").startswith(sent) for index, sent in self._sent.items())
 
 
 class _Stream(StreamingResponse):
@@ -218,7 +218,7 @@ async def _generated(
 async def _streamed(request: Request, task: TaskCall, call: Sampled, form: ChatForm | TextForm) -> AsyncIterator[bytes]:
     head = {"id": f"{form.prefix}{task.id}", "object": form.piece, "created": int(time.time()), "model": call.model}
     with_usage = call.stream_options is not None and call.stream_options.include_usage
-    told, begun = Told(call.n or 1), set[int]()
+    sent, begun = SentText(call.n or 1), set[int]()
 
     def line(choices: list[dict[str, Any]], **more: Any) -> bytes:
         return _line({**head, "choices": choices, **({"usage": None} if with_usage else {}), **more})
@@ -232,14 +232,14 @@ async def _streamed(request: Request, task: TaskCall, call: Sampled, form: ChatF
 
     try:
         async for event in task.events(request):
-            for piece in pieces(told.take(event)):
+            for piece in pieces(sent.new_text(event)):
                 yield piece
         result = await task.result()
         answers = _answers(result, call.n or 1)
-        if told.belies({index: text for index, text, _ in answers}):
+        if sent.belies({index: text for index, text, _ in answers}):
             raise Problem(500, "answer-changed", _CHANGED.format(task.id))
         for index, text, reason in answers:
-            for piece in pieces(told.rest(index, text)):
+            for piece in pieces(sent.rest(index, text)):
                 yield piece
             yield line([form.delta(index, None, reason, first=index not in begun)])
         if with_usage:

@@ -13,7 +13,7 @@ from fastapi import Request
 from redis.exceptions import RedisError
 
 from gpuflow.artifacts.references import References
-from gpuflow.artifacts.task_policy import client_hosts
+from gpuflow.artifacts.task_access import client_hosts
 from gpuflow.celery_app import GPUFlow
 from gpuflow.client import submit
 from gpuflow.errors import BrokerUnavailable, UnknownTask

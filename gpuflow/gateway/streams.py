@@ -57,7 +57,7 @@ class Feed:
         for reader in self.readers:
             reader.set()
 
-    def take(self, events: list[LoggedEvent]) -> None:
+    def append(self, events: list[LoggedEvent]) -> None:
         """Keep new entries, and wake the readers."""
         for event in events:
             self.kept.append(event)
@@ -208,7 +208,7 @@ class Hub:
         pairs = list(answer.items()) if isinstance(answer, dict) else (answer or [])
         for key, entries in pairs:
             batch = entries[0] if entries and isinstance(entries[0], list) else entries
-            names[key].take(_events(names[key].source, batch))
+            names[key].append(_events(names[key].source, batch))
 
 
 def _events(source: str, entries: Sequence[tuple[str, Mapping[str, str]]]) -> list[LoggedEvent]:

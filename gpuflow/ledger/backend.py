@@ -208,7 +208,7 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
         state: str = "FAILURE",
     ) -> Any:
         """Commit the failure to the record first; a superseded attempt leaves without store, chord part or errback."""
-        if _until_told(request, lambda: self._refused(task_id, request, TaskState.FAILED, exc)):
+        if _until_told(request, lambda: self._commit_is_refused(task_id, request, TaskState.FAILED, exc)):
             return None
         tail = super().mark_as_failure
         answer = _until_told(
@@ -236,7 +236,7 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
     ) -> Any:
         """Commit the cancellation to the record first, as `mark_as_failure` does."""
         revoked = RuntimeError(reason or "revoked")
-        if _until_told(request, lambda: self._refused(task_id, request, TaskState.CANCELLED, revoked)):
+        if _until_told(request, lambda: self._commit_is_refused(task_id, request, TaskState.CANCELLED, revoked)):
             if getattr(request, FETCH_HEADER, None):  # its call has ended before: that is what Celery is told
                 _until_told(request, lambda: self._tell_end(task_id, request))
             return None
@@ -418,7 +418,8 @@ class LedgerBackend(RedisBackend):  # type: ignore[misc]
                 ignore_result=True,
             )
 
-    def _refused(self, task_id: str, request: Any, state: TaskState, exc: BaseException) -> bool:
+    def _commit_is_refused(self, task_id: str, request: Any, state: TaskState, exc: BaseException) -> bool:
+        """Commit an end without a result to the record; say whether the record refuses it: another attempt counts."""
         name = getattr(request, "task", None) or getattr(request, "name", None)
         is_plain = bool(getattr(request, RECORDED_HEADER, None))
         if name not in SUPERVISED_TASKS and not is_plain:

@@ -29,7 +29,7 @@ from gpuflow.signatures import SignatureRefused, Signer
 MAX_LOSSES: Final = 10
 #: Answer of commit.lua for the call that made the task end; a repeat has another one.
 _COMMITTED: Final = 1
-#: Answer of requeue.lua for a run of merged calls.
+#: Answer of retry.lua for a run of merged calls.
 _IS_RUN: Final = -2
 #: The same for a replica of a served model.
 _IS_REPLICA: Final = -3
@@ -352,7 +352,7 @@ class Ledger:
             self.observer.ended(task_id, 0 if holder is None else holder.attempt)
         return bool(done)
 
-    def give_back(
+    def yield_attempt(
         self,
         task_id: str,
         holder: Holder,
@@ -560,14 +560,14 @@ class Ledger:
         """Whether a user wants a running task cancelled."""
         return bool(self.client.hexists(self.keys.task(task_id), "cancel_requested"))
 
-    def requeue(self, task_id: str) -> bool:
+    def retry_task(self, task_id: str) -> bool:
         """Queue an ended task again under its id. False if it has not ended or has succeeded.
 
         Raises UnknownTask, also for a run of merged calls (its callers are the tasks) and a replica of a served model,
         and SignatureRefused where its stored message is not signed by a holder of the key.
         """
         tag = str(uuid.uuid4())
-        done = ledger_script("requeue")(
+        done = ledger_script("retry")(
             self.client,
             [
                 self.keys.task(task_id),

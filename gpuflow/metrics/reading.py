@@ -14,8 +14,8 @@ from gpuflow.broker.depths import read_depths
 from gpuflow.broker.held_messages import leases_of
 from gpuflow.broker.keys import RECONCILED_AT, Keys
 from gpuflow.fleet.registry import Fleet, WorkerEntry
-from gpuflow.fleet.serving import serving_classes
 from gpuflow.fleet.standing import takes_new
+from gpuflow.fleet.worker_classes import serving_classes
 from gpuflow.ledger.ledger import Ledger
 from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUES
 from gpuflow.routing.queue_names import is_demand_queue

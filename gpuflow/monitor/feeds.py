@@ -83,10 +83,10 @@ class Feed:
         began = time.perf_counter()
         found = self._read()
         with self._lock:
-            self._take(found)
+            self._note_changes(found)
         self.read_seconds = time.perf_counter() - began
 
-    def _take(self, found: Rows) -> None:
+    def _note_changes(self, found: Rows) -> None:
         self.version += 1
         self._bodies.clear()
         for name, rows in found.items():

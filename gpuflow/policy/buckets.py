@@ -1,6 +1,6 @@
 """Which buckets of S3 a task may name (GPUFLOW_ALLOW_BUCKETS): the worker's keys reach them, whoever asks. Pure.
 
-What lies below the fleet's own store is judged by its owner, as results elsewhere are (`artifacts.task_policy`).
+What lies below the fleet's own store is judged by its owner, as results elsewhere are (`artifacts.task_access`).
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ environment of that name. Code that a task brings (`policy.code`) is part of the
 only a worker that allows it offers such a name. `inference~warm` is a replica of a served model (`gpuflow.serving`),
 which keeps its session loaded: only a worker with sessions offers that. `function/my_team.jobs.embed` is a team's
 function: a worker offers those that it was started with. A message carries the name of what it asks for
-(`routing.affinity`), a worker takes those that it offers (`broker.gate.Taste`), and `explain` tells what one lacks.
+(`routing.affinity`), a worker takes those that it offers (`broker.gate.MessageFilter`), and `explain` tells what one
+lacks.
 """
 
 from __future__ import annotations

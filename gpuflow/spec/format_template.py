@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from gpuflow.spec.formatting import Pattern, Room, listed, names_in, text_of
+from gpuflow.spec.formatting import Pattern, TextBudget, listed, names_in, text_of
 from gpuflow.spec.report import Path, one_of, show
 
 #: Most steps and messages of one template, and most arguments of one step.
@@ -92,15 +92,15 @@ def _check_step(step: Any, known: Mapping[str, None], at: Path) -> Iterator[tupl
 def render_format(columns: Sequence[tuple[str, Any]], given: Mapping[str, Any]) -> Iterator[list[dict[str, Any]]]:
     """Yield one chat a row. Raises ValueError for columns that do not go together, or a value that does not fit."""
     values = {label: value if isinstance(value, list) else [value] for label, value in columns}
-    room = Room()
+    budget = TextBudget()
     for step in given.get("steps") or ():
         pattern = Pattern(step["template"])
         wanted = {one["label"]: one["value"] for one in step.get("arguments") or () if one["label"] in pattern.names}
         rows = _rows({label: values[label] for label in wanted.values()})
-        values[step["label"]] = [pattern.fill(_at_row(wanted, values, row), room, strict=True) for row in range(rows)]
+        values[step["label"]] = [pattern.fill(_at_row(wanted, values, row), budget, strict=True) for row in range(rows)]
     messages = [(message, _pattern(message, values)) for message in given["messages"]]
     for row in range(_rows(values)):
-        yield list(_messages(messages, values, row, room))
+        yield list(_messages(messages, values, row, budget))
 
 
 def _pattern(message: Mapping[str, Any], values: Mapping[str, Any]) -> Pattern | None:
@@ -116,7 +116,7 @@ def _messages(
     wanted: Sequence[tuple[Mapping[str, Any], Pattern | None]],
     values: Mapping[str, Sequence[Any]],
     row: int,
-    room: Room,
+    budget: TextBudget,
 ) -> Iterator[dict[str, Any]]:
     for message, pattern in wanted:
         content, role = message["content"], message.get("role")
@@ -125,13 +125,13 @@ def _messages(
             if not isinstance(chat, list) or not all(isinstance(one, Mapping) and "role" in one for one in chat):
                 raise ValueError(f"{content!r} is no chat, and the message that takes it has no role")
             for one in chat:
-                room.take(str(one.get("content")))
+                budget.charge(str(one.get("content")))
                 yield dict(one)
         elif pattern is None:
-            yield {"role": role, "content": room.take(text_of(_at(values[content], row)))}
+            yield {"role": role, "content": budget.charge(text_of(_at(values[content], row)))}
         else:
             names = {name: name for name in pattern.names if name in values}
-            yield {"role": role, "content": pattern.fill(_at_row(names, values, row), room, strict=False)}
+            yield {"role": role, "content": pattern.fill(_at_row(names, values, row), budget, strict=False)}
 
 
 def _rows(values: Mapping[str, Sequence[Any]]) -> int:

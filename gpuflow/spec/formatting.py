@@ -19,13 +19,13 @@ _MAX_SHOWN: Final = 60
 _PART: Final = re.compile(r"\{\{|\}\}|\{([A-Za-z_][\w-]{0,99})\}")
 
 
-class Room:
+class TextBudget:
     """What is left of the texts that one template may make."""
 
     def __init__(self) -> None:
         self._characters, self._texts = MAX_TEXTS, MAX_MADE
 
-    def take(self, text: str, work: int = 0) -> str:
+    def charge(self, text: str, work: int = 0) -> str:
         """Return the text. Raises ValueError once there are too many, or too long ones.
 
         `work` is the number of characters that were read to make it; the greater of the two counts.
@@ -47,7 +47,7 @@ class Room:
             size += len(part) + (len(separator) if kept else 0)
             _fits(size)
             kept.append(part)
-        return self.take(separator.join(kept))
+        return self.charge(separator.join(kept))
 
 
 class Pattern:
@@ -67,8 +67,8 @@ class Pattern:
             self._pieces.append((text[position:], None))
         self.names: Final = frozenset(name for _, name in self._pieces if name is not None)
 
-    def fill(self, values: Mapping[str, Any], room: Room, *, strict: bool) -> str:
-        """Return the text with `{name}` replaced, and `{{` and `}}` as one brace; it takes of `room`.
+    def fill(self, values: Mapping[str, Any], budget: TextBudget, *, strict: bool) -> str:
+        """Return the text with `{name}` replaced, and `{{` and `}}` as one brace; it takes of `budget`.
 
         A value is made text when its name is met, so that a text that grows too long ends before the next one is made:
         with ValueError, as with `strict` a name without a value does, which else stays as it is.
@@ -88,7 +88,7 @@ class Pattern:
             size += len(text)
             _fits(size)
             made.append(text)
-        return room.take("".join(made), work=self.length)
+        return budget.charge("".join(made), work=self.length)
 
 
 def _fits(size: int) -> None:

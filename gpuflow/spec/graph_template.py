@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any, Final
 
 from gpuflow.spec.format_template import check_format, render_format
-from gpuflow.spec.formatting import Pattern, Room, text_of
+from gpuflow.spec.formatting import Pattern, TextBudget, text_of
 from gpuflow.spec.report import Path, one_of, show, suggest
 
 #: Names of the templates; without one it is `columns`.
@@ -77,11 +77,11 @@ def _blocks(columns: Sequence[tuple[str, Any]], options: Mapping[str, Any]) -> l
         listed = ", ".join(f"{label!r} has {length}" for label, length in lengths.items())
         raise ValueError(f"columns that are lists must be equally long, but {listed}")
     intro, closing = _lines(options.get("intro")), _lines(options.get("closing"))
-    room = Room()
+    budget = TextBudget()
     prompts = []
     for row in range(next(iter(lengths.values()), 1)):
         blocks = (f"{label}:\n{text_of(v[row] if isinstance(v, list) else v)}" for label, v in columns)
-        prompts.append(room.join("\n\n", (part for part in chain((intro,), blocks, (closing,)) if part)))
+        prompts.append(budget.join("\n\n", (part for part in chain((intro,), blocks, (closing,)) if part)))
     return prompts
 
 
@@ -100,7 +100,7 @@ def _briefing(columns: Sequence[tuple[str, Any]], options: Mapping[str, Any]) ->
         f"Write it in two columns, {first} against {second}, and end with recommendations that one can act on."
     )
     points = (f"• {label}: {_indented(text_of(value))}" for label, value in columns)
-    return [Room().join("\n", chain((intro,), points, (closing,)))]
+    return [TextBudget().join("\n", chain((intro,), points, (closing,)))]
 
 
 def _text_template(text: str, columns: Sequence[tuple[str, Any]]) -> str:
@@ -108,7 +108,7 @@ def _text_template(text: str, columns: Sequence[tuple[str, Any]]) -> str:
     values: dict[str, Any] = {}
     for index, (label, value) in enumerate(columns):
         values |= {f"col{index}_label": label, f"col{index}_value": value}
-    return Pattern(text).fill(values, Room(), strict=False)
+    return Pattern(text).fill(values, TextBudget(), strict=False)
 
 
 _RENDERERS: Final[Mapping[str, Callable[[Sequence[tuple[str, Any]], Mapping[str, Any]], list[str]]]] = {

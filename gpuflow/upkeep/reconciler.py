@@ -2,7 +2,7 @@
 
 Every repair is idempotent, logged, and counted in `gpuflow.repairs`. Called by the duties of beat under a lock; two
 rounds at once would do no harm either. It decides nothing itself: each repair is a compare-and-set of the ledger, of
-the pipeline engine or of the registry.
+the pipeline controller or of the registry.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Reconciler:
             "cancel_obeyed": self.end_unwanted,
             "cancel_told": self.tell_cancelled,
             "calls_completed": self.complete_calls,
-            "pipeline_settled": self.settle_pipelines,
+            "pipeline_settled": self.reconcile_pipelines,
             "worker_offline": lambda: len(self.fleet.note_silent()),
             "worker_forgotten": lambda: len(self.fleet.forget_gone(FORGET_EPHEMERAL_SECONDS, self._retention_seconds)),
             "queue_forgotten": self.forget_queues,
@@ -144,15 +144,15 @@ class Reconciler:
         log.warning("calls_completed", run=run_id)
         return int(self.app.merger.complete(run_id, of_caller=call))
 
-    def settle_pipelines(self) -> int:
-        """Settle every running pipeline: mends one whose join never fired. Returns how many moved by that."""
-        return sum(self._made("pipeline_settled", self._settle, one) for one in self._running_pipelines())
+    def reconcile_pipelines(self) -> int:
+        """Reconcile every running pipeline: mends one whose join never fired. Returns how many moved by that."""
+        return sum(self._made("pipeline_settled", self._reconcile_pipeline, one) for one in self._running_pipelines())
 
-    def _settle(self, pipeline_id: str) -> int:
+    def _reconcile_pipeline(self, pipeline_id: str) -> int:
         before = self.app.pipelines.find(pipeline_id)
         if before is None:
             return 0
-        self.app.engine.settle(pipeline_id)
+        self.app.pipeline_controller.reconcile(pipeline_id)
         after = self.app.pipelines.find(pipeline_id)
         if after is None or (after.state, after.stages) == (before.state, before.stages):
             return 0

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final
 
-from gpuflow.broker.gate import ANY_TIME, Choice, Taste
+from gpuflow.broker.gate import ANY_TIME, MessageFilter, SelectedQueue
 from gpuflow.fleet.gpu_locks import Hold
 from gpuflow.routing.capability import Capability
 from gpuflow.routing.families import CONTROL_QUEUE, NOTICE_QUEUES
@@ -21,17 +21,17 @@ from gpuflow.routing.offers import WARM_TASK_TYPES, is_replica, task_type_of
 from gpuflow.routing.placement import HostUsage, Placement
 from gpuflow.routing.queue_names import is_demand_queue
 from gpuflow.routing.requirement import Requirement
-from gpuflow.worker.books import Books
-from gpuflow.worker.demands import Demands
 from gpuflow.worker.machine_gpus import MachineGpus
-from gpuflow.worker.offering import Offering
 from gpuflow.worker.placements import Placements
+from gpuflow.worker.queue_matcher import QueueMatcher
 from gpuflow.worker.recent_models import RecentModels
 from gpuflow.worker.reserving import Reserving
+from gpuflow.worker.resource_usage import ResourceUsage
+from gpuflow.worker.sessions.entry import LOADING_PLACES
 from gpuflow.worker.sessions.neighbours import Neighbours
 from gpuflow.worker.sessions.table import Sessions
-from gpuflow.worker.sessions.warm import LOADING_PLACES
 from gpuflow.worker.slots import Allocation, Limits, SlotClass
+from gpuflow.worker.supported_runtimes import SupportedRuntimes
 
 #: So many demand queues are named in one pop at most.
 MOST_CHOSEN: Final = 8
@@ -42,31 +42,31 @@ class Admission:
 
     def __init__(
         self,
-        demands: Demands,
+        matcher: QueueMatcher,
         limits: Limits,
         gpus: MachineGpus,
         reserving: Reserving,
         *,
-        offering: Offering | None = None,
+        supported_runtimes: SupportedRuntimes | None = None,
         patience_seconds: float = 0.0,
         sessions: Sessions | None = None,
         neighbours: Neighbours | None = None,
     ) -> None:
-        self.demands = demands
+        self.matcher = matcher
         self.limits = limits
         self.reserving = reserving
         self.models = RecentModels()
         self.draining = False
         #: False: it takes nothing new but control tasks and notices, and keeps no model loaded that idles.
         self.enabled = True
-        self._offering = offering
+        self._supported_runtimes = supported_runtimes
         self._patience_seconds = patience_seconds
         self._gpus = gpus
         self.sessions = sessions
         self._neighbours = neighbours
-        self._books = Books(limits=limits, sessions=sessions)
-        self._held = self._books.held
-        self._placements = Placements(demands, gpus, reserving, self._books)
+        self._resources = ResourceUsage(limits=limits, sessions=sessions)
+        self._held = self._resources.held
+        self._placements = Placements(matcher, gpus, reserving, self._resources)
         self._chosen: Hold | None = None
         self._warm_only: set[str] = set()
         self._machine = gpus.group()
@@ -75,7 +75,7 @@ class Admission:
     @property
     def capability(self) -> Capability:
         """All that this worker has, free or not."""
-        return self.demands.capability
+        return self.matcher.capability
 
     # -- the gate: called on the consumer's thread --------------------------------------------------------------
 
@@ -86,7 +86,7 @@ class Admission:
     def waits_as(self) -> str:
         """The class of this worker while it could take a job, or a request to a warm session; "" otherwise."""
         with self._lock:
-            return self.demands.name if self._takes_jobs() or self._warm_names() else ""
+            return self.matcher.name if self._takes_jobs() or self._warm_names() else ""
 
     @property
     def machine(self) -> str:
@@ -99,10 +99,10 @@ class Admission:
             return [queue for queue in queues if self._is_open(queue)]
 
     @property
-    def taste(self) -> Taste:
+    def message_filter(self) -> MessageFilter:
         """Which messages of a queue this worker takes first, and which not at all."""
-        offers = self._offering
-        return Taste(
+        offers = self._supported_runtimes
+        return MessageFilter(
             types=None if offers is None else tuple(offers.plain.names),
             gpu_types=None if offers is None or offers.same else tuple(offers.with_gpus.names),
             secrets=None if offers is None else offers.secrets,
@@ -116,7 +116,7 @@ class Admission:
 
     def woken_for(self, queue: str) -> None:
         """Say of a queue of which the doorbell told whether this class serves it."""
-        self.demands.tell(queue)
+        self.matcher.tell(queue)
 
     def fitting(self, ready: Sequence[str], barren: Collection[str] = ()) -> list[str]:
         """Return the demand queues of `ready`, without the barren ones, whose next message could start now."""
@@ -124,7 +124,9 @@ class Admission:
         with self._lock:
             return [queue for queue, _ in self._startable(served)]
 
-    def choose(self, ready: Sequence[str], barren: Collection[str] = (), full: Collection[str] = ()) -> list[Choice]:
+    def choose(
+        self, ready: Sequence[str], barren: Collection[str] = (), full: Collection[str] = ()
+    ) -> list[SelectedQueue]:
         """Take the GPUs for the first queue that fits; return it, and others that what is held now would serve.
 
         What stands behind the last that is chosen is not looked at, unless a task there may need a reservation. Those
@@ -132,7 +134,7 @@ class Admission:
         """
         self.chosen_none()
         served = self._served(ready, barren)
-        chosen: list[Choice] = []
+        chosen: list[SelectedQueue] = []
         waiting: list[tuple[str, Placement]] = []
         first: tuple[Requirement, tuple[str, ...]] | None = None
         with self._lock:
@@ -142,7 +144,7 @@ class Admission:
                 if first is None:
                     continue
                 chosen += [
-                    self._choice(name, its) for name, its in waiting if self._placements.serves(name, its, *first)
+                    self._selection(name, its) for name, its in waiting if self._placements.serves(name, its, *first)
                 ]
                 waiting.clear()
                 if len(chosen) >= MOST_CHOSEN and (first[1] or not self.capability.gpus):
@@ -150,16 +152,16 @@ class Admission:
             chosen = chosen[:MOST_CHOSEN]
             passed = {*full, *(choice.queue for choice in chosen)}
             rest = [queue for queue in served if queue not in passed]
-            warm = self._placements.warm(rest, most=MOST_CHOSEN - len(chosen), beyond=self._neighbours is not None)
+            warm = self._placements.warm_only(rest, most=MOST_CHOSEN - len(chosen), beyond=self._neighbours is not None)
             self._warm_only = {choice.queue for choice in warm}
             return chosen + warm
 
-    def cold(self, queue: str) -> None:
+    def on_blocked_by_sessions(self, queue: str) -> None:
         """Close sessions that idle, as many as must go for the next task of a queue; it begins when they are gone.
 
         Where that does not help, other workers of the machine are asked to close theirs.
         """
-        asked = self.demands.requirement(queue)
+        asked = self.matcher.requirement(queue)
         if asked is None or not self._takes_jobs() or self.make_room(asked, f"a task of {queue} waits for its place"):
             return
         if self._neighbours is not None and asked.gpu_count:
@@ -173,7 +175,7 @@ class Admission:
     def _hold_for(self, asked: Requirement, placement: Placement) -> tuple[Requirement, tuple[str, ...]] | None:
         """Take the GPUs for a task; return its ask with them, None when they cannot be had."""
         gpus = match(asked, placement.capability).gpus if asked.gpu_count else ()
-        hold = self._gpus.take(gpus, shared_mib(asked, placement.capability, gpus)) if gpus else None
+        hold = self._gpus.claim(gpus, shared_mib(asked, placement.capability, gpus)) if gpus else None
         if hold is None and asked.gpu_count:
             return None
         self._chosen = hold
@@ -186,7 +188,7 @@ class Admission:
             if chosen is not None:
                 self._gpus.release(chosen, wait_seconds=0)
 
-    def taken(self, queue: str, tag: str, session: str = "", asked: str = "") -> bool:
+    def on_leased(self, queue: str, tag: str, session: str = "", asked: str = "") -> bool:
         """Hold a place in a warm session for the message of `tag`, or a slot and what its queue asks for.
 
         False when there is neither: the session that could have answered it has ended since the queue was chosen.
@@ -200,14 +202,14 @@ class Admission:
             self._held[tag] = allocation
             self.chosen_none()
         if slot == "job":
-            self.demands.tell(queue)
+            self.matcher.tell(queue)
             if self._neighbours is not None:
                 self._neighbours.granted()
         return True
 
     def _place(self, queue: str, tag: str, allocation: Allocation, session: str, asked: str) -> bool:
         """Give the message of a demand queue its place; False where it has none."""
-        requirement = self.demands.requirement(queue)
+        requirement = self.matcher.requirement(queue)
         needs_gpus = requirement is not None and requirement.gpu_count > 0
         sessions = self.sessions if session and self._keeps_warm(asked, gpus=needs_gpus) else None
         replica = is_replica(asked)
@@ -222,18 +224,22 @@ class Admission:
         if sessions is not None:
             allocation.slot, allocation.session = "replica" if replica else "request", session
             in_turn = task_type_of(asked) in WARM_TASK_TYPES
-            places = self._offering.loading_places(asked) if self._offering is not None else LOADING_PLACES
+            places = (
+                self._supported_runtimes.loading_places(asked)
+                if self._supported_runtimes is not None
+                else LOADING_PLACES
+            )
             sessions.expect(session, tag, hold, requirement, in_turn=in_turn, loading_places=places, replica=replica)
         else:
             allocation.requirement, allocation.hold = requirement, hold
         self.limits.jobs_taken += 1
-        self.reserving.taken(queue)
+        self.reserving.task_began(queue)
         return True
 
     def _keeps_warm(self, asked: str, *, gpus: bool) -> bool:
-        return self._offering is None or self._offering.keeps_warm(asked, gpus=gpus)
+        return self._supported_runtimes is None or self._supported_runtimes.keeps_warm(asked, gpus=gpus)
 
-    def settled(self, tag: str) -> bool:
+    def on_lease_ended(self, tag: str) -> bool:
         """Give back what `tag` holds, or leave that to the supervisor that keeps it; say if that opens a queue.
 
         What the end of a child opens is told by the supervisor.
@@ -242,7 +248,7 @@ class Admission:
             allocation = self._held.get(tag)
             if allocation is None:
                 return False
-            allocation.settled = True
+            allocation.lease_ended = True
             if allocation.kept:
                 return False
             gone = allocation.slot == "ending"
@@ -256,7 +262,7 @@ class Admission:
     # -- the supervisor -----------------------------------------------------------------------------------------
 
     def keep(self, tag: str, limit_seconds: float | None = None) -> Allocation | None:
-        """Return what `tag` holds, and keep it until `release` even if the message is settled before.
+        """Return what `tag` holds, and keep it until `release` even if its lease ends before.
 
         `limit_seconds` is the time limit of the attempt that begins now: the whole machine may plan with it.
         """
@@ -287,7 +293,7 @@ class Admission:
             if allocation is None:
                 return
             allocation.kept = False
-            if allocation.settled:
+            if allocation.lease_ended:
                 del self._held[tag]
         self._let_go(tag, allocation)
 
@@ -304,19 +310,19 @@ class Admission:
     def jobs(self) -> int:
         """Return how many jobs and requests to sessions are held now, without replicas that keep sessions loaded."""
         with self._lock:
-            return self._books.count("job", "request")
+            return self._resources.count("job", "request")
 
     def free_jobs(self) -> int | None:
         """Return how many more jobs could begin, None for no limit by number."""
         with self._lock:
-            if not self._books.takes_jobs():
+            if not self._resources.takes_jobs():
                 return 0
-            return None if self.limits.max_jobs is None else max(0, self.limits.max_jobs - self._books.jobs())
+            return None if self.limits.max_jobs is None else max(0, self.limits.max_jobs - self._resources.jobs())
 
     def usage(self) -> HostUsage:
         """Return what is in use of the host, without the sessions that would be closed for a task that needs it."""
         with self._lock:
-            return self._books.usage(self.sessions.idle() if self.sessions is not None else ())
+            return self._resources.usage(self.sessions.idle() if self.sessions is not None else ())
 
     def is_replica(self, tag: str) -> bool:
         """Whether the message of `tag` keeps a session loaded."""
@@ -332,7 +338,7 @@ class Admission:
     def tags_on(self, uuid: str) -> list[str]:
         """Return the delivery tags of the messages that are worked on by a GPU."""
         with self._lock:
-            return self._books.on(uuid)
+            return self._resources.on(uuid)
 
     def idle(self) -> bool:
         """Whether nothing but control tasks and notices is held."""
@@ -365,36 +371,36 @@ class Admission:
         return self.enabled and not self.draining
 
     def _takes_jobs(self) -> bool:
-        return self._is_taking and self._books.takes_jobs()
+        return self._is_taking and self._resources.takes_jobs()
 
     def _warm_names(self) -> tuple[str, ...]:
         """Return the sessions that may be given a request now."""
-        if self.sessions is None or not self._is_taking or not self._books.takes_requests():
+        if self.sessions is None or not self._is_taking or not self._resources.takes_requests():
             return ()
-        return self.sessions.names(idle=self._books.takes_jobs())
+        return self.sessions.names(idle=self._resources.takes_jobs())
 
     def _is_open(self, queue: str) -> bool:
         slot = self.slot_of(queue)
         if slot == "control":
-            return self._books.takes_control()
+            return self._resources.takes_control()
         if slot == "notice":
-            return self._books.takes_notices()
-        return slot == "plain" and self._is_taking and self._books.takes_plain()
+            return self._resources.takes_notices()
+        return slot == "plain" and self._is_taking and self._resources.takes_plain()
 
     def _served(self, ready: Sequence[str], barren: Collection[str]) -> Mapping[str, Requirement]:
         """Return what this worker serves of `ready`, in order, while it takes jobs; looks at the reservation too."""
         if not ready or not self.waits_as:
             return {}
         self.reserving.look(ready)
-        return self.demands.served(name for name in ready if name not in barren)
+        return self.matcher.served(name for name in ready if name not in barren)
 
     def _startable(self, served: Mapping[str, Requirement]) -> Iterator[tuple[str, Placement]]:
         return self._placements.startable(served) if self._takes_jobs() else iter(())
 
-    def _choice(self, queue: str, placement: Placement) -> Choice:
+    def _selection(self, queue: str, placement: Placement) -> SelectedQueue:
         with_gpus = self._placements.asked(queue).gpu_count > 0
         seconds = placement.max_runtime_seconds
-        return Choice(queue=queue, most_seconds=ANY_TIME if seconds is None else seconds, with_gpus=with_gpus)
+        return SelectedQueue(queue=queue, most_seconds=ANY_TIME if seconds is None else seconds, with_gpus=with_gpus)
 
     def _let_go(self, tag: str, allocation: Allocation, *, quietly: bool = False) -> None:
         """Give place and GPUs back; it may take some seconds until nothing is left on these, so not under the lock."""

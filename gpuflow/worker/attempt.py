@@ -22,7 +22,7 @@ from gpuflow.ledger.ledger import Holder, Ledger
 from gpuflow.logs import get_logger
 from gpuflow.protocol import FUNCTION_TYPE, Event, Request, parse_line
 from gpuflow.secrets import Redactor, known
-from gpuflow.worker.child import ChildEnd, Work
+from gpuflow.worker.child import ChildEnd, RunningWork
 from gpuflow.worker.child_log import ChildLog
 from gpuflow.worker.event_budget import MAX_ARTIFACTS, MAX_PROGRESS_BYTES, EventBudget
 from gpuflow.worker.given_result import GivenResult, ResultLost, shown_piece
@@ -56,7 +56,7 @@ LOG_TAIL: Final = 4000
 
 
 class Attempt:
-    """Runs one piece of work to its end: `begin` starts it (OSError: it cannot be started; HandedBack: not here).
+    """Runs one piece of work to its end: `launch` starts it (OSError: it cannot be started; HandedBack: not here).
 
     `grace_seconds` is the time from SIGTERM to SIGKILL, `notice_seconds` that from the notice of a preemption to
     SIGTERM; `deadline_seconds` the time-out of the whole attempt (None: no limit), enforced for silent children too,
@@ -73,7 +73,7 @@ class Attempt:
         ledger: Ledger,
         holder: Holder,
         *,
-        begin: Callable[[], Work],
+        launch: Callable[[], RunningWork],
         log_path: Path,
         log_max_bytes: int,
         grace_seconds: float,
@@ -87,7 +87,7 @@ class Attempt:
         self.request = request
         self.ledger = ledger
         self.holder = holder
-        self._begin = begin
+        self._launch = launch
         self._log_path = log_path
         self._log_max_bytes = log_max_bytes
         self._grace_seconds = grace_seconds
@@ -101,7 +101,7 @@ class Attempt:
         self.redactor = redactor or Redactor()
         self.on_checkpoint: Callable[[], None] | None = None
         self._end_by: float | None = None
-        self._child: Work | None = None
+        self._child: RunningWork | None = None
         self._stop: StopReason | None = None
         self._soft = False
         self._is_function = request.task_type == FUNCTION_TYPE
@@ -166,7 +166,7 @@ class Attempt:
                 if self._child is not None:
                     self._child.terminate()
 
-    def _notice(self, child: Work | None) -> None:
+    def _notice(self, child: RunningWork | None) -> None:
         """Tell the child that it is to end soon. One of a function ignores the signal, and hears of it by its stdin."""
         if child is not None:
             child.notice()
@@ -188,7 +188,7 @@ class Attempt:
             return Outcome(completed=False, error=stopped(self._stop, 0, self._deadline_seconds), stop=self._stop)
         try:
             with ChildLog(self._log_path, self._log_max_bytes) as child_log:
-                child = self._begin()
+                child = self._launch()
                 with self._lock:
                     self._child = child
                     if self._stop is not None:
@@ -217,7 +217,7 @@ class Attempt:
             )
         return self._judge(end, time.monotonic() - started)
 
-    def _follow(self, child: Work, child_log: ChildLog, started: float) -> None:
+    def _follow(self, child: RunningWork, child_log: ChildLog, started: float) -> None:
         flushed = asked = time.monotonic()
         for kind, line in child.read(FLUSH_SECONDS):
             if kind == "log":
@@ -240,7 +240,7 @@ class Attempt:
                 self._urgent = False
                 flushed = asked = now
 
-    def _enforce(self, child: Work, now: float, started: float) -> None:
+    def _enforce(self, child: RunningWork, now: float, started: float) -> None:
         if self._on_tick is not None:
             self._on_tick()
         taken = now - started - child.held_up_seconds

@@ -41,24 +41,24 @@ from gpuflow.spec.user_types import registered, usable
 from gpuflow.surroundings import serve_threads
 from gpuflow.worker.admission import Admission
 from gpuflow.worker.consumer import fail_unreadable
-from gpuflow.worker.demands import Demands
 from gpuflow.worker.event_batches import EventBatches
 from gpuflow.worker.housekeeping import Housekeeping
 from gpuflow.worker.machine_gpus import MachineGpus
 from gpuflow.worker.main import CannotStart
 from gpuflow.worker.merged_tasks import requeues_run
-from gpuflow.worker.offering import Offering
 from gpuflow.worker.pool import publishes_again
 from gpuflow.worker.preflight import require_durable, require_own_id
 from gpuflow.worker.presence import PresenceThread
+from gpuflow.worker.queue_matcher import QueueMatcher
 from gpuflow.worker.reserving import Reserving
 from gpuflow.worker.runtime import Runtime, current, find, install
-from gpuflow.worker.service import Notifier, ServiceWatch
 from gpuflow.worker.sessions.neighbours import Neighbours
 from gpuflow.worker.sessions.setup import make_sessions, yield_to
 from gpuflow.worker.signed_work import SignedWork
 from gpuflow.worker.slots import Limits
 from gpuflow.worker.stopping import Stopper
+from gpuflow.worker.supported_runtimes import SupportedRuntimes
+from gpuflow.worker.systemd import SystemdNotifier, SystemdWatch
 from gpuflow.worker.task_limits import limits_of
 from gpuflow.worker.thread_context import of_this_thread
 from gpuflow.worker.user_environments import environments_of
@@ -164,7 +164,7 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
         named = dict.fromkeys(TASK_OF_TYPE) | environments_of(app.settings, own_types)
         taken = {name: named[name] for name in types} if types is not None else named
         sessions = make_sessions(app.settings, table, machine_gpus, worker.worker_id) if not ephemeral else None
-        offering = Offering(
+        supported_runtimes = SupportedRuntimes(
             app.settings,
             taken,
             gpus=bool(capability.gpus),
@@ -177,11 +177,11 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
         )
         neighbours = Neighbours(app.redis, app.keys, machine_gpus.group(), worker.worker_id)
         table.gate = admission = Admission(
-            Demands(app.redis, app.keys, capability, families=worker.asked_queues, cost=cost),
+            QueueMatcher(app.redis, app.keys, capability, families=worker.asked_queues, cost=cost),
             limits,
             machine_gpus,
             Reserving(machine_gpus, app.redis, app.keys, worker.worker_id),
-            offering=offering,
+            supported_runtimes=supported_runtimes,
             patience_seconds=app.settings.model_patience_seconds,
             sessions=sessions,
             neighbours=neighbours,
@@ -206,7 +206,7 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
             asked_queues=worker.asked_queues,
             executors=types,
             user_types=own_types,
-            offering=offering,
+            supported_runtimes=supported_runtimes,
             machine_gpus=machine_gpus,
             limits=limits_of(app.settings),
         )
@@ -222,10 +222,10 @@ class Machine(bootsteps.StartStopStep):  # type: ignore[misc]
         runtime = current()
         names = ", ".join(gpu.name for gpu in runtime.hardware.gpus) or runtime.hardware.nvml or "no GPU"
         settings = runtime.app.settings
-        notifier = Notifier.take(os.environ)
+        notifier = SystemdNotifier.from_environment(os.environ)
         if notifier is not None:
-            runtime.service = ServiceWatch(runtime, notifier)
-            runtime.service.start()
+            runtime.systemd = SystemdWatch(runtime, notifier)
+            runtime.systemd.start()
         if runtime.stopper is not None:
             runtime.stopper.start()
             if settings.spot_notices == "aws":
@@ -404,7 +404,7 @@ class Subscriptions(bootsteps.StartStopStep):  # type: ignore[misc]
         """Begin to take."""
         runtime = current()
         EventBatches(consumer).install()
-        runtime.admission.demands.enlist()
+        runtime.admission.matcher.enlist()
         consumer.add_task_queue(CONTROL_QUEUE)
         for queue in NOTICE_QUEUES:
             consumer.add_task_queue(queue)

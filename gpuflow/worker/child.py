@@ -42,7 +42,7 @@ class ChildEnd:
     group: GroupEnd | None = None
 
 
-class Work(Protocol):
+class RunningWork(Protocol):
     """What an attempt follows: a child of its own, or one request of a session."""
 
     @property

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gpuflow.environments import Choice, Ready, Snapshot, choose
+from gpuflow.environments import ChosenEnvironment, Ready, Snapshot, choose
 from gpuflow.errors import GPUFlowError
 from gpuflow.routing.offers import asked_name, in_words
 
@@ -48,7 +48,7 @@ def python_of(spec: Mapping[str, Any], stands: Snapshot, *, named: str | None = 
     wanted = spec.get("environment") or named
     answer = choose(stands.states, str(spec["taskType"]), engine=spec.get("engine"), environment=wanted)
     what = in_words(asked_name(spec))
-    if not isinstance(answer, Choice):
+    if not isinstance(answer, ChosenEnvironment):
         mend = f"; run {answer.mend} on this machine" if answer.mend else ""
         raise EnvironmentNotReady(f"{what} cannot run on this worker: {answer.why}{mend}")
     use = stands.usable[answer.environment]

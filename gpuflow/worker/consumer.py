@@ -23,7 +23,7 @@ from gpuflow.ledger.backend import error_record
 from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
 from gpuflow.outages import outage
-from gpuflow.pipelines.engine import SETTLE_TASK
+from gpuflow.pipelines.controller import RECONCILE_TASK
 from gpuflow.routing.families import CONTROL_QUEUE
 from gpuflow.tokens.broker_users import is_worker_login
 from gpuflow.worker.runtime import current
@@ -216,4 +216,4 @@ def fail_of_message(app: Any, task_id: str, error: GPUFlowError) -> None:
         return
     app.backend.store_result(task_id, error, "FAILURE")
     if record is not None and record.pipeline:
-        app.send_task(SETTLE_TASK, args=(record.pipeline,), queue=CONTROL_QUEUE, ignore_result=True)
+        app.send_task(RECONCILE_TASK, args=(record.pipeline,), queue=CONTROL_QUEUE, ignore_result=True)

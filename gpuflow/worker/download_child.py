@@ -21,7 +21,7 @@ from typing import Any, Final, Self
 from gpuflow.artifacts.archive import fresh_folder
 from gpuflow.artifacts.partial import DiskTrouble
 from gpuflow.artifacts.store import StoredFile, TooLarge, shown_url
-from gpuflow.artifacts.task_policy import address_alone
+from gpuflow.artifacts.task_access import address_alone
 from gpuflow.artifacts.throttle import shared_throttle
 from gpuflow.errors import ArtifactError, NotAllowed
 from gpuflow.settings import Settings
@@ -121,7 +121,7 @@ class ChildReader:
                 if kind == "event":
                     answer = json.loads(line)
                     if "take" in answer:
-                        self._throttle.take(int(answer["take"]))
+                        self._throttle.wait_for_bytes(int(answer["take"]))
                         child.send(b"{}")
                     elif "done" in answer:
                         return dict(answer["done"])

@@ -39,7 +39,7 @@ class GpuWatch:
         there = self._whole.only([gpu.uuid for gpu in self._whole.gpus if gpu.uuid not in lost])
         if there.gpus != now.gpus:
             log.error("gpus_lost", gpus=sorted(lost)) if lost else log.info("gpus_are_back")
-            runtime.admission.demands.change(replace(now, gpus=there.gpus))
+            runtime.admission.matcher.change(replace(now, gpus=there.gpus))
         for uuid in lost:
             if runtime.admission.sessions is not None:
                 runtime.admission.sessions.kill_on(uuid, lost[uuid])

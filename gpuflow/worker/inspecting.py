@@ -57,7 +57,7 @@ def query_task(state: Any, ids: str | Sequence[str], **_: Any) -> dict[str, Any]
 def _queues(state: Any) -> dict[str, Queue]:
     consumer, runtime = state.consumer.task_consumer, find()
     queues = {queue.name: queue for queue in (consumer.queues if consumer else ())}
-    for name in runtime.admission.demands.names() if runtime is not None else ():
+    for name in runtime.admission.matcher.names() if runtime is not None else ():
         queues.setdefault(name, Queue(name, Exchange(name), routing_key=name))
     return queues
 

@@ -133,7 +133,7 @@ class MachineGpus:
 
     # -- taking and giving back ------------------------------------------------------------------------------------
 
-    def take(self, uuids: Sequence[str], share_mib: int | None = None) -> Hold | None:
+    def claim(self, uuids: Sequence[str], share_mib: int | None = None) -> Hold | None:
         """Take these GPUs, or so many MiB of each; None when one of them cannot be had now. Never raises."""
         if self._locks is None:
             return Hold((), share_mib=share_mib) if not uuids else None
@@ -141,7 +141,7 @@ class MachineGpus:
         if any(uuid not in seen.usage or seen.usage[uuid].lost is not None for uuid in uuids):
             return None
         try:
-            hold = self._locks.take(
+            hold = self._locks.claim(
                 uuids,
                 parents=self._parents,
                 share_mib=share_mib,

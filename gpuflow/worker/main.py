@@ -122,8 +122,8 @@ class Worker(CeleryWorker):  # type: ignore[misc]
     def on_consumer_ready(self, consumer: Any) -> None:
         """Say that work is taken now; also after a cut connection."""
         super().on_consumer_ready(consumer)
-        if (runtime := find()) is not None and runtime.service is not None:
-            runtime.service.ready()
+        if (runtime := find()) is not None and runtime.systemd is not None:
+            runtime.systemd.ready()
         log.info("ready", worker=self.worker_id, queues=",".join(self.asked_queues or ()) or "all that fit")
 
     def install_platform_tweaks(self, worker: Any) -> None:

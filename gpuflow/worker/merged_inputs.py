@@ -18,7 +18,7 @@ from gpuflow.settings import Settings
 from gpuflow.spec.env_names import first_problem
 from gpuflow.worker.outcome import cause_of
 from gpuflow.worker.secret_sources import reference_values, secrets_of
-from gpuflow.worker.task_policy import Policy
+from gpuflow.worker.spec_policy import SpecPolicy
 
 #: Sections that become part of the one process, not of a caller's spec.
 _OF_THE_PROCESS: Final = frozenset({"env", "secrets", "notify"})
@@ -63,7 +63,7 @@ def gather(
     secrets: Mapping[str, str],
     settings: Settings,
     worker_id: str,
-    policy: Policy | None = None,
+    policy: SpecPolicy | None = None,
 ) -> Gathered:
     """Bring to this machine what the callers of a merged request read; `secrets` are those of the request itself.
 
@@ -90,7 +90,7 @@ def _localized(
     gathered: Gathered,
     settings: Settings,
     worker_id: str,
-    policy: Policy | None,
+    policy: SpecPolicy | None,
 ) -> dict[str, Any]:
     """Return what replaces a caller's spec, and note its variables and secrets once all of it is there."""
     given = own.get("env") or {}

@@ -135,7 +135,9 @@ class MergedTask:
         error = {"type": "Retry", "message": "the task has asked for a retry", "retryable": True}
         delay = _delay_seconds(options)
         answer = self._until_told(
-            lambda: self.ledger.give_back(self.id, holder, self.tag, reason="failed", error=error, delay_seconds=delay)
+            lambda: self.ledger.yield_attempt(
+                self.id, holder, self.tag, reason="failed", error=error, delay_seconds=delay
+            )
         )
         if answer != "queued":
             return False

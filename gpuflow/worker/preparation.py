@@ -30,7 +30,7 @@ from gpuflow.artifacts.destination import destination_store
 from gpuflow.artifacts.inputs import localize
 from gpuflow.artifacts.reading import reading_by
 from gpuflow.artifacts.store import Store
-from gpuflow.artifacts.task_policy import Access, limited_to, results_of, task_hosts, task_roots
+from gpuflow.artifacts.task_access import Access, limited_to, results_of, task_hosts, task_roots
 from gpuflow.errors import ArtifactError
 from gpuflow.logs import get_logger
 from gpuflow.merge.specs import MERGED
@@ -47,7 +47,7 @@ from gpuflow.worker.merged_inputs import gather, refuse_variables, specs_of
 from gpuflow.worker.outcome import StopReason
 from gpuflow.worker.results_folder import ResultsFolder, attempt_and_step
 from gpuflow.worker.secret_sources import redactor_of, reference_values, secrets_of
-from gpuflow.worker.task_policy import Policy, policy_of
+from gpuflow.worker.spec_policy import SpecPolicy, policy_of
 
 log = get_logger("gpuflow.preparation")
 
@@ -60,7 +60,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
+class PreparedAttempt:
     """Everything that a child is started with; `store` is where its results go, None for nowhere else."""
 
     request: Request
@@ -94,7 +94,7 @@ def prepare(
     worker_id: str,
     wanted: Callable[[], bool] = _always,
     owned: Callable[[Sequence[str]], Iterable[str]] = _none,
-) -> Prepared:
+) -> PreparedAttempt:
     """Create the attempt's folder and bring to this machine what its child reads.
 
     `cpus` is what it has declared. `wanted` says whether somebody still waits for it, `owned` which of other tasks are
@@ -108,7 +108,7 @@ def prepare(
     readers = results_of(spec, settings, task_id, owned)
     access = Access(roots=task_roots(settings, readers), results_of=readers)
     with limited_to(access):
-        return _prepared(
+        return _prepare_within_access(
             spec,
             python=python,
             task_id=task_id,
@@ -126,7 +126,7 @@ def prepare(
         )
 
 
-def _prepared(
+def _prepare_within_access(
     spec: Mapping[str, Any],
     *,
     python: ChildPython,
@@ -139,10 +139,10 @@ def _prepared(
     settings: Settings,
     worker_id: str,
     wanted: Callable[[], bool],
-    policy: Policy,
+    policy: SpecPolicy,
     access: Access,
     output_dir: Path,
-) -> Prepared:
+) -> PreparedAttempt:
     user = child_user(settings)
     secrets = secrets_of(spec, settings, worker_id)
     children: dict[str, Any] = {}
@@ -202,7 +202,7 @@ def _prepared(
         ),
     )
     environment = python.variables(environment)
-    return Prepared(
+    return PreparedAttempt(
         request=request,
         environment=environment,
         redactor=redactor_of([spec, *callers], secrets, environment, settings),

@@ -93,7 +93,7 @@ class PresenceThread(threading.Thread):
                 self.runtime.stop_replicas()
                 self.runtime.admission.unload_idle("the worker is disabled")
             if now >= next_look:
-                self.runtime.offering.look()
+                self.runtime.supported_runtimes.look()
                 next_look = time.monotonic() + settings.heartbeat_interval_seconds
             if now >= next_disk:
                 next_disk = now + DISK_SECONDS
@@ -176,7 +176,7 @@ class PresenceThread(threading.Thread):
             ephemeral=runtime.ephemeral,
             capability=runtime.admission.capability.to_dict(),
             queues=self._queues(),
-            class_name=runtime.admission.demands.name,
+            class_name=runtime.admission.matcher.name,
             tasks=tuple(sorted(runtime.running)),
             load=self._load(loads),
             bandwidth_bytes_per_second=runtime.app.settings.worker_network_bandwidth_bytes_per_second,
@@ -215,9 +215,9 @@ class PresenceThread(threading.Thread):
 
     def _renew_class(self) -> None:
         """Say again of which class this worker is: with the disk as it is now, and on a server that lost its memory."""
-        demands = self.runtime.admission.demands
-        demands.has_free_disk(free_mib(self.runtime.app.settings.results_dir))
-        demands.enlist()
+        matcher = self.runtime.admission.matcher
+        matcher.has_free_disk(free_mib(self.runtime.app.settings.results_dir))
+        matcher.enlist()
 
     def _leave_a_newer_fleet(self) -> None:
         """Drain when the fleet has moved on to a version that this one cannot work beside. Raises redis errors."""
@@ -289,7 +289,7 @@ class PresenceThread(threading.Thread):
         running = tuple(sorted(self.runtime.running))
         gpus = self.runtime.machine_gpus.last_seen()
         models, problems = admission.models.names(), self._gpu_problems()
-        return (self._state(), admission.demands.name, models, running, gpus, problems, admission.enabled)
+        return (self._state(), admission.matcher.name, models, running, gpus, problems, admission.enabled)
 
     def _gpu_problems(self) -> tuple[str, ...]:
         """Return what is wrong with the GPUs: since the start, and now."""
@@ -300,12 +300,12 @@ class PresenceThread(threading.Thread):
         """Return the queues served by name, and the demand queues that were seen and are served."""
         runtime = self.runtime
         asked = runtime.asked_queues or (runtime.app.settings.task_topic,)
-        demanded = runtime.admission.demands.names()[:MOST_QUEUES]
+        demanded = runtime.admission.matcher.names()[:MOST_QUEUES]
         return tuple(sorted({CONTROL_QUEUE, *NOTICE_QUEUES, *asked, *demanded}))
 
     def _load(self, loads: Mapping[str, Any]) -> dict[str, Any]:
         hardware, admission = self.runtime.hardware, self.runtime.admission
-        families = admission.demands.families
+        families = admission.matcher.families
         memory = psutil.virtual_memory()
         load: dict[str, Any] = {
             "cpuPercent": psutil.cpu_percent(),
@@ -317,15 +317,15 @@ class PresenceThread(threading.Thread):
             "freeGpus": [],
             "idleSeconds": None if not admission.idle() else round(time.monotonic() - self._worked_at, 1),
             "maxJobs": admission.limits.max_jobs,
-            "costPerHour": admission.demands.cost,
+            "costPerHour": admission.matcher.cost,
             "families": None if families is None else list(families),
             "executors": None if self.runtime.executors is None else list(self.runtime.executors),
             "userTypes": list(self.runtime.user_types),
-            "offers": self.runtime.offering.to_dict(),
+            "offers": self.runtime.supported_runtimes.to_dict(),
             "protocol": versions.told(),
             "limits": self.runtime.limits.to_dict(),
             "allowsCode": sorted(allowed_kinds(self.runtime.app.settings.allow_code)),
-            "secrets": list(self.runtime.offering.secrets),
+            "secrets": list(self.runtime.supported_runtimes.secrets),
             "signing": self.runtime.app.signer.public() if self.runtime.app.signer is not None else {},
         }
         if hardware.gpus:

@@ -112,7 +112,7 @@ class Reserving:
         before = self._now.deadline if self._now is not None else None
         return min((end for end in (found, before) if end is not None), default=None)
 
-    def taken(self, queue: str) -> None:
+    def task_began(self, queue: str) -> None:
         """Note that a task of `queue` begins here; the machine is kept free for it no longer, whoever made it so."""
         now = self._now
         if now is None or now.queue != queue:

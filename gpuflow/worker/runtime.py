@@ -19,15 +19,15 @@ from gpuflow.fleet.hardware import Hardware
 from gpuflow.fleet.registry import Fleet
 from gpuflow.worker.admission import Admission
 from gpuflow.worker.machine_gpus import MachineGpus
-from gpuflow.worker.offering import Offering
 from gpuflow.worker.outcome import StopReason
+from gpuflow.worker.spec_policy import SpecPolicy, policy_of
+from gpuflow.worker.supported_runtimes import SupportedRuntimes
 from gpuflow.worker.task_limits import TaskLimits
-from gpuflow.worker.task_policy import Policy, policy_of
 
 if TYPE_CHECKING:
     from gpuflow.worker.presence import PresenceThread
-    from gpuflow.worker.service import ServiceWatch
     from gpuflow.worker.stopping import Stopper
+    from gpuflow.worker.systemd import SystemdWatch
 
 
 class Stoppable(Protocol):
@@ -51,7 +51,7 @@ class Runtime:
     ephemeral: bool = False
     executors: tuple[str, ...] | None = None
     user_types: tuple[str, ...] = ()
-    offering: Offering
+    supported_runtimes: SupportedRuntimes
     limits: TaskLimits = field(default_factory=TaskLimits)
     asked_queues: tuple[str, ...] | None = None
     running: dict[str, Stoppable] = field(default_factory=dict)
@@ -62,12 +62,12 @@ class Runtime:
     connecting: bool = False
     presence: PresenceThread | None = None
     stopper: Stopper | None = None
-    service: ServiceWatch | None = None
+    systemd: SystemdWatch | None = None
     stopping: StopReason | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @cached_property
-    def policy(self) -> Policy:
+    def policy(self) -> SpecPolicy:
         """What this worker allows tasks."""
         return policy_of(self.app.settings, self.worker_id)
 

@@ -18,7 +18,7 @@ from gpuflow.broker.merged_calls import arguments
 from gpuflow.broker.signed_messages import checked, require_unused
 from gpuflow.ledger.states import TaskState
 from gpuflow.logs import get_logger
-from gpuflow.pipelines.engine import SETTLE_TASK
+from gpuflow.pipelines.controller import RECONCILE_TASK
 from gpuflow.signatures import CLOCKS_SECONDS, SignatureRefused, Signer
 from gpuflow.worker.consumer import fail_of_message
 
@@ -68,9 +68,9 @@ class SignedWork:
             is_over = error.reason == "replayed" and state is not None and TaskState(state).final
             if stored == raw.decode(errors="replace") and not is_over:
                 fail_of_message(self._app, task_id, error)
-        pipeline_id = _settled_by(raw)
+        pipeline_id = _pipeline_to_reconcile(raw)
         if pipeline_id:
-            self._app.engine.refuse_unsigned(pipeline_id)
+            self._app.pipeline_controller.refuse_unsigned(pipeline_id)
 
     def _note(self, task_id: str, error: SignatureRefused) -> None:
         self._app.redis.hincrby(self._app.keys.metrics, f"{COUNT}\n{error.reason}\n{self._signer.mode}", 1)
@@ -89,11 +89,11 @@ class SignedWork:
         record(self._app.redis, self._app.keys, "message.refuse", f"task:{task_id}", details, actor=actor)
 
 
-def _settled_by(raw: bytes) -> str:
-    """Return the pipeline that a message would settle; "" for any other message."""
+def _pipeline_to_reconcile(raw: bytes) -> str:
+    """Return the pipeline that a message would reconcile; "" for any other message."""
     try:
         message = json.loads(raw)
-        if message["headers"]["task"] != SETTLE_TASK:
+        if message["headers"]["task"] != RECONCILE_TASK:
             return ""
         (pipeline_id,) = arguments(message)[0]
         return pipeline_id if isinstance(pipeline_id, str) else ""

@@ -34,7 +34,7 @@ class Allocation:
     requirement: Requirement | None = None
     hold: Hold | None = None
     kept: bool = False
-    settled: bool = False
+    lease_ended: bool = False
 
     @property
     def gpus(self) -> tuple[str, ...]:

@@ -41,8 +41,9 @@ from gpuflow.worker.checkpoint_uploads import CheckpointUploads, begin_uploads, 
 from gpuflow.worker.child_python import ChildPython, EnvironmentNotReady
 from gpuflow.worker.child_user import files_as, owner_of
 from gpuflow.worker.confinement import explained
+from gpuflow.worker.launcher import hold_of, launcher_of, limits_by_engine, runner_of
 from gpuflow.worker.outcome import HandedBack, Outcome, cause_of, exception_of, handed_back, stopped
-from gpuflow.worker.preparation import Prepared, Preparing, Stopped, prepare
+from gpuflow.worker.preparation import PreparedAttempt, Preparing, Stopped, prepare
 from gpuflow.worker.results_folder import ResultsFolder
 from gpuflow.worker.runtime import Runtime, current
 from gpuflow.worker.secret_sources import scrubbed
@@ -50,7 +51,6 @@ from gpuflow.worker.steps import until_answered
 from gpuflow.worker.task_limits import LimitPlan, Runner
 from gpuflow.worker.task_owner import TaskOwner
 from gpuflow.worker.usage_meter import UsageMeter, meter_of
-from gpuflow.worker.work import begin_of, hold_of, limits_by_engine, runner_of
 
 log = get_logger("gpuflow.supervisor")
 
@@ -135,7 +135,7 @@ class Delivery:
         if self.runtime.app.traces is not None:
             self.runtime.app.traces.mark(self.id, holder.attempt, part)
 
-    def _trace_run(self, holder: Holder, prepared: Prepared, runner: Runner) -> None:
+    def _trace_run(self, holder: Holder, prepared: PreparedAttempt, runner: Runner) -> None:
         """Note for traces that the work itself begins, and give a child of its own the ids of its span."""
         self._mark(holder, "run")
         traces = self.runtime.app.traces
@@ -237,7 +237,7 @@ class Delivery:
             runner = runner_of(runtime, allocation, prepared)
             self._trace_run(holder, prepared, runner)
             self.limits = runtime.limits.plan(asked, runner, limits_by_engine(prepared))
-            begin = begin_of(
+            launch = launcher_of(
                 runtime,
                 self.tag,
                 allocation,
@@ -262,7 +262,7 @@ class Delivery:
             prepared.request,
             self.ledger,
             holder,
-            begin=begin,
+            launch=launch,
             log_path=self.folder.log_path(number),
             log_max_bytes=settings.child_max_log_bytes,
             grace_seconds=settings.grace_seconds,
@@ -299,11 +299,11 @@ class Delivery:
 
     def python(self, gpus: Sequence[str]) -> ChildPython:
         """Return how the child is started. Raises EnvironmentNotReady."""
-        return self.runtime.offering.python_of(self.spec, gpus=bool(gpus))
+        return self.runtime.supported_runtimes.python_of(self.spec, gpus=bool(gpus))
 
     def prepare(
         self, python: ChildPython, attempt: int, hold: Hold, asked: Requirement | None, wanted: Callable[[], bool]
-    ) -> Prepared:
+    ) -> PreparedAttempt:
         """Return what the child is started with (`preparation.prepare`)."""
         return prepare(
             self.spec,
@@ -366,7 +366,7 @@ class Delivery:
             f"the child could not begin in environment {python.use.name}: {(outcome.error or {}).get('message')}; "
             f"run `gpuflow env check {python.use.name}` on worker {self.runtime.worker_id}"
         )
-        self.runtime.offering.let_down(python, "a child could not begin in it")
+        self.runtime.supported_runtimes.let_down(python, "a child could not begin in it")
         return replace(outcome, error=cause_of(broken))
 
     def _wake(self) -> None:
@@ -470,18 +470,18 @@ class Delivery:
         if outcome.stop == "cancelled":
             self._finish(holder, TaskState.CANCELLED, error, outcome)
         if outcome.stop in ("preempted", "shutdown"):
-            self._give_back(holder, outcome, "preempted", error, 0)
+            self._yield_attempt(holder, outcome, "preempted", error, 0)
         if error.get("beside"):
             # Its engine died with several requests: each of them is tried by itself, and only the culprit fails so.
-            self._give_back(holder, outcome, "preempted", error, 0, alone=True)
+            self._yield_attempt(holder, outcome, "preempted", error, 0, alone=True)
         decision = decide(error, self.failures, self.spec.get("retry"))
         if isinstance(decision, Again):
-            self._give_back(holder, outcome, "failed", error, decision.delay_seconds)
+            self._yield_attempt(holder, outcome, "failed", error, decision.delay_seconds)
         else:
             self._finish(holder, decision.state, decision.error, outcome)
         raise AssertionError("an attempt has ended in no way")  # both calls raise
 
-    def _give_back(
+    def _yield_attempt(
         self,
         holder: Holder,
         outcome: Outcome,
@@ -514,7 +514,7 @@ class Delivery:
         """
         self.runtime.leases.requeueing(self.tag)
         answer = self._until_told(
-            lambda: self.ledger.give_back(
+            lambda: self.ledger.yield_attempt(
                 self.id,
                 holder,
                 self.tag,

@@ -101,7 +101,7 @@ def meter_of(admission: Admission, tag: str, hold: Hold, allocation: Allocation 
         admission.capability,
         hold,
         cpus=(asked.cpu if asked is not None else None) or admission.capability.cpu_count / admission.limits.cpu_jobs,
-        cost_per_hour=admission.demands.cost,
+        cost_per_hour=admission.matcher.cost,
         sharers=(lambda: 1) if sessions is None else (lambda: sessions.sharers(tag)),
     )
 

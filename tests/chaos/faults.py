@@ -179,7 +179,7 @@ def _install() -> None:
         if how == "ack" and lease is not None and is_demand_queue(lease.queue):
             reach("before_ack")
 
-    _around(LeaseTable, "take", before=taken)
+    _around(LeaseTable, "accept", before=taken)
     _around(Ledger, "start", after=started)
     _around(Child, "__init__", after=lambda *_, **__: reach("child_started"))
     _around(Ledger, "report", after=reported)

@@ -133,7 +133,7 @@ class ChildLines(Reader):
             request,
             ledger,
             None,  # type: ignore[arg-type]
-            begin=lambda: child,
+            launch=lambda: child,
             log_path=self.folder / "log",
             log_max_bytes=1 << 20,
             grace_seconds=1,

@@ -105,7 +105,7 @@ BITES: Final = (
     Bite(
         name="join triggers nothing",
         file="tasks/pipelines.py",
-        old="    return _settle(self, pipeline_id)\n",
+        old="    return _reconcile(self, pipeline_id)\n",
         new='    return "RUNNING"\n',
         tests=("tests/integration/test_pipelines.py::test_the_join_completes_while_the_only_worker_is_busy",),
     ),

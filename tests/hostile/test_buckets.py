@@ -8,7 +8,7 @@ import pytest
 
 from gpuflow.artifacts.destination import destination_store
 from gpuflow.artifacts.inputs import localize
-from gpuflow.artifacts.task_policy import Access, judge_bucket, limited_to, results_of, task_roots
+from gpuflow.artifacts.task_access import Access, judge_bucket, limited_to, results_of, task_roots
 from gpuflow.cluster.commands import process_environment
 from gpuflow.errors import InvalidSettings, NotAllowed
 from gpuflow.settings import Settings

@@ -16,12 +16,12 @@ import httpcore
 import httpx
 import pytest
 
-from executors import limits
+from executors import task_access
 from executors.data.sources import read_entries
 from executors.retrieval.qdrant import Qdrant
 from gpuflow.artifacts.references import References, make_reference
 from gpuflow.artifacts.store import fetch
-from gpuflow.artifacts.task_policy import Access, client_hosts, limited_to, may_use_token, task_hosts, task_roots
+from gpuflow.artifacts.task_access import Access, client_hosts, limited_to, may_use_token, task_hosts, task_roots
 from gpuflow.errors import InvalidSettings, NotAllowed
 from gpuflow.policy.child import child_policy
 from gpuflow.policy.connecting import client
@@ -51,12 +51,12 @@ NEVER = (
 CHILD = """
 import json, socket, sys, urllib.request
 from pathlib import Path
-from executors import limits
+from executors import task_access
 from gpuflow.errors import NotAllowed
 from gpuflow.protocol import Request
 
 policy, by, target, redirector = json.loads(sys.argv[1])
-limits.use(Request(task_id="t", task_type="echo", spec={}, output_dir=".", policy=policy))
+task_access.use(Request(task_id="t", task_type="echo", spec={}, output_dir=".", policy=policy))
 urllib.request.urlopen(redirector + "here").read()  # the policy of libraries is not that of gpuflow's own requests
 try:
     if by == "redirect":
@@ -113,10 +113,10 @@ def server() -> Iterator[http.server.ThreadingHTTPServer]:
 @pytest.fixture
 def limited(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """This process is the child of a task that may reach nothing here."""
-    monkeypatch.setattr(limits, "_roots", None)
-    monkeypatch.setattr(limits, "_hosts", None)
+    monkeypatch.setattr(task_access, "_roots", None)
+    monkeypatch.setattr(task_access, "_hosts", None)
     policy = child_policy(Roots(read=(str(tmp_path),)), CLOSED)
-    limits.use(Request(task_id="t", task_type="echo", spec={}, output_dir=str(tmp_path), policy=policy))
+    task_access.use(Request(task_id="t", task_type="echo", spec={}, output_dir=str(tmp_path), policy=policy))
 
 
 @pytest.mark.parametrize("host", LOCAL)

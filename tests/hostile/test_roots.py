@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from executors import limits
+from executors import task_access
 from executors.data.sources import read_entries
 from executors.echo import Echo
 from executors.modeling.location import resolve
 from executors.retrieval.documents import open_documents
 from gpuflow.artifacts.destination import destination_store
 from gpuflow.artifacts.inputs import localize
-from gpuflow.artifacts.task_policy import MOST_NAMED, Access, limited_to, results_of, task_roots
+from gpuflow.artifacts.task_access import MOST_NAMED, Access, limited_to, results_of, task_roots
 from gpuflow.errors import GPUFlowError, InvalidSettings, NotAllowed
 from gpuflow.policy.child import child_policy
 from gpuflow.policy.hosts import Hosts
@@ -159,13 +159,13 @@ def test_a_pipe_and_a_device_hold_nobody(places: Path, roots: Roots) -> None:
 @pytest.fixture
 def child(monkeypatch: pytest.MonkeyPatch, places: Path, roots: Roots) -> Request:
     """This process is the child of a task with these roots."""
-    monkeypatch.setattr(limits, "_roots", None)
-    monkeypatch.setattr(limits, "_hosts", None)
+    monkeypatch.setattr(task_access, "_roots", None)
+    monkeypatch.setattr(task_access, "_hosts", None)
     out = places / "out"
     out.mkdir()
     policy = child_policy(roots, Hosts())
     request = Request(task_id="t", task_type="echo", spec={}, output_dir=str(out), policy=policy)
-    limits.use(Request.from_json(request.to_json()))
+    task_access.use(Request.from_json(request.to_json()))
     return request
 
 

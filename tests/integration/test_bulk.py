@@ -280,7 +280,7 @@ def test_what_was_queued_again_since_its_cancel_is_not_called_revoked(fleet: Tes
     app = fleet.app
     task = submit(fleet.echo(output=1), app=app)
     app.ledger.cancel(task.id)
-    assert app.ledger.requeue(task.id)
+    assert app.ledger.retry_task(task.id)
     app.ledger.tell_cancelled({task.id: "{}"}, 60)
     assert not fleet.broker.client.exists(app.keys.celery_result(task.id))
     assert app.ledger.untold(least_age_seconds=-60) == []

@@ -49,7 +49,9 @@ def test_only_the_worker_that_failed_last_passes_a_task_over(brokered: TestFleet
     for worker in ("a", "b"):
         holder, tag = begin(brokered, f"{worker}:1")
         error = {"type": "Bad", "message": "bad", "retryable": True}
-        again = ledger.give_back(task.id, holder, tag, reason="failed", error=error, avoid=worker, avoid_seconds=600)
+        again = ledger.yield_attempt(
+            task.id, holder, tag, reason="failed", error=error, avoid=worker, avoid_seconds=600
+        )
         assert again == "queued"
 
     # Then the first one takes it again at once: left out by both, it would run nowhere

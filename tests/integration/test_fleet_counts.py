@@ -70,8 +70,8 @@ def test_the_use_of_all_attempts_is_that_of_the_task(brokered: TestFleet) -> Non
     task = submit(brokered.echo(output=1), app=brokered.app)
     error = {"type": "Bad", "message": "bad", "retryable": True}
     holder, tag = begin(brokered, "w1:1")
-    ledger.give_back(task.id, holder, tag, reason="failed", error=error, usage=USED)
-    assert ledger.give_back(task.id, holder, tag, reason="failed", error=error, usage=USED) == "refused"
+    ledger.yield_attempt(task.id, holder, tag, reason="failed", error=error, usage=USED)
+    assert ledger.yield_attempt(task.id, holder, tag, reason="failed", error=error, usage=USED) == "refused"
     holder, tag = begin(brokered, "w1:1")
     lose(brokered.app.keys, brokered.broker.client, tag)
     holder, _ = begin(brokered, "w1:1")
@@ -86,7 +86,7 @@ def test_the_use_of_all_attempts_is_that_of_the_task(brokered: TestFleet) -> Non
 def test_a_cancelled_task_and_one_that_is_queued_again_are_counted(brokered: TestFleet) -> None:
     task = submit(brokered.echo(output=1), app=brokered.app)
     brokered.app.ledger.cancel(task.id)
-    brokered.app.ledger.requeue(task.id)
+    brokered.app.ledger.retry_task(task.id)
     assert counted(brokered, "ended") == {("CANCELLED", "echo", "cpu"): 1}
     assert counted(brokered, "submitted") == {("echo", "cpu"): 2}
 
@@ -126,7 +126,7 @@ def test_use_without_bound_fails_no_step(brokered: TestFleet) -> None:
     task = submit(brokered.echo(output=1), app=brokered.app)
     error = {"type": "Bad", "message": "bad", "retryable": True}
     holder, tag = begin(brokered, "w1:1")
-    ledger.give_back(task.id, holder, tag, reason="failed", error=error, usage=huge)
+    ledger.yield_attempt(task.id, holder, tag, reason="failed", error=error, usage=huge)
     holder, _ = begin(brokered, "w1:1")
     # When it ends, then it ends, and its sum can be read
     assert ledger.commit(task.id, TaskState.SUCCEEDED, holder=holder, result={}, usage=huge)

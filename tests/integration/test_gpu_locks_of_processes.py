@@ -151,7 +151,7 @@ def test_a_killed_worker_leaves_the_gpu_with_the_shim_until_its_child_is_gone(tm
     worker.kill()
     worker.wait()
     assert ledger.free(["GPU-0", "GPU-1"]) == ("GPU-1",)
-    assert ledger.take(["GPU-0"]) is None
+    assert ledger.claim(["GPU-0"]) is None
     os.kill(shim, signal.SIGCONT)
     eventually(lambda: ledger.free(["GPU-0"]) == ("GPU-0",), within=20, what="the end of the shim")
     assert not alive(child)
@@ -164,8 +164,8 @@ def test_two_processes_share_a_gpu_as_far_as_its_memory_goes(tmp_path: Path, sta
     assert other.stdout.readline() == "held\n"
     capacity = {"GPU-0": driver.CAPACITY_MIB, "GPU-1": driver.CAPACITY_MIB}
     assert ledger.room(capacity) == {"GPU-0": 7000, "GPU-1": 16_000}
-    assert ledger.take(["GPU-0"], share_mib=7001, capacity_mib=capacity) is None
-    with ledger.take(["GPU-0"], share_mib=7000, capacity_mib=capacity) or pytest.fail("there is room"):
+    assert ledger.claim(["GPU-0"], share_mib=7001, capacity_mib=capacity) is None
+    with ledger.claim(["GPU-0"], share_mib=7000, capacity_mib=capacity) or pytest.fail("there is room"):
         assert ledger.room(capacity)["GPU-0"] == 0
     assert ledger.free(["GPU-0"]) == ()
     other.kill()
@@ -188,6 +188,6 @@ def test_a_frozen_worker_with_the_mutex_stops_others_from_taking_but_not_for_eve
     frozen = GpuLocks(tmp_path)
     with frozen.locked() as had:
         assert had is not None
-        assert ledger.take(["GPU-0"]) is None
+        assert ledger.claim(["GPU-0"]) is None
         assert ledger.free(["GPU-0"]) == ()
-    assert ledger.take(["GPU-0"]) is not None
+    assert ledger.claim(["GPU-0"]) is not None

@@ -141,7 +141,7 @@ class LedgerMachine(RuleBasedStateMachine):
             return multiple()
         message = json.loads(taken[1])
         tag = message["properties"]["delivery_tag"]
-        if not table.take(tag, QUEUE, taken[0], taken[1], taken[5]):
+        if not table.accept(tag, QUEUE, taken[0], taken[1], taken[5]):
             return multiple()  # an earlier delivery of it is at work there
         delivery = Delivery(owner=owner, tag=tag, task=message["headers"]["id"], number=table.delivery(tag))
         if starts:
@@ -249,14 +249,14 @@ class LedgerMachine(RuleBasedStateMachine):
             life.commits += 1
 
     @rule(delivery=deliveries, delay=st.sampled_from([0, 1000]), reason=st.sampled_from(["failed", "preempted"]))
-    def give_back(self, delivery: Delivery, delay: float, reason: Any) -> None:
+    def yield_attempt(self, delivery: Delivery, delay: float, reason: Any) -> None:
         if delivery.attempt is None:
             return
         life = self.lives[delivery.task]
         may = self._is_current(delivery) and self._holds(delivery)
         holder = Holder(attempt=delivery.attempt, token=delivery.owner)
         with self.calls.of(delivery):
-            answer = self.ledger.give_back(delivery.task, holder, delivery.tag, reason=reason, delay_seconds=delay)
+            answer = self.ledger.yield_attempt(delivery.task, holder, delivery.tag, reason=reason, delay_seconds=delay)
         assert self.calls.again() == ("refused" if answer == "queued" else answer)
         if not may:
             assert answer == "refused"
@@ -310,9 +310,9 @@ class LedgerMachine(RuleBasedStateMachine):
     def retry_by_hand(self, task: str) -> None:
         life = self.lives[task]
         with self.calls.of(("retry", task)):
-            queued = self.ledger.requeue(task)
+            queued = self.ledger.retry_task(task)
         assert queued == bool(self.calls.again())
-        assert not self.ledger.requeue(task)  # another user wants it, too
+        assert not self.ledger.retry_task(task)  # another user wants it, too
         assert queued == (life.state in ("FAILED", "CANCELLED", "DEAD"))
         if queued:
             life.state, life.commits, life.lives = "QUEUED", 0, life.lives + 1

@@ -72,7 +72,7 @@ def test_the_second_of_two_cancels_sent_again_leaves_the_next_life_alone(fleet: 
     # and that somebody queues again when it has ended
     holder = Holder(attempt=begun.attempt, token=table.owner)
     assert ledger.commit(task.id, TaskState.CANCELLED, holder=holder)
-    assert ledger.requeue(task.id)
+    assert ledger.retry_task(task.id)
 
     # When both cancels are sent again, then they change nothing
     for ago in (0, 1):
@@ -87,7 +87,7 @@ def test_a_return_sent_again_after_its_cancelled_task_came_here_once_more_change
     ledger, client = fleet.app.ledger, fleet.broker.client
     task = submit(fleet.echo(output=1), app=fleet.app)
     tag, list_key, raw = popped(fleet, table)
-    assert table.take(tag, "cpu", list_key, raw, "0")
+    assert table.accept(tag, "cpu", list_key, raw, "0")
     calls = Calls(client)
     with calls.of("worker"):
         assert table.settle(tag, "front")
@@ -127,7 +127,7 @@ def test_work_without_a_record_takes_its_delayed_message_back_and_loses_none(
     # Given a message that went back for a moment later, while a renewal was under way that knows it as held
     submit(fleet.echo(output=1), app=fleet.app)
     tag, key, raw = popped(fleet, table)
-    table.take(tag, "cpu", key, raw)
+    table.accept(tag, "cpu", key, raw)
     lease = table.held()[tag]
     assert isinstance(lease, Lease)
     assert table.settle(tag, "front", delay_seconds=30)
@@ -146,7 +146,7 @@ def test_work_without_a_record_takes_its_delayed_message_back_and_loses_none(
 def test_a_message_that_came_again_to_its_owner_is_not_lost_to_it(fleet: TestFleet, table: LeaseTable) -> None:
     submit(fleet.echo(output=1), app=fleet.app)
     tag, key, raw = popped(fleet, table)
-    table.take(tag, "cpu", key, raw)
+    table.accept(tag, "cpu", key, raw)
     lease = table.held()[tag]
 
     assert fleet.app.ledger.reclaim({tag: lease}, table.owner, LEASE_SECONDS, new_run=False) == {tag}

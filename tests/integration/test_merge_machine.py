@@ -314,7 +314,7 @@ class MergeMachine(RuleBasedStateMachine):
     def retry_by_hand(self, call: str) -> None:
         mine = self.of[call]
         with self.steps.of(("retry", call)):
-            queued = self.ledger.requeue(call)
+            queued = self.ledger.retry_task(call)
         assert queued == bool(self.steps.again())
         assert queued == (mine.state in ("FAILED", "CANCELLED", "DEAD"))
         if queued:
@@ -338,7 +338,7 @@ class MergeMachine(RuleBasedStateMachine):
         if not taken[0]:
             return None
         message, tag = json.loads(taken[1]), taken[4]
-        if not table.take(tag, QUEUE, taken[0], taken[1], taken[5]):
+        if not table.accept(tag, QUEUE, taken[0], taken[1], taken[5]):
             return None  # an earlier delivery of it is at work there
         return Delivery(owner=owner, tag=tag, task=message["headers"]["id"], number=table.delivery(tag))
 
@@ -518,14 +518,14 @@ class MergeMachine(RuleBasedStateMachine):
         reason=st.sampled_from(["failed", "preempted"]),
         stop=stops,
     )
-    def give_back(self, delivery: Delivery, delay: float, reason: Any, stop: int | None) -> None:
+    def yield_attempt(self, delivery: Delivery, delay: float, reason: Any, stop: int | None) -> None:
         run = self.runs.get(delivery.task)
         if delivery.attempt is None or run is None:
             return
         may = run.state == "RUNNING" and run.current == (delivery.owner, delivery.attempt) and self._holds(delivery)
         holder = Holder(attempt=delivery.attempt, token=delivery.owner)
         with self.steps.of(delivery):
-            answer = self.ledger.give_back(delivery.task, holder, delivery.tag, reason=reason, delay_seconds=delay)
+            answer = self.ledger.yield_attempt(delivery.task, holder, delivery.tag, reason=reason, delay_seconds=delay)
         assert self.steps.again() == ("refused" if answer == "queued" else answer)
         if not may:
             assert answer == "refused"

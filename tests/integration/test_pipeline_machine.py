@@ -1,6 +1,6 @@
-"""Pipelines against a model: any order of settles, ends of tasks, cancels, resumes and expiry of what may expire.
+"""Pipelines against a model: any order of reconciles, ends of tasks, cancels, resumes and expiry of what may expire.
 
-A settle of another process stands still before any of its Lua steps, and goes on when the machine lets it. The last
+A reconcile of another process stands still before any of its Lua steps, and goes on when the machine lets it. The last
 call of everybody may be sent again, as by a client whose answer was lost. In the end every pipeline comes to its end.
 """
 
@@ -73,8 +73,8 @@ NEEDS = {"wide": (), "joined": ("wide",), "last": ("joined", "wide")}
 PARTS_OF = {"wide": 3, "joined": 1, "last": 1}
 
 
-class SlowSettle:
-    """A settle of another process, which stands still before each Lua step."""
+class SlowReconcile:
+    """A reconcile of another process, which stands still before each Lua step."""
 
     _here = threading.local()
 
@@ -115,7 +115,7 @@ class SlowSettle:
             self._stands.release()
 
     def _until_it_stands(self) -> None:
-        assert self._stands.acquire(timeout=patient(60)), "the settle neither ends nor comes to a step"
+        assert self._stands.acquire(timeout=patient(60)), "the reconcile neither ends nor comes to a step"
 
 
 @dataclass
@@ -130,7 +130,7 @@ class World:
         real = Script.__call__
 
         def gated(script: Script, client: Any, keys: Any, args: Any) -> Any:
-            SlowSettle.before_a_step()
+            SlowReconcile.before_a_step()
             return real(script, client, keys, args)
 
         with ExitStack() as stack:  # the last one first
@@ -168,7 +168,7 @@ class Work:
 
 class PipelineMachine(RuleBasedStateMachine):
     pipelines = Bundle("pipelines")
-    settles = Bundle("settles")
+    reconciles = Bundle("reconciles")
     work = Bundle("work")
 
     @initialize()
@@ -178,7 +178,7 @@ class PipelineMachine(RuleBasedStateMachine):
         self.app = WORLD.app
         self.ledger, self.store, self.keys = self.app.ledger, self.app.pipelines, self.app.keys
         self.lives: dict[str, Life] = {}
-        self.slow: list[SlowSettle] = []
+        self.slow: list[SlowReconcile] = []
         self.calls = Calls(self.client)
         self.table = LeaseTable(self.keys, LEASE_SECONDS, owner=OWNER)
         self.table.connect(self.client, keep=False)
@@ -193,37 +193,37 @@ class PipelineMachine(RuleBasedStateMachine):
         return run.id
 
     @rule(pipeline=pipelines)
-    def settle(self, pipeline: str) -> None:
-        with self.calls.of(("settle", pipeline)):
-            self.app.engine.settle(pipeline)
+    def reconcile(self, pipeline: str) -> None:
+        with self.calls.of(("reconcile", pipeline)):
+            self.app.pipeline_controller.reconcile(pipeline)
 
-    @rule(target=settles, pipeline=pipelines, steps=st.integers(0, 4))
-    def begin_a_slow_settle(self, pipeline: str, steps: int) -> Any:
+    @rule(target=reconciles, pipeline=pipelines, steps=st.integers(0, 4))
+    def begin_a_slow_reconcile(self, pipeline: str, steps: int) -> Any:
         if len(self.slow) >= 3:
             return multiple()
-        slow = SlowSettle(lambda: self.app.engine.settle(pipeline))
+        slow = SlowReconcile(lambda: self.app.pipeline_controller.reconcile(pipeline))
         self.slow.append(slow)
         slow.go(steps)
         return slow
 
-    @rule(slow=settles, steps=st.integers(1, 6))
-    def go_on(self, slow: SlowSettle, steps: int) -> None:
+    @rule(slow=reconciles, steps=st.integers(1, 6))
+    def go_on(self, slow: SlowReconcile, steps: int) -> None:
         slow.go(steps)
 
-    @rule(slow=consumes(settles))
-    def end_a_slow_settle(self, slow: SlowSettle) -> None:
+    @rule(slow=consumes(reconciles))
+    def end_a_slow_reconcile(self, slow: SlowReconcile) -> None:
         self._finish(slow)
 
     @rule(pipeline=pipelines, steps=st.integers(0, 6))
-    def settle_while_another_settles(self, pipeline: str, steps: int) -> None:
-        slow = SlowSettle(lambda: self.app.engine.settle(pipeline))
+    def reconcile_while_another_reconciles(self, pipeline: str, steps: int) -> None:
+        slow = SlowReconcile(lambda: self.app.pipeline_controller.reconcile(pipeline))
         slow.go(steps)
-        self.settle(pipeline)
+        self.reconcile(pipeline)
         self._finish(slow)
 
     @rule(pipeline=pipelines, steps=st.integers(0, 6))
-    def cancel_and_resume_while_another_settles(self, pipeline: str, steps: int) -> None:
-        slow = SlowSettle(lambda: self.app.engine.settle(pipeline))
+    def cancel_and_resume_while_another_reconciles(self, pipeline: str, steps: int) -> None:
+        slow = SlowReconcile(lambda: self.app.pipeline_controller.reconcile(pipeline))
         slow.go(steps)
         self.cancel(pipeline)
         self.resume(pipeline)
@@ -313,7 +313,7 @@ class PipelineMachine(RuleBasedStateMachine):
                     assert task.state is TaskState.SUCCEEDED
         if record.state is PipelineState.FAILED:
             stages = [record.stage(name) for name in NEEDS]
-            assert any(one.state is StageState.FAILED and one.epoch == record.epoch for one in stages), "an old settle"
+            assert any(one.state is StageState.FAILED and one.epoch == record.epoch for one in stages), "too old"
         if record.state is PipelineState.SUCCEEDED:
             assert {record.stage(name).state for name in NEEDS} == {StageState.SUCCEEDED}
 
@@ -365,7 +365,7 @@ class PipelineMachine(RuleBasedStateMachine):
             while (work := self._begun()) is not None:
                 self._end(work, success=True)
             for pipeline in self.lives:
-                self.app.engine.settle(pipeline)
+                self.app.pipeline_controller.reconcile(pipeline)
         for pipeline, life in self.lives.items():
             assert life.is_gone or self.store.get(pipeline).state.final, "a pipeline without an end"
 
@@ -378,7 +378,7 @@ class PipelineMachine(RuleBasedStateMachine):
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 
-    def _finish(self, slow: SlowSettle) -> None:
+    def _finish(self, slow: SlowReconcile) -> None:
         while not slow.is_over:
             slow.go(20)
         if slow in self.slow:
@@ -391,7 +391,7 @@ class PipelineMachine(RuleBasedStateMachine):
         if not taken[0]:
             return None
         message, tag = json.loads(taken[1]), taken[4]
-        if not table.take(tag, "cpu", taken[0], taken[1], taken[5]):
+        if not table.accept(tag, "cpu", taken[0], taken[1], taken[5]):
             return None
         assert table.start(tag)
         work = Work(task=message["headers"]["id"], tag=tag)

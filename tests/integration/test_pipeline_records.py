@@ -48,7 +48,7 @@ def test_records_outlive_their_retention_while_their_pipeline_runs(fleet: TestFl
     # When a later task that is in no pipeline has been forgotten
     alone = submit(fleet.echo(output=1), app=fleet.app)
     eventually(lambda: fleet.app.ledger.find(alone.id) is None, what="an expired record")
-    fleet.app.engine.settle(run.id)
+    fleet.app.pipeline_controller.reconcile(run.id)
 
     # Then those of the pipeline are there, ran once, and the last stage gets all rows
     records = [fleet.app.ledger.get(task_id) for task_id in first]
@@ -109,15 +109,15 @@ def test_rows_that_are_gone_fail_the_stage_by_name(fleet: TestFleet, tmp_path: P
         _ = run["first"].result
 
 
-def test_a_settle_that_comes_late_ends_no_later_round(fleet: TestFleet, tmp_path: Path) -> None:
-    # Given a pipeline that has failed, and a settle that has seen that and is held up
+def test_a_reconcile_that_comes_late_ends_no_later_round(fleet: TestFleet, tmp_path: Path) -> None:
+    # Given a pipeline that has failed, and a reconcile that has seen that and is held up
     fleet.start_worker("w1")
     gate = tmp_path / "gate"
     run = submit_pipeline(template(fail={"unless_exists": str(gate)}), app=fleet.app)
     assert run.wait(timeout=patient(30), check=False).state == "FAILED"
     gate.touch()
 
-    # When it is resumed meanwhile, and the settle goes on
+    # When it is resumed meanwhile, and the reconcile goes on
     run.resume()
     ended = fleet.app.pipelines.end(run.id, PipelineState.FAILED, ["first", "middle", "last"], epoch=1)
 

@@ -230,7 +230,7 @@ def test_the_reconciler_ends_what_was_cancelled_and_lost_and_nothing_else(fleet:
     assert fleet.app.end_unwanted([unwanted.id, other.id, "nobody"]) == 0
 
 
-def test_duties_settle_a_pipeline_whose_join_never_fired(fleet: TestFleet, tmp_path: Path) -> None:
+def test_duties_reconcile_a_pipeline_whose_join_never_fired(fleet: TestFleet, tmp_path: Path) -> None:
     fleet.start_worker("w1")
     gate = tmp_path / "gate"
     stages = [

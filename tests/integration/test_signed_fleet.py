@@ -163,7 +163,7 @@ def test_a_task_whose_worker_is_killed_runs_again_and_one_that_failed_is_retried
     eventually(lambda: fleet.state(failing.id) == "SUCCEEDED", within=SECONDS, what="the second life")
     cancelled = submit({**fleet.echo(output=2), "resources": {"labels": {"nobody": ""}}}, app=fleet.app)
     cancelled.cancel()
-    assert fleet.app.ledger.requeue(cancelled.id) and fleet.state(cancelled.id) == "QUEUED"
+    assert fleet.app.ledger.retry_task(cancelled.id) and fleet.state(cancelled.id) == "QUEUED"
     cancelled.cancel()
 
 

@@ -362,7 +362,7 @@ def test_a_forged_pipeline_and_one_that_has_ended_begin_nothing(
     made = "11111111-1111-4111-8111-111111111111"
     other = fleet.app.keys.pipeline(made)
     evil.hset(other, mapping={**evil.hgetall(key), "id": made, "state": "RUNNING"})
-    fleet.app.engine.settle(made)
+    fleet.app.pipeline_controller.reconcile(made)
     record = fleet.app.pipelines.get(made)
     assert (str(record.state), (record.error or {})["type"]) == ("FAILED", "SignatureRefused")
     assert "does not fit" in str((record.error or {})["message"])
@@ -412,7 +412,7 @@ def test_a_pipeline_that_runs_begins_no_other_round(fleet: TestFleet, worker: Wo
     eventually(lambda: fleet.app.pipelines.get(run.id).stage("one").tasks, what="the stage dispatched")
     evil.hset(fleet.app.keys.pipeline(run.id), "epoch", "7")
     evil.hdel(fleet.app.keys.stages(run.id), "one")
-    fleet.app.engine.settle(run.id)
+    fleet.app.pipeline_controller.reconcile(run.id)
     found = fleet.app.pipelines.get(run.id)
     assert (str(found.state), found.stage("one").tasks) == ("FAILED", ())
     assert "does not fit it" in str((found.error or {})["message"])
@@ -430,7 +430,7 @@ def test_a_stored_message_that_was_changed_is_not_queued_again_nor_are_its_links
     task.cancel()
     assert fleet.state(task.id) == "CANCELLED"
     with pytest.raises(Exception, match="does not fit it"):
-        fleet.app.ledger.requeue(task.id)
+        fleet.app.ledger.retry_task(task.id)
     assert fleet.state(task.id) == "CANCELLED"
     done = plain(fleet, "plain_tasks.add", 1, 2)  # what the link would have called comes before this one
     assert done.get(timeout=patient(30)) == 3

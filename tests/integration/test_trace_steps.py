@@ -94,7 +94,7 @@ def test_an_end_that_is_refused_has_no_span(brokered: TestFleet, kept: Kept) -> 
     kept.told()
 
     assert not brokered.app.ledger.commit(task.id, TaskState.SUCCEEDED, holder=first, result={})
-    assert brokered.app.ledger.give_back(task.id, first, tag, reason="preempted") == "refused"
+    assert brokered.app.ledger.yield_attempt(task.id, first, tag, reason="preempted") == "refused"
 
     assert kept.told() == []
 
@@ -152,7 +152,7 @@ def test_a_retry_by_hand_is_another_span_of_the_same_trace(brokered: TestFleet, 
         ends.append(next(span for span in kept.spans if span.name == "task echo"))
         assert kept.told()[-2:] == [("attempt echo", "failed"), ("task echo", "FAILED")]
         if attempt == 1:
-            assert ledger.requeue(task.id)
+            assert ledger.retry_task(task.id)
 
     first, second = ends
     assert first.context.trace_id == second.context.trace_id and first.context.span_id != second.context.span_id

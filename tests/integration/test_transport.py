@@ -110,7 +110,7 @@ def consumer_of_a_worker(fleet: TestFleet, monkeypatch: pytest.MonkeyPatch) -> I
     """Give a channel that consumes `held` as a worker's does, and the messages that it has got."""
     table = LeaseTable(fleet.app.keys, fleet.settings.lease_seconds)
     monkeypatch.setattr("gpuflow.broker.transport.installed", lambda: table)
-    monkeypatch.setattr(table, "settle_owed", lambda: None)
+    monkeypatch.setattr(table, "settle_deferred", lambda: None)
     with fleet.app.connection_for_read() as connection, connection.channel() as channel:
         got: list[Any] = []
         with channel.Consumer([kombu.Queue("held")], callbacks=[lambda _, message: got.append(message)]):
@@ -148,7 +148,7 @@ def test_a_busy_consumer_ends_the_lease_of_what_is_done_with_its_next_pop(
         got[1].ack()
         drained(channel, got, 3)
         got[2].ack()
-    LeaseTable.settle_owed(channel.leases)
+    LeaseTable.settle_deferred(channel.leases)
     assert client.zcard(keys.leases) == client.hlen(keys.unacked) == client.hlen(keys.owners) == 0
     assert sorted(message.payload[0][0] for message in got) == [0, 1, 2]
 

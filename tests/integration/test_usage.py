@@ -76,7 +76,7 @@ def test_each_attempt_counts_for_the_worker_that_made_it(brokered: TestFleet) ->
     task = submit(brokered.echo(output=1), app=brokered.app)
     holder, tag = begin(brokered, "w1")
     error = {"type": "Bad", "message": "bad", "retryable": True}
-    brokered.app.ledger.give_back(task.id, holder, tag, reason="failed", error=error, usage=ONE)
+    brokered.app.ledger.yield_attempt(task.id, holder, tag, reason="failed", error=error, usage=ONE)
     holder, _ = begin(brokered, "w2")
     brokered.app.ledger.commit(task.id, TaskState.SUCCEEDED, holder=holder, result={}, usage=ONE)
     assert sums(brokered, "worker") == {"w1": (1, 1, ONE), "w2": (1, 1, ONE)}

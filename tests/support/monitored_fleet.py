@@ -200,7 +200,7 @@ def write_run(fleet: TestFleet, pipeline_id: str) -> None:
     """Let the first stage of a pipeline look as if it had run: events with losses and a log."""
     app = fleet.app
     app.event_log.append(pipeline_id, {"event": "log", "message": f"a line of {HOSTILE}"}, 10_000)
-    app.engine.settle(pipeline_id)
+    app.pipeline_controller.reconcile(pipeline_id)
     with contextlib.suppress(StopIteration):
         record = app.pipelines.get(pipeline_id)
         task = next(task for stage in record.stages.values() for task in stage.tasks)

@@ -6,7 +6,7 @@ import json
 import uuid
 from typing import Any
 
-from gpuflow.broker.gate import Taste
+from gpuflow.broker.gate import MessageFilter
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.lease_table import LeaseTable
 from gpuflow.broker.look import Look
@@ -17,7 +17,7 @@ from tests.support.waiting import eventually
 
 _LEASE_SECONDS = 600.0
 #: The next message of one plain queue.
-POP_ONE = Look(queues=["queue"], plain=["queue"]).to_json([], Taste(), 0)
+POP_ONE = Look(queues=["queue"], plain=["queue"]).to_json([], MessageFilter(), 0)
 
 
 def lose(keys: Keys, client: Any, tag: str) -> None:

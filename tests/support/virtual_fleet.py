@@ -24,7 +24,7 @@ from gpuflow.routing.capability import Capability
 from gpuflow.routing.families import CONTROL_QUEUE
 from gpuflow.routing.placement import FreeGpus
 from gpuflow.worker.admission import Admission
-from gpuflow.worker.demands import Demands
+from gpuflow.worker.queue_matcher import QueueMatcher
 from gpuflow.worker.reserving import Reserving
 from gpuflow.worker.slots import Limits
 
@@ -63,7 +63,7 @@ class VirtualGpus:
     def shared(self) -> bool:
         return any(hold.share_mib for users in self.users.values() for hold in users)
 
-    def take(self, uuids: Sequence[str], share_mib: int | None = None) -> Hold | None:
+    def claim(self, uuids: Sequence[str], share_mib: int | None = None) -> Hold | None:
         if any(self.users[uuid] if share_mib is None else self._room(uuid) < share_mib for uuid in uuids):
             return None
         hold = Hold(uuids, share_mib=share_mib)
@@ -130,9 +130,11 @@ class VirtualWorker:
         self.leases = LeaseTable(keys, 600, owner=name)
         self.leases.connect(client, keep=False)
         made: Any = gpus
-        self.admission = Admission(Demands(client, keys, capability), limits, made, Reserving(made, client, keys, name))
+        self.admission = Admission(
+            QueueMatcher(client, keys, capability), limits, made, Reserving(made, client, keys, name)
+        )
         self.leases.gate = self.admission
-        self.admission.demands.enlist()
+        self.admission.matcher.enlist()
 
     def hear(self, token: str | None) -> None:
         """Read the doorbell."""
@@ -154,8 +156,8 @@ class VirtualWorker:
             look.found(queue)
             message = json.loads(raw)
             tag = message["properties"]["delivery_tag"]
-            self.leases.take(tag, queue, key, raw)
-            gate.taken(queue, tag, *session_of(raw))
+            self.leases.accept(tag, queue, key, raw)
+            gate.on_leased(queue, tag, *session_of(raw))
             self.leases.start(tag)
             return Taken(tag=tag, task=message["headers"]["id"], queue=queue)
         gate.chosen_none()
@@ -182,7 +184,7 @@ class VirtualWorker:
             [
                 self.leases.owner,
                 600,
-                look.to_json(groups, self.admission.taste, PAGE_NAMES if waits_as else 0),
+                look.to_json(groups, self.admission.message_filter, PAGE_NAMES if waits_as else 0),
             ],
         )
         return answer[0], answer[1], answer[2]

@@ -14,7 +14,7 @@ _UNIX: Final = "unix://"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Engine:
+class ContainerEngineSocket:
     """The socket path of an engine, None for none; `why` there is none, and whether the operator named one."""
 
     path: str | None
@@ -22,19 +22,19 @@ class Engine:
     is_named: bool = False
 
 
-def find_engine(setting: str, environ: Mapping[str, str] = os.environ) -> Engine:
+def find_engine(setting: str, environ: Mapping[str, str] = os.environ) -> ContainerEngineSocket:
     """Return the engine of a setting `container_engine`: a named one as it is, `auto` the first that answers."""
     if setting == "none":
-        return Engine(path=None, why="GPUFLOW_CONTAINER_ENGINE is none")
+        return ContainerEngineSocket(path=None, why="GPUFLOW_CONTAINER_ENGINE is none")
     if setting != "auto":
-        return Engine(path=setting.removeprefix(_UNIX), is_named=True)
+        return ContainerEngineSocket(path=setting.removeprefix(_UNIX), is_named=True)
     problems = []
     for path in dict.fromkeys(_usual_places(environ)):
         problem = _problem(path)
         if problem is None:
-            return Engine(path=path)
+            return ContainerEngineSocket(path=path)
         problems.append(f"{path}: {problem}")
-    return Engine(path=None, why=f"no container engine answers ({'; '.join(problems)})")
+    return ContainerEngineSocket(path=None, why=f"no container engine answers ({'; '.join(problems)})")
 
 
 def _usual_places(environ: Mapping[str, str]) -> Iterator[str]:

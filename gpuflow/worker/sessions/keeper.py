@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from gpuflow.logs import get_logger
-from gpuflow.worker.sessions.warm import Warm
+from gpuflow.worker.sessions.entry import SessionEntry
 
 log = get_logger("gpuflow.sessions")
 
@@ -29,9 +29,9 @@ class Keeper:
 
     def __init__(
         self,
-        look: Callable[[], Sequence[Warm]],
-        close_idle: Callable[[Warm], bool],
-        retire: Callable[[Warm], object],
+        look: Callable[[], Sequence[SessionEntry]],
+        close_idle: Callable[[SessionEntry], bool],
+        retire: Callable[[SessionEntry], object],
         idle_seconds: float,
     ) -> None:
         #: Called about once a second while a session idles.
@@ -66,27 +66,27 @@ class Keeper:
         """Look after every session once."""
         now = time.monotonic()
         every = self._look()
-        for warm in every:
-            self._look_after(warm, now)
-        if self.on_idle is not None and any(warm.is_idle() for warm in every):
+        for entry in every:
+            self._look_after(entry, now)
+        if self.on_idle is not None and any(entry.is_idle() for entry in every):
             self.on_idle()
 
-    def _look_after(self, warm: Warm, now: float) -> None:
-        session = warm.session
+    def _look_after(self, entry: SessionEntry, now: float) -> None:
+        session = entry.session
         if session is None:
             return
         idle_seconds = session.told.idle_seconds or self._idle_seconds
-        if warm.is_idle() and now - warm.used_at > idle_seconds and self._close_idle(warm):
-            log.info("session_idle", model=warm.model, seconds=round(idle_seconds))
-        if not warm.leaving and warm.is_too_old(now):
-            log.info("session_too_old", model=warm.model, seconds=session.told.lifetime_seconds)
-            self._retire(warm)
-        if now - warm.pinged_at >= PING_SECONDS:
-            warm.pinged_at = now
+        if entry.is_idle() and now - entry.used_at > idle_seconds and self._close_idle(entry):
+            log.info("session_idle", model=entry.model, seconds=round(idle_seconds))
+        if not entry.leaving and entry.is_too_old(now):
+            log.info("session_too_old", model=entry.model, seconds=session.told.lifetime_seconds)
+            self._retire(entry)
+        if now - entry.pinged_at >= PING_SECONDS:
+            entry.pinged_at = now
             session.ping()
         if not session.of_function and now - session.heard_at > SILENT_SECONDS:
             session.kill(f"it has said nothing for {SILENT_SECONDS:g} s")
         elif session.disobeys(now):
             session.kill("it did not end a request that was aborted")
-        elif warm.closed_at is not None and now - warm.closed_at > CLOSE_SECONDS and not session.running:
+        elif entry.closed_at is not None and now - entry.closed_at > CLOSE_SECONDS and not session.running:
             session.kill("it was closed and did not end")

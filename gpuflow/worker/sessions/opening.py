@@ -17,7 +17,7 @@ from gpuflow.settings import Settings
 from gpuflow.worker.child_python import ChildPython
 from gpuflow.worker.confinement import UNCONFINED, Confinement, of_session
 from gpuflow.worker.containers.local import removal_of
-from gpuflow.worker.preparation import Prepared
+from gpuflow.worker.preparation import PreparedAttempt
 from gpuflow.worker.sessions.view import View
 
 #: Variables of one task, which a session does not have.
@@ -77,7 +77,9 @@ def serves_one_owner(settings: Settings, spec: Mapping[str, Any]) -> bool:
     return settings.isolate != "none" or bool(kinds_of(spec)) or in_container
 
 
-def opening_of(python: ChildPython, prepared: Prepared, *, owner: str | None = None, worker_id: str = "") -> Opening:
+def opening_of(
+    python: ChildPython, prepared: PreparedAttempt, *, owner: str | None = None, worker_id: str = ""
+) -> Opening:
     """Return how the session of a task would be begun by it; `owner` is the only one whom it serves, None for all."""
     request, settings = prepared.request, prepared.settings
     confined = partial(of_session, settings, request, prepared.environment, python.use.python)
@@ -99,7 +101,7 @@ def opening_of(python: ChildPython, prepared: Prepared, *, owner: str | None = N
     )
 
 
-def function_opening(python: ChildPython, prepared: Prepared, *, owner: str | None) -> Opening:
+def function_opening(python: ChildPython, prepared: PreparedAttempt, *, owner: str | None) -> Opening:
     """Return how the session of a team's function would be begun by one of its calls."""
     opening = opening_of(python, prepared, owner=owner)
     function = prepared.request.spec["function"]

@@ -1,4 +1,4 @@
-"""One task's request to a session: for its attempt it is what a child of its own would be (`worker.child.Work`)."""
+"""One task's request to a session: for its attempt it is what a child of its own would be (`child.RunningWork`)."""
 
 from __future__ import annotations
 

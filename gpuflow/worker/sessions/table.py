@@ -21,12 +21,12 @@ from gpuflow.routing.requirement import Requirement
 from gpuflow.worker.child import Child
 from gpuflow.worker.engine_sockets import own_sockets
 from gpuflow.worker.outcome import HandedBack
+from gpuflow.worker.sessions.entry import LOADING_PLACES, SessionEntry
 from gpuflow.worker.sessions.keeper import Keeper
 from gpuflow.worker.sessions.logs import new_log
 from gpuflow.worker.sessions.opening import Opening
+from gpuflow.worker.sessions.process import SessionProcess
 from gpuflow.worker.sessions.request import AtEnd, SessionRequest
-from gpuflow.worker.sessions.session import Session
-from gpuflow.worker.sessions.warm import LOADING_PLACES, Warm
 
 log = get_logger("gpuflow.sessions")
 
@@ -54,7 +54,7 @@ class Sessions:
         self._release = release
         self._on_change = on_change
         self._lock = threading.RLock()
-        self._warm: list[Warm] = []
+        self._entries: list[SessionEntry] = []
         self._numbers = itertools.count(1)
         self._ended_one = threading.Condition(self._lock)
         self.keeper = Keeper(self._look, self._close_idle, self._retire, idle_seconds)
@@ -65,25 +65,25 @@ class Sessions:
         """Return the names of the sessions that have a place now; without `idle`, of those alone that work already."""
         now = time.monotonic()
         with self._lock:
-            return tuple({warm.name for warm in self._warm if warm.has_place(now) and (idle or warm.requests)})
+            return tuple({entry.name for entry in self._entries if entry.has_place(now) and (idle or entry.requests)})
 
     def full(self) -> tuple[str, ...]:
         """Return the names of sessions without GPUs and without a place: one more would not be faster here."""
         now = time.monotonic()
         with self._lock:
-            there = {warm.name for warm in self._warm if not warm.gpus and not warm.leaving}
-            return tuple(there.difference(warm.name for warm in self._warm if warm.has_place(now)))
+            there = {entry.name for entry in self._entries if not entry.gpus and not entry.leaving}
+            return tuple(there.difference(entry.name for entry in self._entries if entry.has_place(now)))
 
     def here(self) -> tuple[str, ...]:
         """Return the names of all sessions that will go on to answer soon, with a place now or not."""
         now = time.monotonic()
         with self._lock:
-            return tuple({warm.name for warm in self._warm if not warm.leaving and warm.answers_soon(now)})
+            return tuple({entry.name for entry in self._entries if not entry.leaving and entry.answers_soon(now)})
 
     def kept(self) -> dict[str, bool]:
         """Return the names of the sessions that replicas of served models keep loaded: name -> whether on GPUs."""
         with self._lock:
-            return {warm.name: bool(warm.gpus) for warm in self._warm if warm.replica is not None}
+            return {entry.name: bool(entry.gpus) for entry in self._entries if entry.replica is not None}
 
     def join(self, name: str, tag: str, *, replica: bool = False) -> bool:
         """Keep a place for the message of `tag`; False where no session of the name has one.
@@ -93,16 +93,16 @@ class Sessions:
         now = time.monotonic()
         with self._lock:
             found = [
-                warm
-                for warm in self._warm
-                if warm.name == name and (warm.may_keep(now) if replica else warm.has_place(now))
+                entry
+                for entry in self._entries
+                if entry.name == name and (entry.may_keep(now) if replica else entry.has_place(now))
             ]
             if not found:
                 return False
-            warm = min(found, key=lambda warm: len(warm.places))
-            warm.places.add(tag)
+            entry = min(found, key=lambda entry: len(entry.places))
+            entry.places.add(tag)
             if replica:
-                warm.replica = tag
+                entry.replica = tag
             return True
 
     def expect(
@@ -121,12 +121,12 @@ class Sessions:
         One that answers `in_turn` has one place at a time, another one so many while it loads; a `replica` keeps it
         loaded.
         """
-        warm = Warm(
+        entry = SessionEntry(
             name=name, hold=hold, requirement=requirement, in_turn=in_turn, loading_places=loading_places, places={tag}
         )
-        warm.replica = tag if replica else None
+        entry.replica = tag if replica else None
         with self._lock:
-            self._warm.append(warm)
+            self._entries.append(entry)
 
     def leave(self, tag: str, *, quietly: bool = False) -> None:
         """Give a place back. A session that nobody has begun goes with the last who had a place in it.
@@ -134,30 +134,30 @@ class Sessions:
         `quietly`: the caller tells those who wait for one.
         """
         with self._lock:
-            left = [warm for warm in self._warm if tag in warm.places]
-            for warm in left:
-                warm.places.discard(tag)
-                if warm.replica == tag:
-                    warm.replica = None
-                if warm.leaving:
-                    self._close(warm)
-            never = [warm for warm in left if warm.session is None and not warm.places]
-            self._warm = [warm for warm in self._warm if warm not in never]
-        for warm in never:
-            self._give_back(warm)
+            left = [entry for entry in self._entries if tag in entry.places]
+            for entry in left:
+                entry.places.discard(tag)
+                if entry.replica == tag:
+                    entry.replica = None
+                if entry.leaving:
+                    self._close(entry)
+            never = [entry for entry in left if entry.session is None and not entry.places]
+            self._entries = [entry for entry in self._entries if entry not in never]
+        for entry in never:
+            self._release_gpus(entry)
         if left and not quietly:
             self._on_change()
 
-    def working(self, without: Collection[Warm] = ()) -> list[Requirement]:
+    def working(self, without: Collection[SessionEntry] = ()) -> list[Requirement]:
         """Return what each session asks for, or each but some, that works now: a place in it is taken."""
         with self._lock:
-            busy = [warm for warm in self._warm if warm.requests and warm not in without]
-        return [warm.requirement or Requirement() for warm in busy]
+            busy = [entry for entry in self._entries if entry.requests and entry not in without]
+        return [entry.requirement or Requirement() for entry in busy]
 
-    def memory_mib(self, without: Collection[Warm] = ()) -> int:
+    def memory_mib(self, without: Collection[SessionEntry] = ()) -> int:
         """Return the memory of the machine that all sessions keep, or all but some."""
         with self._lock:
-            return sum(warm.memory_mib for warm in self._warm if warm not in without)
+            return sum(entry.memory_mib for entry in self._entries if entry not in without)
 
     def hold_of(self, tag: str) -> Hold | None:
         """Return the GPUs of the session in which a message has a place. Raises HandedBack where it has none."""
@@ -166,38 +166,38 @@ class Sessions:
     def sharers(self, tag: str) -> int:
         """Return how many messages have a place in the session of this one; 1 where it has none any more."""
         with self._lock:
-            return next((len(warm.places) for warm in self._warm if tag in warm.places), 1)
+            return next((len(entry.places) for entry in self._entries if tag in entry.places), 1)
 
     def tags_on(self, uuid: str) -> list[str]:
         """Return the tags of the messages that a session on a GPU answers."""
         with self._lock:
-            return [tag for warm in self._warm if uuid in warm.gpus for tag in warm.places]
+            return [tag for entry in self._entries if uuid in entry.gpus for tag in entry.places]
 
-    def going(self) -> list[Warm]:
+    def going(self) -> list[SessionEntry]:
         """Return the sessions that are closed and have not ended yet."""
         with self._lock:
-            return [warm for warm in self._warm if warm.closed_at is not None]
+            return [entry for entry in self._entries if entry.closed_at is not None]
 
-    def idle(self) -> list[Warm]:
+    def idle(self) -> list[SessionEntry]:
         """Return those that could be evicted, the one that was used longest ago first."""
         with self._lock:
-            return sorted((warm for warm in self._warm if warm.is_idle()), key=lambda warm: warm.used_at)
+            return sorted((entry for entry in self._entries if entry.is_idle()), key=lambda entry: entry.used_at)
 
-    def served(self) -> list[Warm]:
+    def served(self) -> list[SessionEntry]:
         """Return those that have served long enough to leave for another task, idle or not."""
         now = time.monotonic()
         with self._lock:
-            return [warm for warm in self._warm if warm.has_served(now)]
+            return [entry for entry in self._entries if entry.has_served(now)]
 
-    def evict(self, chosen: Sequence[Warm], *, why: str) -> None:
+    def evict(self, chosen: Sequence[SessionEntry], *, why: str) -> None:
         """Close those of some sessions that still idle."""
         with self._lock:
-            closed = [warm for warm in chosen if warm.is_idle()]
-            for warm in closed:
-                self._close(warm)
+            closed = [entry for entry in chosen if entry.is_idle()]
+            for entry in closed:
+                self._close(entry)
             self.evictions += len(closed)
-        for warm in closed:
-            log.info("session_evicted", model=warm.model, why=why)
+        for entry in closed:
+            log.info("session_evicted", model=entry.model, why=why)
 
     # -- requests: the supervisor -------------------------------------------------------------------------------
 
@@ -209,24 +209,24 @@ class Sessions:
         this one no more, and is closed when those that it has are answered. Raises HandedBack where the message is to
         be answered by another one, and OSError where the session cannot be begun.
         """
-        warm = self._of(tag)
-        with warm.opening:
-            if warm.session is None:
-                self._open(warm, opening)
-        session = warm.session
+        entry = self._of(tag)
+        with entry.opening:
+            if entry.session is None:
+                self._open(entry, opening)
+        session = entry.session
         assert session is not None  # noqa: S101  (it has just been begun)
-        if warm.variables != opening.variables:
+        if entry.variables != opening.variables:
             with self._lock:
-                warm.leaving = True
+                entry.leaving = True
             session.move_replicas("the model is to be loaded with other variables or secrets")
             raise HandedBack(
                 "the model is loaded with other variables or secrets, or for another owner; a session for this task "
                 "comes next"
             )
-        replica = warm.replica == tag
-        if warm.view is not None and not replica:
-            warm.view.admit(request)
-        at_end = None if replica else _at_end(warm, request)
+        replica = entry.replica == tag
+        if entry.view is not None and not replica:
+            entry.view.admit(request)
+        at_end = None if replica else _at_end(entry, request)
         asked = SessionRequest(
             f"{request.task_id}#{next(self._numbers)}",
             alone=alone and not replica,
@@ -236,18 +236,18 @@ class Sessions:
         )
         if not session.send(asked, request):
             raise HandedBack("the warm session that was to answer it has ended")
-        if replica and warm.leaving:
+        if replica and entry.leaving:
             session.move_replicas("the session that it was to keep loaded ends")
         return asked
 
-    def _of(self, tag: str) -> Warm:
+    def _of(self, tag: str) -> SessionEntry:
         with self._lock:
-            found = next((warm for warm in self._warm if tag in warm.places), None)
+            found = next((entry for entry in self._entries if tag in entry.places), None)
         if found is None:
             raise HandedBack("the warm session that was to answer it has ended")
         return found
 
-    def _open(self, warm: Warm, opening: Opening) -> None:
+    def _open(self, entry: SessionEntry, opening: Opening) -> None:
         """Begin the process of a session. Raises OSError; the session is expected then as before."""
         path = new_log(self._log_dir, opening.title)
         view = opening.view() if opening.view is not None else None
@@ -259,7 +259,7 @@ class Sessions:
                     request=opening.line + "\n",
                     environment=started.environment,
                     cwd=self._log_dir,
-                    keep_open=warm.hold.fds if warm.hold is not None else (),
+                    keep_open=entry.hold.fds if entry.hold is not None else (),
                     at_end=started.at_end,
                     talks=True,
                     confinement=confinement,
@@ -268,7 +268,7 @@ class Sessions:
             if view is not None:
                 view.remove()
             raise
-        session = Session(
+        session = SessionProcess(
             child,
             log_path=path,
             log_max_bytes=self._log_max_bytes,
@@ -279,25 +279,25 @@ class Sessions:
         )
         with self._lock:
             self.loads += 1
-            warm.session, warm.variables, warm.view = session, opening.variables, view
+            entry.session, entry.variables, entry.view = session, opening.variables, view
         try:
             session.begin()
         except RuntimeError as error:
             with self._lock:
-                warm.session = None
+                entry.session = None
             child.kill()
             child.wait()
             if view is not None:
                 view.remove()
             raise OSError(f"no thread can be started for a warm session: {error}") from error
-        log.info("session_opened", name=opening.title, gpus=list(warm.gpus), log=str(path))
+        log.info("session_opened", name=opening.title, gpus=list(entry.gpus), log=str(path))
         self.keeper.begin()
         self._on_change()  # others may join it
 
     def kill_on(self, uuid: str, why: str) -> None:
         """End the sessions on a GPU now; what is open on them is tried again elsewhere."""
         with self._lock:
-            found = [warm.session for warm in self._warm if warm.session is not None and uuid in warm.gpus]
+            found = [entry.session for entry in self._entries if entry.session is not None and uuid in entry.gpus]
         for session in found:
             session.kill(why)
 
@@ -306,15 +306,17 @@ class Sessions:
     def close_all(self) -> None:
         """Give no more places away; each session ends with the last of its requests."""
         with self._lock:
-            for warm in self._warm:
-                warm.leaving = True
-                self._close(warm)
+            for entry in self._entries:
+                entry.leaving = True
+                self._close(entry)
         self.move_replicas("the worker drains")
 
     def move_replicas(self, why: str) -> None:
         """End the replicas that keep sessions loaded: they begin again elsewhere."""
         with self._lock:
-            found = [warm.session for warm in self._warm if warm.replica is not None and warm.session is not None]
+            found = [
+                entry.session for entry in self._entries if entry.replica is not None and entry.session is not None
+            ]
         for session in found:
             session.move_replicas(why)
 
@@ -322,8 +324,8 @@ class Sessions:
         """End every session: in good order within so many seconds, then by force."""
         self.close_all()
         with self._ended_one:
-            self._ended_one.wait_for(lambda: not any(warm.session for warm in self._warm), seconds)
-            left = [warm.session for warm in self._warm if warm.session is not None]
+            self._ended_one.wait_for(lambda: not any(entry.session for entry in self._entries), seconds)
+            left = [entry.session for entry in self._entries if entry.session is not None]
         self.keeper.stop()
         for session in left:
             session.kill("the worker stops")
@@ -341,63 +343,63 @@ class Sessions:
                     "engine": session.told.engine,
                     "state": session.state,
                     "running": session.running,
-                    "idle": warm.is_idle(),
-                    "replica": warm.replica is not None,
-                    "gpus": list(warm.gpus),
-                    "shareMib": warm.hold.share_mib if warm.hold is not None else None,
+                    "idle": entry.is_idle(),
+                    "replica": entry.replica is not None,
+                    "gpus": list(entry.gpus),
+                    "shareMib": entry.hold.share_mib if entry.hold is not None else None,
                     "memoryBytes": session.told.memory_bytes,
                 }
-                for warm in self._warm
-                if (session := warm.session) is not None
+                for entry in self._entries
+                if (session := entry.session) is not None
             ]
 
-    def _look(self) -> list[Warm]:
+    def _look(self) -> list[SessionEntry]:
         with self._lock:
-            return list(self._warm)
+            return list(self._entries)
 
-    def _close_idle(self, warm: Warm) -> bool:
+    def _close_idle(self, entry: SessionEntry) -> bool:
         """Close a session if it still idles; say whether it did."""
         with self._lock:
-            idle = warm.is_idle()
+            idle = entry.is_idle()
             if idle:
-                self._close(warm)
+                self._close(entry)
         return idle
 
-    def _retire(self, warm: Warm) -> None:
+    def _retire(self, entry: SessionEntry) -> None:
         """Give no more places of a session away; it ends with the last request that it has."""
         with self._lock:
-            warm.leaving = True
-            self._close(warm)
-        if warm.session is not None:
-            warm.session.move_replicas("the session that it kept loaded has lived for as long as it may")
+            entry.leaving = True
+            self._close(entry)
+        if entry.session is not None:
+            entry.session.move_replicas("the session that it kept loaded has lived for as long as it may")
 
-    def _close(self, warm: Warm) -> None:
+    def _close(self, entry: SessionEntry) -> None:
         """Close a session in which nobody has a place; the others are closed when the last of these leaves."""
-        if warm.places or warm.closed_at is not None or warm.session is None:
+        if entry.places or entry.closed_at is not None or entry.session is None:
             return
-        warm.leaving, warm.closed_at = True, time.monotonic()
-        warm.session.close()
+        entry.leaving, entry.closed_at = True, time.monotonic()
+        entry.session.close()
 
-    def _ended(self, session: Session) -> None:
+    def _ended(self, session: SessionProcess) -> None:
         with self._lock:
-            gone = [warm for warm in self._warm if warm.session is session]
-        for warm in gone:
-            self._give_back(warm)
-            if warm.view is not None:
-                warm.view.remove()
+            gone = [entry for entry in self._entries if entry.session is session]
+        for entry in gone:
+            self._release_gpus(entry)
+            if entry.view is not None:
+                entry.view.remove()
         with self._ended_one:
-            self._warm = [warm for warm in self._warm if warm.session is not session]
+            self._entries = [entry for entry in self._entries if entry.session is not session]
             self._ended_one.notify_all()
         self._on_change()
 
-    def _give_back(self, warm: Warm) -> None:
-        if warm.hold is not None:
-            self._release(warm.hold)
+    def _release_gpus(self, entry: SessionEntry) -> None:
+        if entry.hold is not None:
+            self._release(entry.hold)
 
 
-def _at_end(warm: Warm, request: Request) -> AtEnd | None:
+def _at_end(entry: SessionEntry, request: Request) -> AtEnd | None:
     """Return what brings the files of a request to where they belong, when it has ended."""
-    view = warm.view
+    view = entry.view
     if view is None:
         return None
 

@@ -80,13 +80,13 @@ def store(place: Place) -> Store:
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The counts of bytes that went through any throttle: what was really sent or received."""
     counts: list[int] = []
-    take = Throttle.take
+    wait_for_bytes = Throttle.wait_for_bytes
 
     def counting(throttle: Throttle, count: int) -> None:
         counts.append(count)
-        take(throttle, count)
+        wait_for_bytes(throttle, count)
 
-    monkeypatch.setattr(Throttle, "take", counting)
+    monkeypatch.setattr(Throttle, "wait_for_bytes", counting)
     return counts
 
 

@@ -68,13 +68,13 @@ def test_a_cut_upload_sends_its_part_again(
         store = S3Store(s3_place.url, throttle=Throttle(None), part_bytes=PART)
         taken = 0
 
-        def take(self: Throttle, count: int) -> None:
+        def wait_for_bytes(self: Throttle, count: int) -> None:
             nonlocal taken
             taken += count
             if taken > source.stat().st_size / 2 and not any(cuts):
                 cuts.append(proxy.cut())
 
-        monkeypatch.setattr(Throttle, "take", take)
+        monkeypatch.setattr(Throttle, "wait_for_bytes", wait_for_bytes)
         stored = store.put(source, "a")
 
     assert any(cuts)

@@ -13,7 +13,7 @@ import pytest
 
 from executors.base import ExecutorError
 from executors.containers import session
-from executors.containers.session import ContainerEngine
+from executors.containers.session import ContainerSessionEngine
 from executors.sessions.engine import EngineDied
 from executors.sessions.lines import Open
 from gpuflow.protocol import Emitter, Request
@@ -50,7 +50,7 @@ class Machine:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.engine = ContainerEngine()
+        self.engine = ContainerSessionEngine()
         self.told = Told()
         self.requests = 0
 

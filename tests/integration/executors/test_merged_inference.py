@@ -33,11 +33,11 @@ class Counts:
 
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
-    from executors.generation.engine import Engine
+    from executors.generation.text_generator import TextGenerator
     from executors.modeling import loading
 
     made = Counts()
-    load_model, answer = loading.load_model, Engine.answer
+    load_model, answer = loading.load_model, TextGenerator.answer
 
     def loaded(*arguments: Any) -> Any:
         made.loads += 1
@@ -48,7 +48,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
         return answer(self, texts, *more)
 
     monkeypatch.setattr(loading, "load_model", loaded)
-    monkeypatch.setattr(Engine, "answer", answered)
+    monkeypatch.setattr(TextGenerator, "answer", answered)
     return made
 
 
@@ -180,9 +180,9 @@ def test_a_call_without_a_seed_does_not_repeat_after_a_seeded_one(merge: Merge) 
 def test_a_batch_that_fails_is_answered_child_by_child(
     merge: Merge, counts: Counts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from executors.generation.engine import Engine
+    from executors.generation.text_generator import TextGenerator
 
-    answer = Engine.answer
+    answer = TextGenerator.answer
     made: list[weakref.ref[Counts]] = []
     left: list[int] = []
 
@@ -194,7 +194,7 @@ def test_a_batch_that_fails_is_answered_child_by_child(
             raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return answer(self, texts, *more)
 
-    monkeypatch.setattr(Engine, "answer", fragile)
+    monkeypatch.setattr(TextGenerator, "answer", fragile)
 
     results = merge(a=call("Hello"), b=call("Bad"), c=call("Hi"))
 

@@ -41,7 +41,7 @@ class Fragile:
                 raise ValueError("the first cause holds the frame, too")
             except ValueError as error:
                 raise RuntimeError(self._message) from error
-        batch[0].call.settle(batch[0].index, {"ok": True})
+        batch[0].call.finish_unit(batch[0].index, {"ok": True})
 
 
 def call(folder: Path) -> Call:

@@ -69,9 +69,9 @@ def test_every_answer_of_a_random_model_fits_its_schema(tiny_model):
     """Each row of a batch has a schema of its own; greedy and sampled, several answers each, against other rules."""
     from transformers import AutoModelForCausalLM
 
-    from executors.generation.engine import Engine, Weights
     from executors.generation.parameters import Sampling, read_sampling
     from executors.generation.prompts import Rendered
+    from executors.generation.text_generator import TextGenerator, Weights
     from executors.modeling.loading import load_tokenizer
     from executors.modeling.location import Location
 
@@ -82,8 +82,8 @@ def test_every_answer_of_a_random_model_fits_its_schema(tiny_model):
     structures = [read_sampling({"structured_outputs": one}).structured for one in asked]
     greedy = Sampling(max_tokens=100, temperature=0, ignore_eos=True, no_repeat_ngram_size=1)
     for sampling in [greedy, Sampling(max_tokens=100, n=2, seed=1, min_tokens=2)]:
-        engine = Engine(weights, sampling)
-        answers = engine.answer(prompts, lambda rows: None, structures)
+        generator = TextGenerator(weights, sampling)
+        answers = generator.answer(prompts, lambda rows: None, structures)
         for schema, rows in zip(SCHEMAS, answers, strict=True):
             assert len(rows) == sampling.n
             for row in rows:

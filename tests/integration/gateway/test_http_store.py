@@ -118,7 +118,7 @@ def test_a_cut_upload_sends_no_byte_twice_that_has_arrived(gateway: Gateway, tas
 
     sent: list[int] = []
     throttle = Throttle(None)
-    throttle.take = sent.append  # type: ignore[method-assign]
+    throttle.wait_for_bytes = sent.append  # type: ignore[method-assign]
     gateway.store(throttle=throttle).put(source, f"{task}/f")
 
     assert sum(sent) <= 3 * MIB
@@ -145,7 +145,7 @@ def test_a_cut_download_goes_on_where_it_ended(gateway: Gateway, task: str, sour
     gateway.store().put(source, f"{task}/f")
     sent: list[int] = []
     throttle = Throttle(None)
-    throttle.take = sent.append  # type: ignore[method-assign]
+    throttle.wait_for_bytes = sent.append  # type: ignore[method-assign]
     with Proxy(gateway.results_url) as proxy:
         progress = CutAt(proxy, size // 2)
         got = gateway.store(url=proxy.url, throttle=throttle).get(f"{task}/f", tmp_path / "f", progress=progress)
@@ -288,7 +288,7 @@ def test_two_uploads_of_one_name_do_not_meet(gateway: Gateway, task: str, source
 def test_what_is_there_is_not_sent_again(gateway: Gateway, task: str, source: Path, tmp_path: Path) -> None:
     sent: list[int] = []
     throttle = Throttle(None)
-    throttle.take = sent.append  # type: ignore[method-assign]
+    throttle.wait_for_bytes = sent.append  # type: ignore[method-assign]
     store = gateway.store(throttle=throttle)
 
     first = store.put(source, f"{task}/f")

@@ -35,7 +35,7 @@ def test_the_rate_is_the_cap_whatever_the_transfer_itself_takes(cap: int, own_sh
     total = 0
 
     while total < 10 * cap:
-        throttle.take(throttle.block_bytes)
+        throttle.wait_for_bytes(throttle.block_bytes)
         clock.now += own_share * throttle.block_bytes / cap  # reading and writing the block
         total += throttle.block_bytes
 
@@ -47,7 +47,7 @@ def test_a_rest_is_not_saved_up_for_a_burst() -> None:
     throttle = Throttle(1000, clock=clock, sleep=clock.sleep)
     clock.now += 3600
 
-    throttle.take(1000)
+    throttle.wait_for_bytes(1000)
 
     assert clock.now - 3700 == pytest.approx(1, abs=0.11)
 
@@ -57,7 +57,7 @@ def test_without_a_cap_nothing_waits() -> None:
         raise AssertionError(seconds)
 
     throttle = Throttle(None, sleep=never)
-    throttle.take(1 << 40)
+    throttle.wait_for_bytes(1 << 40)
 
     assert throttle.block_bytes == BLOCK_BYTES
 

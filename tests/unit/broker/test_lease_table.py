@@ -38,7 +38,7 @@ class Slots(OpenGate):
     def __init__(self) -> None:
         self.given_back: list[str] = []
 
-    def settled(self, tag: str) -> bool:
+    def on_lease_ended(self, tag: str) -> bool:
         self.given_back.append(tag)
         return False
 
@@ -57,35 +57,35 @@ def table(server: Server) -> LeaseTable:
 
 
 def test_an_end_that_could_not_be_told_is_told_when_the_server_is_back(table: LeaseTable, server: Server) -> None:
-    table.take("a", "queue")
+    table.accept("a", "queue")
     table.start("a")
     server.away = True
 
-    table.settle_surely("a", "ack")
+    table.settle_or_defer("a", "ack")
 
     assert table.gate.given_back == ["a"], "what it used is free at once"  # type: ignore[attr-defined]
     assert table.holds("a")
     with pytest.raises(RedisConnectionError):
-        table.settle_owed()
+        table.settle_deferred()
     assert table.release_unstarted() == 0
     server.away = False
-    table.settle_owed()
-    table.settle_owed()
+    table.settle_deferred()
+    table.settle_deferred()
     assert server.settled == [("a", "ack")]
     assert not table.holds("a")
 
 
 def test_an_end_is_told_at_once_when_the_server_is_there(table: LeaseTable, server: Server) -> None:
-    table.take("a", "queue")
-    table.settle_surely("a", "front")
-    table.settle_owed()
+    table.accept("a", "queue")
+    table.settle_or_defer("a", "front")
+    table.settle_deferred()
 
     assert server.settled == [("a", "front")]
 
 
 def test_a_message_that_is_being_put_back_does_not_begin(table: LeaseTable, server: Server) -> None:
-    table.take("a", "queue")
-    table.take("b", "queue")
+    table.accept("a", "queue")
+    table.accept("b", "queue")
     assert table.start("b")
     begun: list[bool] = []
     evalsha = server.evalsha
@@ -108,18 +108,18 @@ def test_an_end_that_nobody_tells_puts_the_message_back_after_a_term(
     now = [time.monotonic()]
     monkeypatch.setattr("gpuflow.broker.lease_table.time.monotonic", lambda: now[0])
     for tag in ("told", "dropped", "at work"):
-        table.take(tag, "queue")
+        table.accept(tag, "queue")
         table.start(tag)
     table.over("told"), table.over("dropped")
-    table.settle_surely("told", "ack")
-    table.settle_owed()
+    table.settle_or_defer("told", "ack")
+    table.settle_deferred()
     assert server.settled == [("told", "ack")]
 
     now[0] += table.lease_seconds + 1
-    table.settle_owed()
+    table.settle_deferred()
     assert len(server.settled) == 1, "Celery's loop may be away, and tells it when it is back"
     table.tick()
-    table.settle_owed()
+    table.settle_deferred()
 
     assert server.settled == [("told", "ack"), ("dropped", "front")]
     assert list(table.held()) == ["at work"]
@@ -180,30 +180,30 @@ def test_the_keeper_comes_when_a_delayed_message_is_due_also_if_a_turn_came_betw
 def test_a_message_that_comes_while_it_is_requeued_waits_for_the_end_of_its_earlier_delivery(
     table: LeaseTable, server: Server
 ) -> None:
-    table.take("a", "queue")
+    table.accept("a", "queue")
     table.start("a")
     earlier = table.delivery("a")
     table.requeueing("a")
 
-    assert not table.take("a", "queue")  # popped again before the supervisor has heard that it is requeued
+    assert not table.accept("a", "queue")  # popped again before the supervisor has heard that it is requeued
     assert server.settled == [("a", "front")]
     assert table.delivery("a") == earlier
 
     table.forget("a")
-    assert not table.take("a", "queue")  # the lease is over, what runs here is not
+    assert not table.accept("a", "queue")  # the lease is over, what runs here is not
     assert not table.holds("a")
 
     table.over("a")
-    assert table.take("a", "queue")
+    assert table.accept("a", "queue")
     assert table.delivery("a") not in (None, earlier)
 
 
 def test_what_a_sweep_took_from_a_delivery_at_work_is_its_own_again(table: LeaseTable, server: Server) -> None:
-    table.take("a", "queue")
+    table.accept("a", "queue")
     table.start("a")
     earlier = table.delivery("a")
 
-    assert not table.take("a", "queue")
+    assert not table.accept("a", "queue")
 
     assert table.delivery("a") == earlier
     assert server.settled == []
@@ -212,52 +212,52 @@ def test_what_a_sweep_took_from_a_delivery_at_work_is_its_own_again(table: Lease
 def test_what_nobody_supervises_any_more_is_left_to_other_workers(
     table: LeaseTable, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table.take("a", "queue")
+    table.accept("a", "queue")
     table.start("a")
     table.beat("a")
     later = time.monotonic() + table.lease_seconds + 1
     monkeypatch.setattr(time, "monotonic", lambda: later)
 
-    assert not table.take("a", "queue")
+    assert not table.accept("a", "queue")
 
     assert server.settled == [("a", "front")]
 
 
 def test_what_ended_while_the_server_was_away_is_told_when_it_comes_again(table: LeaseTable, server: Server) -> None:
-    table.take("a", "queue")
+    table.accept("a", "queue")
     table.start("a")
     server.away = True
-    table.settle_surely("a", "ack")
+    table.settle_or_defer("a", "ack")
     server.away = False
 
-    assert not table.take("a", "queue")
+    assert not table.accept("a", "queue")
 
     assert server.settled == [("a", "ack")]
 
 
 def test_a_server_that_cannot_be_told_of_an_early_message_ends_nobody(table: LeaseTable, server: Server) -> None:
-    table.take("a", "queue")
+    table.accept("a", "queue")
     table.start("a")
     table.requeueing("a")
     server.away = True
 
-    assert not table.take("a", "queue")
+    assert not table.accept("a", "queue")
 
 
 def test_work_begins_for_the_delivery_that_it_was_meant_for(table: LeaseTable) -> None:
-    table.take("a", "queue")
+    table.accept("a", "queue")
     earlier = table.delivery("a")
-    table.take("a", "queue")
+    table.accept("a", "queue")
 
     assert not table.start("a", delivery=earlier)
     assert table.start("a", delivery=table.delivery("a"))
 
 
 def test_a_message_that_has_not_begun_can_come_again(table: LeaseTable, server: Server) -> None:
-    table.take("a", "queue")
+    table.accept("a", "queue")
     earlier = table.delivery("a")
 
-    assert table.take("a", "queue")
+    assert table.accept("a", "queue")
 
     assert table.delivery("a") not in (None, earlier)
 
@@ -289,7 +289,7 @@ def test_what_ends_with_the_next_pop_gives_its_place_back_at_once_and_is_told_by
     table: LeaseTable, server: Server
 ) -> None:
     for tag in ("a", "b"):
-        table.take(tag, "queue", returned="7.5")
+        table.accept(tag, "queue", returned="7.5")
         table.start(tag)
 
     owed = table.owe_ack("a")
@@ -300,7 +300,7 @@ def test_what_ends_with_the_next_pop_gives_its_place_back_at_once_and_is_told_by
     assert table.gate.given_back == ["a"]  # type: ignore[attr-defined]
     assert table.release_unstarted() == 0, "it is done, and not to be run again"
     assert server.settled == []
-    table.settle_owed()
+    table.settle_deferred()
     assert server.settled == [("a", "ack")]
     assert list(table.held()) == ["b"]
 
@@ -309,7 +309,7 @@ def test_a_lease_that_was_lost_before_its_end_is_told_of_unless_the_keeper_has_e
     table: LeaseTable, caplog: pytest.LogCaptureFixture
 ) -> None:
     for tag in ("lost", "told", "done"):
-        table.take(tag, "queue")
+        table.accept(tag, "queue")
         table.start(tag)
         table.owe_ack(tag)
     leases = table.held()
@@ -327,22 +327,22 @@ def test_a_lease_that_was_lost_before_its_end_is_told_of_unless_the_keeper_has_e
 
 
 def test_what_the_next_pop_ends_is_left_to_it_for_a_moment(table: LeaseTable, server: Server) -> None:
-    table.take("a", "queue")
+    table.accept("a", "queue")
     table.start("a")
     table.owe_ack("a")
 
-    table.settle_owed(OWED_SECONDS)
+    table.settle_deferred(OWED_SECONDS)
     assert server.settled == []
 
     table.held()["a"].owed_at -= OWED_SECONDS
-    table.settle_owed(OWED_SECONDS)
+    table.settle_deferred(OWED_SECONDS)
     assert server.settled == [("a", "ack")]
 
 
 def test_an_end_that_comes_late_leaves_the_next_delivery_alone(
     table: LeaseTable, server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
-    table.take("a", "queue")
+    table.accept("a", "queue")
     table.start("a")
     table.owe_ack("a")
     table.over("a")
@@ -350,11 +350,11 @@ def test_an_end_that_comes_late_leaves_the_next_delivery_alone(
 
     def while_the_pop_ends_it(*arguments: Any) -> int:
         table.acknowledged("a", earlier, was_lost=False)
-        table.take("a", "queue", returned="8")
+        table.accept("a", "queue", returned="8")
         return 0
 
     server.evalsha = while_the_pop_ends_it  # type: ignore[method-assign]
-    table.settle_owed()
+    table.settle_deferred()
 
     assert table.held()["a"].returned == "8"
     assert "lease_lost" not in caplog.text

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 
-from gpuflow.broker.gate import Choice, Taste
+from gpuflow.broker.gate import MessageFilter, SelectedQueue
 from gpuflow.broker.look import RESCAN_SECONDS, Look
 
 
 def chose(look: Look, *queues: str) -> None:
-    look.chosen = [Choice(queue=queue) for queue in queues]
+    look.chosen = [SelectedQueue(queue=queue) for queue in queues]
 
 
 def test_queues_that_gave_nothing_are_passed_over_for_a_while() -> None:
@@ -42,7 +42,7 @@ def test_a_queue_that_others_have_emptied_is_not_passed_over() -> None:
 def test_what_warm_sessions_have_no_place_for_is_passed_over_for_them_alone() -> None:
     look = Look(page=["a", "b"])
     look.begin(0.0)
-    look.chosen = [Choice(queue="a"), Choice(queue="b", warm_only=True)]
+    look.chosen = [SelectedQueue(queue="a"), SelectedQueue(queue="b", warm_only=True)]
 
     look.in_vain(0.0)
 
@@ -89,10 +89,10 @@ def test_what_the_gate_refuses_is_not_asked_for_again_at_once() -> None:
 
 
 def test_how_to_look_is_told_in_the_order_of_the_lists() -> None:
-    look = Look(queues=["mine", "gpu"], plain=["mine"], chosen=[Choice(queue="gpu", most_seconds=2.5)])
+    look = Look(queues=["mine", "gpu"], plain=["mine"], chosen=[SelectedQueue(queue="gpu", most_seconds=2.5)])
 
-    told = json.loads(look.to_json(["@c"], Taste(models=("m",), patience_seconds=1.5), 100))
+    told = json.loads(look.to_json(["@c"], MessageFilter(models=("m",), patience_seconds=1.5), 100))
 
     assert (told["limits"], told["groups"], told["models"], told["patience"]) == ([-1, 2.5], ["@c"], ["m"], 1.5)
     assert "types" not in told
-    assert json.loads(look.to_json([], Taste(types=()), 0))["types"] == []
+    assert json.loads(look.to_json([], MessageFilter(types=()), 0))["types"] == []

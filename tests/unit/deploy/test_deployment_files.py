@@ -14,8 +14,8 @@ import yaml
 
 from gpuflow.settings import Settings
 from gpuflow.settings.model import env_names
-from gpuflow.worker.service import EXTENSION_SECONDS
 from gpuflow.worker.stopping import MARGIN_SECONDS
+from gpuflow.worker.systemd import EXTENSION_SECONDS
 from tests.unit.metrics.test_dashboards import check
 
 ROOT = Path(__file__).parents[3]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from executors.registry import EXECUTORS, find
-from gpuflow.environments import Choice, State, choose, offers_of, snapshot
+from gpuflow.environments import ChosenEnvironment, State, choose, offers_of, snapshot
 from gpuflow.routing.families import TASK_OF_TYPE
 from gpuflow.routing.offers import Lack, Offers
 from gpuflow.settings import Settings
@@ -89,7 +89,7 @@ def test_the_choice(
         answer = choose(order, task_type, engine=engine, environment=environment)
 
         if isinstance(chosen, tuple):
-            assert answer == Choice(environment=chosen[0], engine=chosen[1])
+            assert answer == ChosenEnvironment(environment=chosen[0], engine=chosen[1])
         elif order is states:
             assert isinstance(answer, Lack)
             assert answer.why + (f"; {answer.mend}" if answer.mend else "") == chosen

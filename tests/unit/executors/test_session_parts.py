@@ -214,7 +214,7 @@ def queue_of(*calls: tuple[Call, int], lonely: frozenset[int] = frozenset()) -> 
 
 def batches(queue: BatchQueue[Call], count: int) -> Iterator[str]:
     for _ in range(count):
-        yield " ".join(f"{unit.call.name}{unit.index}" for unit in queue.take())
+        yield " ".join(f"{unit.call.name}{unit.index}" for unit in queue.next_batch())
 
 
 def test_calls_of_one_kind_share_batches_fairly() -> None:
@@ -243,7 +243,7 @@ def test_dropped_and_closed() -> None:
     queue.drop(gone)
     assert list(batches(queue, 1)) == ["b0"]
     queue.close()
-    assert queue.take() == []
+    assert queue.next_batch() == []
 
 
 @given(
@@ -261,7 +261,7 @@ def test_every_unit_comes_once_and_in_order(shapes: list[tuple[int, str, bool, s
     seen: dict[str, list[int]] = {}
     left = sum(count for count, *_ in shapes)
     while left:
-        batch = queue.take()
+        batch = queue.next_batch()
         assert 0 < len(batch) <= 4
         assert len({unit.call.key for unit in batch}) == 1
         assert len(batch) == 1 or not any(unit.alone for unit in batch)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from executors import limits
+from executors import task_access
 from executors.training.tracking import prepare_tracking
 from gpuflow.errors import NotAllowed
 from gpuflow.policy.hosts import Hosts
@@ -17,7 +17,7 @@ from tests.fixtures.executor_child import request_json
 
 @pytest.fixture(autouse=True)
 def closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "_hosts", Hosts())
+    monkeypatch.setattr(task_access, "_hosts", Hosts())
     monkeypatch.setattr(os, "environ", dict(os.environ))
 
 

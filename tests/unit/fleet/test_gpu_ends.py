@@ -17,7 +17,7 @@ def ledger(tmp_path: Path) -> GpuLocks:
 
 
 def take(ledger: GpuLocks, *uuids: str, share_mib: int | None = None) -> Hold:
-    hold = ledger.take(uuids, share_mib=share_mib, capacity_mib=dict.fromkeys(GPUS, 1000))
+    hold = ledger.claim(uuids, share_mib=share_mib, capacity_mib=dict.fromkeys(GPUS, 1000))
     assert hold is not None
     return hold
 

@@ -98,8 +98,8 @@ def taken(hold: Hold | None) -> Hold:
 def test_without_gpus_nothing_is_done(tmp_path: Path) -> None:
     alone, capability = MachineGpus((), tmp_path / "locks"), Capability(cpu_count=4)
     assert alone.snapshot(capability) == FreeGpus()
-    hold = taken(alone.take(()))
-    assert alone.take(["GPU-0"]) is None
+    hold = taken(alone.claim(()))
+    assert alone.claim(["GPU-0"]) is None
     assert alone.release(hold)
     assert (alone.held_back(), alone.usage(), alone.lost(), alone.identity()) == ({}, {}, {}, None)
     reserved = alone.reserve(task="t", queue="q", gpus=[], worker="w", term_seconds=1)
@@ -110,11 +110,11 @@ def test_without_gpus_nothing_is_done(tmp_path: Path) -> None:
 def test_two_workers_of_a_machine_see_each_others_gpus(machine: Make, driver: Driver) -> None:
     one, two = machine(), machine()
     assert names(offered(two, FOUR)) == "GPU-0 GPU-1 GPU-2 GPU-3"
-    hold = taken(one.take(["GPU-1", "GPU-2"]))
+    hold = taken(one.claim(["GPU-1", "GPU-2"]))
     driver.now += FRESH_SECONDS
     assert names(offered(one, FOUR)) == names(offered(two, FOUR)) == "GPU-0 GPU-3"
     assert offered(two, FOUR).cpu_count == 8
-    assert two.take(["GPU-2", "GPU-3"]) is None
+    assert two.claim(["GPU-2", "GPU-3"]) is None
     assert one.release(hold)
     assert one.release(hold)
     driver.now += FRESH_SECONDS
@@ -125,9 +125,9 @@ def test_what_was_seen_counts_for_a_moment_unless_it_changed_here(machine: Make,
     one, two = machine(), machine()
     offered(one, FOUR), offered(one, FOUR)
     assert driver.asked == 1
-    taken(two.take(["GPU-0"]))
+    taken(two.claim(["GPU-0"]))
     assert names(offered(one, FOUR)) == "GPU-0 GPU-1 GPU-2 GPU-3"
-    assert one.take(["GPU-0"]) is None
+    assert one.claim(["GPU-0"]) is None
     assert names(offered(one, FOUR)) == "GPU-1 GPU-2 GPU-3"
 
 
@@ -145,16 +145,16 @@ def test_foreign_memory_is_promised_to_nobody(machine: Make, driver: Driver) -> 
 def test_a_share_takes_what_is_left(machine: Make, driver: Driver) -> None:
     driver.used = {"GPU-0": 1920}
     one, two = machine(), machine()
-    first = taken(one.take(["GPU-0"], share_mib=50_000))
+    first = taken(one.claim(["GPU-0"], share_mib=50_000))
     driver.now += FRESH_SECONDS
     assert names(offered(two, FOUR)) == "GPU-1 GPU-2 GPU-3"
     driver.used = {"GPU-0": 51_920}  # and it uses what it was promised
     driver.processes = {"GPU-0": [(NO_PID, 50_000)]}
     driver.now += FRESH_SECONDS
     assert two.snapshot(FOUR).room_mib["GPU-0"] == 30_000
-    assert two.take(["GPU-0"], share_mib=30_001) is None
-    second = taken(two.take(["GPU-0"], share_mib=30_000))
-    assert one.take(["GPU-0"], share_mib=1) is None
+    assert two.claim(["GPU-0"], share_mib=30_001) is None
+    second = taken(two.claim(["GPU-0"], share_mib=30_000))
+    assert one.claim(["GPU-0"], share_mib=1) is None
     assert not one.release(first, wait_seconds=0), "its process died and is on the GPU still"
     driver.used, driver.processes = {}, {}
     assert two.release(second)
@@ -164,14 +164,14 @@ def test_a_share_takes_what_is_left(machine: Make, driver: Driver) -> None:
 
 def test_a_lost_gpu_is_out_until_it_is_back(machine: Make, driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
     one = machine()
-    hold = taken(one.take(["GPU-2"]))
+    hold = taken(one.claim(["GPU-2"]))
     driver.lost = {"GPU-1", "GPU-2"}
     driver.now += FRESH_SECONDS
     assert names(offered(one, FOUR)) == "GPU-0 GPU-3"
     assert set(one.lost()) == {"GPU-1", "GPU-2"}, "also the one that a task runs on"
     assert one.snapshot(FOUR).room_mib["GPU-1"] == 0
-    assert one.take(["GPU-1"]) is None
-    assert one.take(["GPU-1"], share_mib=5) is None
+    assert one.claim(["GPU-1"]) is None
+    assert one.claim(["GPU-1"], share_mib=5) is None
     assert "GPU-1: the GPU is lost" in (one.problem or "")
     assert one.release(hold), "nobody is on a GPU that is lost"
     for _ in range(3):
@@ -186,11 +186,11 @@ def test_a_lost_gpu_is_out_until_it_is_back(machine: Make, driver: Driver, caplo
 
 def test_slices_are_gpus_and_keep_their_parent(machine: Make, driver: Driver) -> None:
     one = machine(SLICED)
-    hold = taken(one.take(["MIG-0"]))
+    hold = taken(one.claim(["MIG-0"]))
     assert names(offered(one, SLICED)) == "GPU-0 MIG-1"
-    assert machine().take(["GPU-1"]) is None
+    assert machine().claim(["GPU-1"]) is None
     assert one.release(hold)
-    assert machine().take(["GPU-1"]) is not None
+    assert machine().claim(["GPU-1"]) is not None
 
 
 def test_a_driver_that_hangs_gives_out_nothing_until_it_answers(
@@ -200,7 +200,7 @@ def test_a_driver_that_hangs_gives_out_nothing_until_it_answers(
     one = machine()
     driver.hangs = threading.Event()
     assert names(offered(one, FOUR)) == ""
-    assert one.take(["GPU-0"]) is None
+    assert one.claim(["GPU-0"]) is None
     assert "does not answer" in (one.problem or "")
     driver.hangs.set()
     driver.hangs = None
@@ -214,11 +214,11 @@ def test_a_driver_that_hangs_gives_out_nothing_until_it_answers(
 
 def test_a_directory_that_fails_gives_out_nothing_and_says_so(machine: Make, driver: Driver, tmp_path: Path) -> None:
     one = machine()
-    hold = taken(one.take(["GPU-0"]))
+    hold = taken(one.claim(["GPU-0"]))
     (tmp_path / "locks").rename(tmp_path / "moved")
     driver.now += FRESH_SECONDS
     assert names(offered(one, FOUR)) == ""
-    assert one.take(["GPU-1"]) is None
+    assert one.claim(["GPU-1"]) is None
     assert one.reservation() is None
     assert "GPUFLOW_LOCK_DIR" in (one.problem or "")
     assert one.release(hold)
@@ -233,18 +233,18 @@ def test_a_full_disk_refuses_a_share_and_is_named(machine: Make, monkeypatch: py
     one = machine()
     offered(one, FOUR)
     monkeypatch.setattr("os.link", full)
-    assert one.take(["GPU-0"], share_mib=5) is None
+    assert one.claim(["GPU-0"], share_mib=5) is None
     assert "No space left on device" in (one.problem or "")
-    taken(one.take(["GPU-1"])).close()
+    taken(one.claim(["GPU-1"])).close()
     monkeypatch.undo()
-    taken(one.take(["GPU-0"], share_mib=5)).close()
+    taken(one.claim(["GPU-0"], share_mib=5)).close()
     assert one.problem is None
 
 
 def test_a_gpu_is_given_back_when_nothing_is_left_on_it(machine: Make, driver: Driver) -> None:
     driver.processes = {"GPU-0": [(11, 400)]}  # foreign, there before
     one = machine()
-    hold = taken(one.take(["GPU-0"]))
+    hold = taken(one.claim(["GPU-0"]))
     driver.processes = {"GPU-0": [(11, 400), (NO_PID, 7000)]}
     assert not one.release(hold, wait_seconds=0), "something is left: the caller hears of it, the GPU is given back"
     driver.used = {"GPU-0": 7400}
@@ -252,16 +252,16 @@ def test_a_gpu_is_given_back_when_nothing_is_left_on_it(machine: Make, driver: D
     assert names(offered(one, FOUR, asks_memory=False)) == "GPU-1 GPU-2 GPU-3"
 
     driver.processes, driver.used = {"GPU-0": [(11, 400)]}, {"GPU-0": 400}
-    hold = taken(one.take(["GPU-0"]))
+    hold = taken(one.claim(["GPU-0"]))
     assert one.release(hold)
-    hold = taken(one.take(["GPU-0"]))
+    hold = taken(one.claim(["GPU-0"]))
     driver.used = {"GPU-0": 9000}  # no process is listed, as in a container, but memory is
     assert not one.release(hold, wait_seconds=0)
 
 
 def test_a_gpu_is_held_while_something_is_left_on_it(machine: Make, driver: Driver, tmp_path: Path) -> None:
     one = machine()
-    hold = taken(one.take(["GPU-0"]))
+    hold = taken(one.claim(["GPU-0"]))
     held_meanwhile: list[bool] = []
     real = driver.read
 
@@ -301,7 +301,7 @@ def test_threads_never_have_the_same_gpu(machine: Make) -> None:
     def work(worker: MachineGpus, want: list[str]) -> None:
         for _ in range(25):
             offered(worker, FOUR)
-            hold = worker.take(want)
+            hold = worker.claim(want)
             if hold is None:
                 continue
             with lock:
@@ -337,7 +337,7 @@ for state in sys.argv[2:]:
     now += 1
     Path(os.environ["FAKE_NVML_STATE"]).write_text(Path(state).read_text())
     shown.append([[gpu.uuid, gpu.vram_gb] for gpu in machine.snapshot(capability).offered(asked, capability).gpus])
-hold = machine.take([shown[-1][0][0]])
+hold = machine.claim([shown[-1][0][0]])
 print(json.dumps({"shown": shown, "taken": hold.uuids, "clean": machine.release(hold)}))
 """
 
@@ -410,7 +410,7 @@ def test_a_take_and_a_release_are_changes_that_the_next_look_sees_at_once(machin
     gpus = machine(FOUR)
     before, seen = gpus.change, (gpus.looked_at(), gpus.last_seen())
 
-    hold = taken(gpus.take(["GPU-0"]))
+    hold = taken(gpus.claim(["GPU-0"]))
     after = gpus.change
     assert after is not before
     assert gpus.last_seen() == seen[1], "it looks at nothing"

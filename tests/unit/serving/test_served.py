@@ -25,7 +25,7 @@ from gpuflow.routing.situation import judge
 from gpuflow.routing.views import TaskView, WorkerView
 from gpuflow.serving.models import ServedModel, check, parts_of, served_spec
 from gpuflow.serving.replicas import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Failure
-from gpuflow.worker.sessions.warm import LOADING_PLACES, Warm
+from gpuflow.worker.sessions.entry import LOADING_PLACES, SessionEntry
 
 CAPABILITY = Capability(cpu_count=8, memory_mib=32_000)
 
@@ -103,17 +103,17 @@ def test_a_second_replica_is_left_to_others() -> None:
 
 
 def test_a_replica_takes_no_place_of_the_engine() -> None:
-    warm = Warm(name="s", hold=None, requirement=None, places={"replica", "a"})
-    assert warm.may_keep(0.0)
-    warm.replica = "replica"
+    entry = SessionEntry(name="s", hold=None, requirement=None, places={"replica", "a"})
+    assert entry.may_keep(0.0)
+    entry.replica = "replica"
 
-    assert warm.requests == 1
-    assert not warm.may_keep(0.0)
-    warm.places |= {str(number) for number in range(LOADING_PLACES - 2)}
-    assert warm.has_place(0.0)
-    warm.places.add("one more")
-    assert not warm.has_place(0.0)
-    assert not Warm(name="s", hold=None, requirement=None, in_turn=True).may_keep(0.0)
+    assert entry.requests == 1
+    assert not entry.may_keep(0.0)
+    entry.places |= {str(number) for number in range(LOADING_PLACES - 2)}
+    assert entry.has_place(0.0)
+    entry.places.add("one more")
+    assert not entry.has_place(0.0)
+    assert not SessionEntry(name="s", hold=None, requirement=None, in_turn=True).may_keep(0.0)
 
 
 def test_failures_pause_longer_each_time_up_to_a_limit() -> None:

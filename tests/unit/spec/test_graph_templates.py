@@ -6,7 +6,7 @@ import pytest
 
 from gpuflow.spec import formatting
 from gpuflow.spec.checking import check_spec
-from gpuflow.spec.formatting import MAX_TEXT, Pattern, Room
+from gpuflow.spec.formatting import MAX_TEXT, Pattern, TextBudget
 from gpuflow.spec.graph_template import check_template, render
 from gpuflow.spec.report import MAX_FOUND, Findings
 
@@ -148,7 +148,7 @@ def test_steps_that_double_a_text_end_early():
 
 @pytest.mark.parametrize("text", ["{0}", "{a.__class__}", "{a!r}", "{a[0]}", "{a:>10000000000}", "{", "}"])
 def test_no_part_of_a_value_can_be_named(text):
-    assert Pattern(text).fill({"a": "value"}, Room(), strict=True) == text
+    assert Pattern(text).fill({"a": "value"}, TextBudget(), strict=True) == text
 
 
 def test_columns_that_no_text_names_cost_nothing_and_many_texts_end_early():

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from gpuflow.broker.gate import Choice
+from gpuflow.broker.gate import SelectedQueue
 from gpuflow.routing.families import CONTROL_QUEUE
 from gpuflow.routing.requirement import Requirement
 from gpuflow.worker.admission import MOST_CHOSEN, Admission
 from gpuflow.worker.slots import CONTROL_SLOTS
-from tests.support.demands import Client, locks_open, machine, worker
+from tests.support.admission import Client, locks_open, machine, worker
 
 ONE = Requirement(gpu_count=1)
 A100 = Requirement(gpu_count=1, gpu_names=("a100",))
@@ -43,7 +43,7 @@ def make(client: Client, tmp_path: Path) -> Make:
 def take(admission: Admission, queue: str, tag: str) -> tuple[str, ...]:
     """Take a message of `queue` as the transport does, and return its GPUs."""
     assert queue in [choice.queue for choice in admission.choose([queue])]
-    admission.taken(queue, tag)
+    admission.on_leased(queue, tag)
     held = admission.keep(tag)
     assert held is not None
     return held.gpus
@@ -56,7 +56,7 @@ def test_what_is_chosen_is_held_until_the_pop_has_answered(client: Client, make:
     (one,) = client.register(ONE)
     mine, other = make(gpus=1), make(gpus=1, name="w2")
 
-    assert mine.choose([one]) == [Choice(queue=one, with_gpus=True)]
+    assert mine.choose([one]) == [SelectedQueue(queue=one, with_gpus=True)]
     assert other.fitting([one]) == []
     assert other.choose([one]) == []
     mine.chosen_none()
@@ -114,7 +114,7 @@ def test_what_was_taken_by_an_older_hold_is_passed_over(client: Client, make: Ma
     admission = make(gpus=1)
     admission.choose([one, cpu])
 
-    admission.taken(cpu, "tag")
+    admission.on_leased(cpu, "tag")
 
     assert locks_open(tmp_path / "locks") == [], "the GPU that the other queue would have used is free again"
     assert admission.jobs() == 1
@@ -133,7 +133,7 @@ def test_gpus_are_free_when_the_child_has_gone_and_the_slot_with_them(client: Cl
 
     assert (admission.free_gpus(), admission.free_jobs()) == (("GPU-0",), 1)
     assert not admission.idle(), "its result is being committed"
-    assert admission.settled("a") is False, "the supervisor has told of it"
+    assert admission.on_lease_ended("a") is False, "the supervisor has told of it"
     admission.release("a")
     assert admission.idle()
 
@@ -142,11 +142,11 @@ def test_a_message_that_is_put_back_unclaimed_opens_its_queue(client: Client, ma
     (one,) = client.register(ONE)
     admission = make(gpus=1)
     admission.choose([one])
-    admission.taken(one, "a")
+    admission.on_leased(one, "a")
 
-    assert admission.settled("a") is True
+    assert admission.on_lease_ended("a") is True
     assert admission.free_gpus() == ("GPU-0",)
-    assert admission.settled("a") is False
+    assert admission.on_lease_ended("a") is False
 
 
 def test_a_claimed_message_that_is_lost_keeps_its_gpus_until_the_child_is_gone(client: Client, make: Make) -> None:
@@ -154,7 +154,7 @@ def test_a_claimed_message_that_is_lost_keeps_its_gpus_until_the_child_is_gone(c
     admission = make(gpus=1)
     take(admission, one, "a")
 
-    assert admission.settled("a") is False
+    assert admission.on_lease_ended("a") is False
     assert admission.free_gpus() == ()
     assert admission.tags_on("GPU-0") == ["a"]
     admission.child_gone("a")
@@ -169,7 +169,7 @@ def test_unknown_tags_are_no_error(make: Make) -> None:
     admission.child_gone("x")
     admission.release("x")
 
-    assert admission.settled("x") is False
+    assert admission.on_lease_ended("x") is False
     assert admission.keep("x") is None
 
 
@@ -195,7 +195,7 @@ def test_a_task_for_all_of_a_shared_gpu_has_it_reserved(client: Client, make: Ma
     assert other.fitting([half, one]) == [half], "what was queued before goes on"
     admission.child_gone("a")
     assert [choice.queue for choice in admission.choose([one, half])] == [one]
-    admission.taken(one, "b")
+    admission.on_leased(one, "b")
     assert admission.reserving.current is None
 
 
@@ -242,11 +242,11 @@ def test_control_and_plain_tasks_have_slots_of_their_own(make: Make) -> None:
     admission = make(threads=1)
     for number in range(CONTROL_SLOTS):
         assert admission.open_queues([CONTROL_QUEUE]) == [CONTROL_QUEUE]
-        admission.taken(CONTROL_QUEUE, f"c{number}")
-    admission.taken("mine", "p")
+        admission.on_leased(CONTROL_QUEUE, f"c{number}")
+    admission.on_leased("mine", "p")
 
     assert admission.open_queues([CONTROL_QUEUE, "mine"]) == []
-    assert admission.settled("c0") is True
+    assert admission.on_lease_ended("c0") is True
     assert admission.open_queues([CONTROL_QUEUE, "mine"]) == [CONTROL_QUEUE]
     assert admission.jobs() == 0
 
@@ -269,7 +269,7 @@ def test_a_worker_for_one_job_takes_one(client: Client, make: Make) -> None:
     assert not admission.has_had_its_job()
     admission.child_gone("a")
     assert not admission.has_had_its_job()
-    admission.settled("a")
+    admission.on_lease_ended("a")
     admission.release("a")
     assert admission.has_had_its_job()
 
@@ -279,8 +279,8 @@ def test_a_lost_gpu_between_the_choice_and_the_answer_leaves_the_message_its_hol
     admission = make(gpus=2)
     admission.choose([one])
 
-    admission.demands.change(machine(1))
-    admission.taken(one, "a")
+    admission.matcher.change(machine(1))
+    admission.on_leased(one, "a")
 
     held = admission.keep("a")
     assert held is not None

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gpuflow.routing.requirement import Requirement
 from gpuflow.worker.admission import Admission
-from tests.support.demands import Client, locks_open, machine, worker
+from tests.support.admission import Client, locks_open, machine, worker
 
 ONE = Requirement(gpu_count=1)
 A100 = Requirement(gpu_count=1, gpu_names=("a100",))
@@ -47,14 +47,14 @@ def test_no_order_of_events_leaks_a_hold_or_gives_a_gpu_to_two(steps: list[tuple
                 if not chosen[who]:
                     continue
                 tags.append((admission, f"tag-{len(tags)}"))
-                admission.taken(chosen[who][what % len(chosen[who])], tags[-1][1])
+                admission.on_leased(chosen[who][what % len(chosen[who])], tags[-1][1])
                 chosen[who] = []
             elif step == "none":
                 admission.chosen_none()
                 chosen[who] = []
             elif tags:
                 owner, tag = tags[what % len(tags)]
-                call = {"keep": owner.keep, "settled": owner.settled, "gone": owner.child_gone}
+                call = {"keep": owner.keep, "settled": owner.on_lease_ended, "gone": owner.child_gone}
                 call.get(step, owner.release)(tag)
                 over.update([tag] if step == "release" else [])
             used = [
@@ -74,7 +74,7 @@ def test_no_order_of_events_leaks_a_hold_or_gives_a_gpu_to_two(steps: list[tuple
             admission.chosen_none()
         for owner, tag in tags:
             owner.child_gone(tag)
-            owner.settled(tag)
+            owner.on_lease_ended(tag)
             owner.release(tag)
         assert locks_open(locks) == []
         for admission in workers:

@@ -13,8 +13,8 @@ from gpuflow.environments import Place, load
 from gpuflow.environments.places import Marker, interpreter
 from gpuflow.settings import Settings
 from gpuflow.worker.child_python import EnvironmentNotReady
-from gpuflow.worker.offering import Offering
 from gpuflow.worker.outcome import cause_of
+from gpuflow.worker.supported_runtimes import SupportedRuntimes
 
 NAMED = {"inference": None, "echo": None, "acme.here": None, "acme.aside": "aside"}
 
@@ -54,7 +54,7 @@ def ask(task_type: str = "inference", **fields: str) -> dict[str, str]:
 def test_a_built_one_is_chosen_and_its_child_knows(settings: Settings) -> None:
     python = build(settings, "vllm")
 
-    chosen = Offering(settings, NAMED, gpus=False).python_of(ask(), gpus=False)
+    chosen = SupportedRuntimes(settings, NAMED, gpus=False).python_of(ask(), gpus=False)
 
     assert (chosen.argv, chosen.engine) == ((str(python), "-P", "-m", "executors"), "vllm")
     given = chosen.variables({"VLLM_CPU_KVCACHE_SPACE": "8", "PYTHONPATH": "/here"})
@@ -64,65 +64,65 @@ def test_a_built_one_is_chosen_and_its_child_knows(settings: Settings) -> None:
 
 
 def test_what_was_installed_beside_gpuflow_starts_as_ever(settings: Settings) -> None:
-    chosen = Offering(settings, NAMED, gpus=False).python_of(ask("echo"), gpus=False)
+    chosen = SupportedRuntimes(settings, NAMED, gpus=False).python_of(ask("echo"), gpus=False)
 
     assert chosen.argv == (sys.executable, "-P", "-m", "executors")
     assert chosen.variables({"PYTHONPATH": "/here"}) == {"PYTHONPATH": "/here", "GPUFLOW_ENVIRONMENT": "default"}
 
 
 def test_an_engine_that_is_named_has_no_stand_in(settings: Settings) -> None:
-    offering = Offering(settings, NAMED, gpus=False)
+    supported_runtimes = SupportedRuntimes(settings, NAMED, gpus=False)
 
     with pytest.raises(EnvironmentNotReady) as raised:
-        offering.python_of(ask(engine="vllm"), gpus=False)
+        supported_runtimes.python_of(ask(engine="vllm"), gpus=False)
 
     assert str(raised.value) == (
         "inference by engine vllm cannot run on this worker: environment vllm (cpu) is not built; "
         "run `gpuflow env create vllm --variant cpu` on this machine"
     )
     assert cause_of(raised.value)["retryable"]
-    assert "inference:vllm" in offering.plain.lacking
+    assert "inference:vllm" in supported_runtimes.plain.lacking
 
 
 def test_environments_that_come_and_go_are_noticed(settings: Settings) -> None:
-    offering = Offering(settings, NAMED, gpus=False)
-    assert {"inference:vllm", "acme.aside"} & offering.plain.names == set()
+    supported_runtimes = SupportedRuntimes(settings, NAMED, gpus=False)
+    assert {"inference:vllm", "acme.aside"} & supported_runtimes.plain.names == set()
 
     build(settings, "vllm")
     python = build(settings, "aside")
-    offering.look()
+    supported_runtimes.look()
 
-    assert {"inference:vllm", "acme.aside"} <= offering.plain.names
-    assert offering.python_of(ask("acme.aside"), gpus=False).use.python == python
+    assert {"inference:vllm", "acme.aside"} <= supported_runtimes.plain.names
+    assert supported_runtimes.python_of(ask("acme.aside"), gpus=False).use.python == python
 
     python.unlink()
 
     with pytest.raises(EnvironmentNotReady, match=r"of environment aside has gone; run `gpuflow env create aside"):
-        offering.python_of(ask("acme.aside"), gpus=False)
-    offering.look()
-    assert "acme.aside" not in offering.plain.names
-    assert "cannot be used: its Python" in offering.plain.lacking["acme.aside"].why
+        supported_runtimes.python_of(ask("acme.aside"), gpus=False)
+    supported_runtimes.look()
+    assert "acme.aside" not in supported_runtimes.plain.names
+    assert "cannot be used: its Python" in supported_runtimes.plain.lacking["acme.aside"].why
 
 
 def test_one_that_let_a_child_down_is_not_offered_until_a_check_passes(settings: Settings) -> None:
     build(settings, "vllm")
-    offering = Offering(settings, NAMED, gpus=False)
+    supported_runtimes = SupportedRuntimes(settings, NAMED, gpus=False)
 
-    offering.let_down(offering.python_of(ask(), gpus=False), "a child could not begin in it")
+    supported_runtimes.let_down(supported_runtimes.python_of(ask(), gpus=False), "a child could not begin in it")
 
-    assert offering.python_of(ask(), gpus=False).engine == "transformers"
-    lack = offering.plain.lacking["inference:vllm"]
+    assert supported_runtimes.python_of(ask(), gpus=False).engine == "transformers"
+    lack = supported_runtimes.plain.lacking["inference:vllm"]
     assert lack.why == "environment vllm (cpu) cannot be used: a child could not begin in it"
     assert lack.mend == "`gpuflow env create vllm --variant cpu --force`"
 
 
 def test_gpus_choose_the_variant(settings: Settings) -> None:
     build(settings, "vllm")
-    offering = Offering(settings, NAMED, gpus=True)
+    supported_runtimes = SupportedRuntimes(settings, NAMED, gpus=True)
 
-    assert offering.python_of(ask(), gpus=False).engine == "vllm"
-    assert offering.python_of(ask(), gpus=True).engine == "transformers"
-    assert not offering.same
-    assert "inference:vllm" in offering.plain.names - offering.with_gpus.names
-    assert offering.with_gpus.lacking["inference:vllm"].mend == "`gpuflow env create vllm --variant cuda`"
-    assert set(offering.to_dict()) == {"cpu", "gpu"}
+    assert supported_runtimes.python_of(ask(), gpus=False).engine == "vllm"
+    assert supported_runtimes.python_of(ask(), gpus=True).engine == "transformers"
+    assert not supported_runtimes.same
+    assert "inference:vllm" in supported_runtimes.plain.names - supported_runtimes.with_gpus.names
+    assert supported_runtimes.with_gpus.lacking["inference:vllm"].mend == "`gpuflow env create vllm --variant cuda`"
+    assert set(supported_runtimes.to_dict()) == {"cpu", "gpu"}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpuflow.artifacts.task_policy import task_roots
+from gpuflow.artifacts.task_access import task_roots
 from gpuflow.errors import GPUFlowError
 from gpuflow.policy.child import child_policy
 from gpuflow.policy.hosts import Hosts

@@ -30,9 +30,9 @@ from gpuflow.routing.situation import Situation, judge
 from gpuflow.routing.views import TaskView
 from gpuflow.settings import Settings
 from gpuflow.worker.presence import PresenceThread
-from gpuflow.worker.sessions.warm import Warm
+from gpuflow.worker.sessions.entry import SessionEntry
 from gpuflow.worker.task_limits import TaskLimits
-from tests.support.demands import TOTAL_MIB, Client, worker
+from tests.support.admission import TOTAL_MIB, Client, worker
 
 KINDS = (("a100",), ("h100",))
 ASKS = (
@@ -136,7 +136,7 @@ class Box:
             self.client, folder / "locks", self.capability, warm=True, query=self._uses, **found["limits"]
         )
         self.ready = [self.big, self.queue] if found["behind"] else [self.queue, self.big]
-        self.admission.demands.served(self.ready)  # what their tasks ask for is known to a worker that has seen them
+        self.admission.matcher.served(self.ready)  # what their tasks ask for is known to a worker that has seen them
         self._fill()
 
     def _uses(self, uuids: Sequence[str]) -> Uses:
@@ -156,7 +156,7 @@ class Box:
             self._load(asked, next(tags), idles=idles)
         for _ in range(self.found["plain"]):
             if self.admission.open_queues(["mine"]):
-                self.admission.taken("mine", next(tags))
+                self.admission.on_leased("mine", next(tags))
         if self.found["reserved"] is not None and self.capability.gpus:
             count, seconds = self.found["reserved"]
             self.admission._gpus.reserve(
@@ -173,15 +173,15 @@ class Box:
         if queue not in [choice.queue for choice in self.admission.choose([queue]) if not choice.warm_only]:
             self.admission.chosen_none()
             return False
-        return self.admission.taken(queue, tag, session, "inference" if session else "echo")
+        return self.admission.on_leased(queue, tag, session, "inference" if session else "echo")
 
     def _load(self, asked: Requirement, tag: str, *, idles: bool) -> None:
         if not self._take(asked, tag, f"model-{tag}"):
             return
-        (warm,) = [one for one in self._pool()._look() if tag in one.places]
-        cast("Warm", warm).session = cast("Any", SessionOfTests())
+        (entry,) = [one for one in self._pool()._look() if tag in one.places]
+        cast("SessionEntry", entry).session = cast("Any", SessionOfTests())
         if idles:
-            self.admission.settled(tag)
+            self.admission.on_lease_ended(tag)
 
     def _pool(self) -> Any:
         assert self.admission.sessions is not None
@@ -202,9 +202,9 @@ class Box:
 
         if taken():
             return True
-        self.admission.cold(self.queue)
-        for warm in self._pool().going():
-            self._pool()._ended(warm.session)
+        self.admission.on_blocked_by_sessions(self.queue)
+        for entry in self._pool().going():
+            self._pool()._ended(entry.session)
         return taken()
 
     def told(self) -> Situation:
@@ -214,7 +214,7 @@ class Box:
             admission=self.admission,
             machine_gpus=self.admission._gpus,
             hardware=SimpleNamespace(hostname="box", gpus=self.capability.gpus, driver_problem="", problems=()),
-            offering=SimpleNamespace(to_dict=dict, secrets=()),
+            supported_runtimes=SimpleNamespace(to_dict=dict, secrets=()),
             worker_id="w1",
             ephemeral=False,
             asked_queues=None,

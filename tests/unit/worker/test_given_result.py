@@ -15,7 +15,7 @@ from gpuflow.ledger.ledger import Holder
 from gpuflow.protocol import MAX_LINE_BYTES, MAX_RESULT_BYTES, RESULT_FILE, Event, Request
 from gpuflow.secrets import Redactor
 from gpuflow.worker.attempt import Attempt
-from gpuflow.worker.child import ChildEnd, LineKind, Work
+from gpuflow.worker.child import ChildEnd, LineKind, RunningWork
 from gpuflow.worker.given_result import GivenResult, ResultLost
 from gpuflow.worker.outcome import Outcome
 from gpuflow.worker.sessions.request import SessionRequest
@@ -184,13 +184,13 @@ def line(event: Mapping[str, Any]) -> tuple[LineKind, bytes]:
     return "event", json.dumps(event).encode()
 
 
-def attempt(folder: Path, work: Work) -> tuple[Outcome, Ledger]:
+def attempt(folder: Path, work: RunningWork) -> tuple[Outcome, Ledger]:
     ledger: Any = Ledger()
     made = Attempt(
         Request(task_id="t", task_type="inference", spec={}, output_dir=str(folder)),
         ledger,
         Holder(attempt=1, token="x"),
-        begin=lambda: work,
+        launch=lambda: work,
         log_path=folder / "executor.log",
         log_max_bytes=1 << 20,
         grace_seconds=1,

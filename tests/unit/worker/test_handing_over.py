@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from gpuflow.worker import work
+from gpuflow.worker import launcher
 from gpuflow.worker.child_python import ChildPython
 from gpuflow.worker.child_user import ChildUser
 from gpuflow.worker.confinement import Confinement
@@ -22,14 +22,14 @@ def test_the_folder_goes_to_the_user_of_the_session(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, user: ChildUser | None, calls: int
 ) -> None:
     given = Mock()
-    monkeypatch.setattr(work, "hand_over", given)
-    monkeypatch.setattr(work, "opening_of", lambda *_, **__: Mock(confinement=Confinement(user=user)))
+    monkeypatch.setattr(launcher, "hand_over", given)
+    monkeypatch.setattr(launcher, "opening_of", lambda *_, **__: Mock(confinement=Confinement(user=user)))
     runtime: Any = Mock()
     prepared: Any = Mock(output_dir=tmp_path)
     prepared.request.spec = {}
     allocation = Allocation(queue="cpu", slot=Mock(), session="a session")
 
-    work.begin_of(runtime, "tag", allocation, ChildPython(use=Mock(), engine="vllm"), prepared, owner=Mock())()
+    launcher.launcher_of(runtime, "tag", allocation, ChildPython(use=Mock(), engine="vllm"), prepared, owner=Mock())()
 
     assert runtime.admission.sessions.ask.called
     assert given.call_count == calls

@@ -13,10 +13,10 @@ from gpuflow.artifacts.archive import pack
 from gpuflow.environments import snapshot
 from gpuflow.settings import Settings
 from gpuflow.worker.child_python import python_of
-from gpuflow.worker.preparation import Prepared, prepare
+from gpuflow.worker.preparation import PreparedAttempt, prepare
 from gpuflow.worker.results_folder import ResultsFolder
 
-Run = Callable[..., Prepared]
+Run = Callable[..., PreparedAttempt]
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
         cwd=tmp_path,
     )
 
-    def made(*children: Any, **common: Any) -> Prepared:
+    def made(*children: Any, **common: Any) -> PreparedAttempt:
         spec = {"taskType": "echo", **common, "merge_children": list(children)}
         return prepare(
             spec,
@@ -61,7 +61,7 @@ def make_archive(tmp_path: Path, name: str) -> None:
     pack(folder, tmp_path / f"{name}.tar.gz")
 
 
-def served(prepared: Prepared) -> dict[str, MergedChild]:
+def served(prepared: PreparedAttempt) -> dict[str, MergedChild]:
     return {child.id: child for child in children_of(prepared.request)}
 
 

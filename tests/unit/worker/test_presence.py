@@ -67,7 +67,7 @@ class Worker:
             idle=lambda: not self.held,
             limits=SimpleNamespace(max_jobs=2),
             capability=Capability(),
-            demands=SimpleNamespace(name="class", families=None, names=list, cost=0.0),
+            matcher=SimpleNamespace(name="class", families=None, names=list, cost=0.0),
             models=SimpleNamespace(names=tuple),
         )
         self.runtime = SimpleNamespace(
@@ -75,7 +75,7 @@ class Worker:
             admission=admission,
             machine_gpus=MachineGpus(()),
             hardware=SimpleNamespace(hostname="box", gpus=(), driver_problem="", problems=()),
-            offering=SimpleNamespace(to_dict=dict, secrets=()),
+            supported_runtimes=SimpleNamespace(to_dict=dict, secrets=()),
             worker_id="w",
             ephemeral=False,
             asked_queues=None,

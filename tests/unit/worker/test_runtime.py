@@ -9,7 +9,7 @@ from gpuflow.worker.runtime import Runtime
 
 
 def test_an_attempt_that_begins_after_the_handing_back_is_handed_back_too() -> None:
-    names = ("app", "worker_id", "hardware", "labels", "leases", "admission", "machine_gpus", "offering")
+    names = ("app", "worker_id", "hardware", "labels", "leases", "admission", "machine_gpus", "supported_runtimes")
     parts: Any = dict.fromkeys(names)
     runtime, early, late = Runtime(**parts), Mock(), Mock()
     runtime.begin("early", early)
@@ -23,7 +23,7 @@ def test_an_attempt_that_begins_after_the_handing_back_is_handed_back_too() -> N
 
 
 def test_replicas_are_let_go_and_other_tasks_are_not() -> None:
-    names = ("app", "worker_id", "hardware", "labels", "machine_gpus", "offering")
+    names = ("app", "worker_id", "hardware", "labels", "machine_gpus", "supported_runtimes")
     parts: Any = dict.fromkeys(names)
     admission, leases = Mock(), Mock()
     admission.replicas.return_value = ["tag", "not begun", "gone"]

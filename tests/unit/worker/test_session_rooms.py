@@ -12,9 +12,9 @@ from gpuflow.protocol import Request
 from gpuflow.routing.capability import Capability, GpuCapability
 from gpuflow.routing.requirement import Requirement
 from gpuflow.worker.admission import Admission
+from gpuflow.worker.sessions.entry import SessionEntry
 from gpuflow.worker.sessions.table import Sessions
-from gpuflow.worker.sessions.warm import Warm
-from tests.support.demands import TOTAL_MIB, Client, machine, worker
+from tests.support.admission import TOTAL_MIB, Client, machine, worker
 from tests.support.engines import scripted
 from tests.support.waiting import eventually
 
@@ -50,8 +50,8 @@ def make(client: Client, tmp_path: Path) -> Iterator[Make]:
 
     yield one
     for admission in made:
-        for warm in warm_of(admission):
-            for tag in list(warm.places):
+        for entry in warm_of(admission):
+            for tag in list(entry.places):
                 admission.release(tag)
                 pool_of(admission).leave(tag)
         pool_of(admission).stop(5)
@@ -63,14 +63,14 @@ def pool_of(admission: Admission) -> Sessions:
     return admission.sessions
 
 
-def warm_of(admission: Admission) -> list[Warm]:
+def warm_of(admission: Admission) -> list[SessionEntry]:
     return pool_of(admission)._look()
 
 
 def take(admission: Admission, queue: str, tag: str, session: str = "") -> bool:
     """Take a message of `queue` as the transport does."""
     assert queue in [choice.queue for choice in admission.choose([queue])]
-    return admission.taken(queue, tag, session, TASK)
+    return admission.on_leased(queue, tag, session, TASK)
 
 
 def load(admission: Admission, queue: str, session: str, tag: str, tmp_path: Path) -> None:
@@ -80,13 +80,13 @@ def load(admission: Admission, queue: str, session: str, tag: str, tmp_path: Pat
     request = Request(task_id=tag, task_type=TASK, spec=spec, output_dir=str(tmp_path))
     asked = pool_of(admission).ask(tag, request, scripted())
     assert list(asked.read(10))
-    admission.settled(tag)
+    admission.on_lease_ended(tag)
     admission.release(tag)
-    eventually(lambda: any(warm.name == session for warm in pool_of(admission).idle()), what="it idles")
+    eventually(lambda: any(entry.name == session for entry in pool_of(admission).idle()), what="it idles")
 
 
 def names(admission: Admission) -> set[str]:
-    return {warm.name for warm in warm_of(admission) if warm.closed_at is None}
+    return {entry.name for entry in warm_of(admission) if entry.closed_at is None}
 
 
 def test_only_what_helps_is_closed(client: Client, make: Make, tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_only_what_helps_is_closed(client: Client, make: Make, tmp_path: Path) -
     load(admission, a100, "older", "1", tmp_path)
     load(admission, h100, "newer", "2", tmp_path)
 
-    admission.cold(h100)
+    admission.on_blocked_by_sessions(h100)
 
     assert names(admission) == {"older"}
 
@@ -109,7 +109,7 @@ def test_of_several_the_one_that_was_used_longest_ago_goes_and_no_second_one_aft
     load(admission, any_gpu, "newer", "2", tmp_path)
 
     for _ in range(3):
-        admission.cold(any_gpu)
+        admission.on_blocked_by_sessions(any_gpu)
         assert names(admission) == {"newer"}
 
     eventually(lambda: len(warm_of(admission)) == 1, what="it has gone")
@@ -125,7 +125,7 @@ def test_memory_of_an_idle_session_is_given_back_where_a_gpu_is_free(
     load(admission, queue, "big", "1", tmp_path)
     assert [choice.warm_only for choice in admission.choose([queue])] == [True]
 
-    admission.cold(queue)
+    admission.on_blocked_by_sessions(queue)
     eventually(lambda: not warm_of(admission), what="it has gone")
 
     assert take(admission, queue, "2")
@@ -137,12 +137,12 @@ def test_an_idle_session_makes_room_where_the_free_gpus_are_reserved_for_another
     any_gpu, several = client.register(ANY, Requirement(gpu_count=2))
     admission = make()
     load(admission, any_gpu, "warm", "1", tmp_path)
-    (held,) = {uuid for warm in warm_of(admission) for uuid in warm.gpus}
+    (held,) = {uuid for entry in warm_of(admission) for uuid in entry.gpus}
     free = "GPU-1" if held == "GPU-0" else "GPU-0"
     admission._gpus.reserve(task="t", queue=several, gpus=[free], worker="another", term_seconds=60)
     assert [choice.warm_only for choice in admission.choose([several, any_gpu], barren=[several])] == [True]
 
-    admission.cold(any_gpu)
+    admission.on_blocked_by_sessions(any_gpu)
 
     eventually(lambda: not warm_of(admission), what="it has gone")
     assert held in admission.free_gpus()
@@ -155,7 +155,7 @@ def test_nothing_is_closed_for_a_task_that_waits_for_something_else(client: Clie
     (cpus,) = client.register(Requirement(cpu=8))
     assert take(admission, cpus, "2")
 
-    admission.cold(many_cpus)
+    admission.on_blocked_by_sessions(many_cpus)
 
     assert names(admission) == {"warm"}
 
@@ -167,7 +167,7 @@ def test_a_message_whose_session_has_ended_meanwhile_goes_back(client: Client, m
     assert [choice.warm_only for choice in admission.choose([one])] == [True]
     pool_of(admission).close_all()
 
-    assert not admission.taken(one, "2", "warm", TASK)
+    assert not admission.on_leased(one, "2", "warm", TASK)
 
     assert admission.keep("2") is None
     assert admission.jobs() == 0
@@ -180,14 +180,14 @@ def test_a_task_that_needs_a_gpu_never_begins_without_one(client: Client, make: 
     assert admission.fitting([gpu, cpu]) == [gpu, cpu]
     assert [choice.queue for choice in admission.choose([cpu])] == [cpu]
 
-    assert not admission.taken(gpu, "1", "warm", TASK)
+    assert not admission.on_leased(gpu, "1", "warm", TASK)
     assert admission.keep("1") is None
 
 
 def test_a_plain_queue_knows_no_sessions(make: Make) -> None:
     admission = make()
 
-    assert admission.taken("team.inference", "1", "warm", TASK)
+    assert admission.on_leased("team.inference", "1", "warm", TASK)
 
     held = admission.keep("1")
     assert held is not None
@@ -212,12 +212,12 @@ def test_a_full_worker_starts_no_idle_session_again(client: Client, make: Make, 
     (some,) = client.register(Requirement(cpu=1))
     admission = make(max_jobs=1)
     load(admission, some, "warm", "1", tmp_path)
-    assert admission.taste.sessions == ("warm",)
+    assert admission.message_filter.sessions == ("warm",)
 
     assert take(admission, some, "2")
 
-    assert admission.taste.sessions == ()
-    assert admission.taste.here == ("warm",)
+    assert admission.message_filter.sessions == ()
+    assert admission.message_filter.here == ("warm",)
 
 
 def test_threads_bound_requests_and_jobs_together(client: Client, make: Make, tmp_path: Path) -> None:
@@ -228,5 +228,5 @@ def test_threads_bound_requests_and_jobs_together(client: Client, make: Make, tm
     assert take(admission, some, "2", "warm")
     assert take(admission, some, "3", "warm")
 
-    assert admission.taste.sessions == ()
+    assert admission.message_filter.sessions == ()
     assert admission.fitting([some]) == []

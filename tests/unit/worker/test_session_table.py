@@ -17,13 +17,13 @@ from gpuflow.protocol import FUNCTION_TYPE, Request
 from gpuflow.routing.requirement import Requirement
 from gpuflow.worker.outcome import HandedBack
 from gpuflow.worker.sessions import keeper
+from gpuflow.worker.sessions.entry import LOADING_PLACES, SessionEntry
 from gpuflow.worker.sessions.keeper import Keeper
 from gpuflow.worker.sessions.logs import KEPT, new_log
 from gpuflow.worker.sessions.opening import Opening
+from gpuflow.worker.sessions.process import FUNCTION_ABORT_SECONDS, Told
 from gpuflow.worker.sessions.request import SessionRequest
-from gpuflow.worker.sessions.session import FUNCTION_ABORT_SECONDS, Told
 from gpuflow.worker.sessions.table import Sessions
-from gpuflow.worker.sessions.warm import LOADING_PLACES, Warm
 from tests.support.engines import scripted
 from tests.support.waiting import eventually
 
@@ -49,17 +49,17 @@ class Pool:
         request = Request(task_id=tag, task_type="inference", spec=spec, output_dir=str(self.folder))
         return self.sessions.ask(tag, request, opening or scripted(), alone=alone)
 
-    def only(self) -> Warm:
-        (warm,) = self.sessions._look()
-        return warm
+    def only(self) -> SessionEntry:
+        (entry,) = self.sessions._look()
+        return entry
 
 
 @pytest.fixture
 def pool(tmp_path: Path) -> Iterator[Pool]:
     made = Pool(tmp_path)
     yield made
-    for warm in made.sessions._look():
-        for tag in list(warm.places):
+    for entry in made.sessions._look():
+        for tag in list(entry.places):
             made.sessions.leave(tag)
     made.sessions.stop(5)
     eventually(lambda: not made.sessions._look(), what="all sessions end")
@@ -75,10 +75,10 @@ def finish(asked: SessionRequest) -> dict[str, Any]:
     return found
 
 
-def ready(pool: Pool) -> Warm:
-    warm = pool.only()
-    eventually(lambda: warm.session is not None and warm.session.state == "ready", what="it is loaded")
-    return warm
+def ready(pool: Pool) -> SessionEntry:
+    entry = pool.only()
+    eventually(lambda: entry.session is not None and entry.session.state == "ready", what="it is loaded")
+    return entry
 
 
 def test_whoever_comes_first_begins_it_and_it_has_the_gpus_from_the_start(pool: Pool) -> None:
@@ -166,8 +166,8 @@ def test_one_that_answers_in_turn_has_one_place(pool: Pool) -> None:
 def test_one_that_is_too_old_answers_what_it_has_and_nothing_more(pool: Pool) -> None:
     pool.sessions.expect("s", "a", None, None)
     running = pool.ask("a", f"wait {pool.folder / 'go'}", scripted(LIFETIME_SECONDS="0.01"))
-    warm = ready(pool)
-    eventually(lambda: warm.is_too_old(time.monotonic()), what="its age")
+    entry = ready(pool)
+    eventually(lambda: entry.is_too_old(time.monotonic()), what="its age")
 
     pool.sessions.keeper.look()
 
@@ -301,8 +301,8 @@ def test_garbage_between_the_events_ends_nothing(pool: Pool) -> None:
     done = finish(pool.ask("a", "garbage"))
 
     assert done["status"] == "completed"
-    warm = pool.only()
-    assert warm.session is not None and warm.session.state == "ready"
+    entry = pool.only()
+    assert entry.session is not None and entry.session.state == "ready"
 
 
 def test_half_a_character_does_not_keep_it_from_idling(pool: Pool) -> None:
@@ -324,16 +324,16 @@ def test_its_log_hides_secrets(pool: Pool) -> None:
 def test_a_load_that_nobody_waits_for_can_be_ended(pool: Pool) -> None:
     pool.sessions.expect("s", "a", None, None)
     pool.ask("a", "echo a", scripted(LOADS_AFTER=str(pool.folder / "never")))
-    warm = pool.only()
-    assert not warm.is_idle()
+    entry = pool.only()
+    assert not entry.is_idle()
 
-    for asked in list(warm.session._open.values()):  # type: ignore[union-attr]
+    for asked in list(entry.session._open.values()):  # type: ignore[union-attr]
         asked.terminate()
     pool.sessions.leave("a")
-    warm.session._open.clear()  # type: ignore[union-attr]
+    entry.session._open.clear()  # type: ignore[union-attr]
 
-    assert warm.is_idle()
-    assert pool.sessions.idle() == [warm]
+    assert entry.is_idle()
+    assert pool.sessions.idle() == [entry]
 
 
 def test_places_end_where_the_engine_ends(pool: Pool) -> None:
@@ -376,11 +376,11 @@ def test_that_a_session_takes_more_is_told_at_once(pool: Pool) -> None:
 def test_one_that_seems_to_hang_gets_no_more_requests(pool: Pool) -> None:
     pool.sessions.expect("s", "a", None, None)
     finish(pool.ask("a", "echo a"))
-    warm = ready(pool)
+    entry = ready(pool)
     now = time.monotonic()
 
-    assert warm.has_place(now)
-    assert not warm.has_place(now + 3600), "it has said nothing for an hour"
+    assert entry.has_place(now)
+    assert not entry.has_place(now + 3600), "it has said nothing for an hour"
 
 
 def test_a_call_that_waits_behind_another_one_ends_no_process(pool: Pool) -> None:
@@ -423,8 +423,8 @@ def test_the_keeper_ends_what_is_silent_and_survives_what_goes_wrong(
 ) -> None:
     pool.sessions.expect("s", "a", None, None)
     asked = pool.ask("a", "freeze")
-    warm = pool.only()
-    eventually(lambda: _is_stopped(warm), what="it is stopped")
+    entry = pool.only()
+    eventually(lambda: _is_stopped(entry), what="it is stopped")
     monkeypatch.setattr(keeper, "SILENT_SECONDS", 0.2)
     calls = 0
 
@@ -446,8 +446,8 @@ def test_the_keeper_ends_what_is_silent_and_survives_what_goes_wrong(
     eventually(lambda: calls >= 2, what="the keeper looks on")
 
 
-def _is_stopped(warm: Warm) -> bool:
-    session = warm.session
+def _is_stopped(entry: SessionEntry) -> bool:
+    session = entry.session
     if session is None:
         return False
     found = psutil.Process(session.shim_pid).children(recursive=True)

@@ -19,9 +19,9 @@ from gpuflow.settings import Settings
 from gpuflow.worker.child_python import python_of
 from gpuflow.worker.merged_inputs import RefusedVariable
 from gpuflow.worker.outcome import cause_of
-from gpuflow.worker.preparation import Prepared, prepare
+from gpuflow.worker.preparation import PreparedAttempt, prepare
 from gpuflow.worker.results_folder import ResultsFolder
-from gpuflow.worker.task_policy import as_operator, policy_of
+from gpuflow.worker.spec_policy import as_operator, policy_of
 
 COMMAND = {"taskType": "command", "command": {"command": "true"}}
 
@@ -32,10 +32,10 @@ def load(tmp_path: Path, **env: str) -> Settings:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Callable[..., Prepared]:
+def run(tmp_path: Path) -> Callable[..., PreparedAttempt]:
     attempts = itertools.count(1)
 
-    def made(spec: dict[str, Any], **env: str) -> Prepared:
+    def made(spec: dict[str, Any], **env: str) -> PreparedAttempt:
         settings = load(tmp_path, **env)
         return prepare(
             spec,
@@ -60,7 +60,7 @@ def reference(tmp_path: Path, value: Any) -> dict[str, Any]:
     return {"$artifact": place}
 
 
-def test_nothing_is_touched_for_what_is_refused(run: Callable[..., Prepared], tmp_path: Path) -> None:
+def test_nothing_is_touched_for_what_is_refused(run: Callable[..., PreparedAttempt], tmp_path: Path) -> None:
     load_it = {"load": {"url": "http://127.0.0.1:1/never-asked.tar.gz"}}
 
     with pytest.raises(NotAllowed, match=r"^worker w1 does not run this: taskType .*_CODE=command on") as no:
@@ -81,7 +81,7 @@ def test_nothing_is_touched_for_what_is_refused(run: Callable[..., Prepared], tm
     ],
 )
 def test_what_a_reference_loads_is_judged(
-    run: Callable[..., Prepared], tmp_path: Path, section: str, value: dict[str, Any]
+    run: Callable[..., PreparedAttempt], tmp_path: Path, section: str, value: dict[str, Any]
 ) -> None:
     spec = {"taskType": "sft", section: reference(tmp_path, value)}
 
@@ -91,12 +91,14 @@ def test_what_a_reference_loads_is_judged(
 
 
 @pytest.mark.parametrize("env", [{"PYTHONPATH": "/tmp/${env:X}"}, {"LD_PRELOAD": "/tmp/x"}, ["LD_PRELOAD"], "text", 1])
-def test_variables_that_a_reference_loads_are_judged(run: Callable[..., Prepared], tmp_path: Path, env: Any) -> None:
+def test_variables_that_a_reference_loads_are_judged(
+    run: Callable[..., PreparedAttempt], tmp_path: Path, env: Any
+) -> None:
     with pytest.raises(RefusedVariable):
         run({"taskType": "echo", "env": reference(tmp_path, env)}, GPUFLOW_ALLOW_CODE="all")
 
 
-def test_of_merged_calls_only_the_one_with_code_is_refused(run: Callable[..., Prepared], tmp_path: Path) -> None:
+def test_of_merged_calls_only_the_one_with_code_is_refused(run: Callable[..., PreparedAttempt], tmp_path: Path) -> None:
     rows = {"type": "list", "items": ["a"]}
     children = [
         {"id": "good", "spec": {"data": rows}},

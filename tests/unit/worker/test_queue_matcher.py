@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from gpuflow.routing.requirement import Requirement
-from gpuflow.worker.demands import Demands
-from tests.support.demands import KEYS, Client, machine
+from gpuflow.worker.queue_matcher import QueueMatcher
+from tests.support.admission import KEYS, Client, machine
 
 ONE = Requirement(gpu_count=1)
 TWO = Requirement(gpu_count=2)
@@ -17,14 +17,14 @@ LONG = Requirement(gpu_count=1, labels=tuple((f"label-{number}", "x" * 20) for n
 LABELS = LONG.labels
 
 
-def demands(client: Client, capability: Any = None, **options: Any) -> Demands:
-    return Demands(client, KEYS, capability or machine(), **options)  # type: ignore[arg-type]
+def matcher(client: Client, capability: Any = None, **options: Any) -> QueueMatcher:
+    return QueueMatcher(client, KEYS, capability or machine(), **options)  # type: ignore[arg-type]
 
 
 def test_what_a_queue_asks_for_is_read_from_its_name_or_asked_for_once() -> None:
     client = Client()
     one, three, cut = client.register(ONE, Requirement(gpu_count=3), LONG)
-    mine = demands(client, machine(labels=LABELS))
+    mine = matcher(client, machine(labels=LABELS))
 
     assert list(mine.served([three, one, cut, "gpu-unknown"])) == [one, cut]
     assert list(mine.served([one, cut])) == [one, cut]
@@ -37,7 +37,7 @@ def test_what_a_queue_asks_for_is_read_from_its_name_or_asked_for_once() -> None
 def test_what_a_worker_was_woken_for_or_took_is_told_to_the_fleet_once() -> None:
     client = Client()
     one, three = client.register(ONE, Requirement(gpu_count=3))
-    mine = demands(client)
+    mine = matcher(client)
 
     for name in (one, three, "gpu-unheard-of-by-anybody-x0to0"):
         mine.tell(name)
@@ -57,10 +57,10 @@ def test_cost_counts_before_size_and_size_before_what_is_left_over() -> None:
     client = Client()
     (one,) = client.register(ONE)
     order = [
-        demands(client, machine(1)),
-        demands(client, machine(4)),
-        demands(client, machine(1), cost=0.1),
-        demands(client, machine(1), cost=2),
+        matcher(client, machine(1)),
+        matcher(client, machine(4)),
+        matcher(client, machine(1), cost=0.1),
+        matcher(client, machine(1), cost=2),
     ]
     for each in reversed(order):
         each.tell(one)
@@ -74,24 +74,24 @@ def test_machines_that_serve_alike_are_of_one_class_whatever_their_gpus_are_call
     there, here = machine(), machine()
     renamed = replace(there, gpus=tuple(replace(gpu, uuid=f"other-{gpu.uuid}") for gpu in there.gpus))
 
-    assert demands(client, here).name == demands(client, renamed).name
-    assert demands(client, here).name != demands(client, machine(1)).name
-    assert demands(client, here).name != demands(client, here, families=("gpu",)).name
-    assert demands(client, here).name != demands(client, here, cost=1).name
+    assert matcher(client, here).name == matcher(client, renamed).name
+    assert matcher(client, here).name != matcher(client, machine(1)).name
+    assert matcher(client, here).name != matcher(client, here, families=("gpu",)).name
+    assert matcher(client, here).name != matcher(client, here, cost=1).name
 
 
 def test_families_keep_queues_away_and_plain_names_serve_none() -> None:
     client = Client()
     one, cpu = client.register(ONE, Requirement(cpu=1))
 
-    assert list(demands(client, families=("gpu", "mine")).served([one, cpu])) == [one]
-    assert list(demands(client, families=("mine",)).served([one, cpu])) == []
+    assert list(matcher(client, families=("gpu", "mine")).served([one, cpu])) == [one]
+    assert list(matcher(client, families=("mine",)).served([one, cpu])) == []
 
 
 def test_another_capability_decides_anew_under_another_class() -> None:
     client = Client()
     one, two = client.register(ONE, TWO)
-    mine = demands(client)
+    mine = matcher(client)
     before = mine.name
     assert list(mine.served([one, two])) == [one, two]
     mine.tell(two)
@@ -109,7 +109,7 @@ def test_another_capability_decides_anew_under_another_class() -> None:
 def test_what_is_decided_while_the_capability_changes_does_not_count() -> None:
     client = Client()
     (two,) = client.register(Requirement(gpu_count=2, labels=LABELS))
-    mine = demands(client, machine(labels=LABELS))
+    mine = matcher(client, machine(labels=LABELS))
 
     def once() -> None:
         client.before_answer = None
@@ -126,7 +126,7 @@ def test_what_is_decided_while_the_capability_changes_does_not_count() -> None:
 def test_an_ask_for_disk_is_refused_when_the_disk_is_full() -> None:
     client = Client()
     disk, one = client.register(DISK, ONE)
-    mine = demands(client, machine(disk_free_mib=16_000))
+    mine = matcher(client, machine(disk_free_mib=16_000))
     before = mine.name
     assert list(mine.served([disk, one])) == [disk, one]
     mine.tell(disk)
@@ -145,7 +145,7 @@ def test_an_ask_for_disk_is_refused_when_the_disk_is_full() -> None:
 def test_a_forgotten_queue_that_is_made_again_is_found_again() -> None:
     client = Client()
     (one,) = client.register(LONG)
-    mine = demands(client, machine(labels=LABELS))
+    mine = matcher(client, machine(labels=LABELS))
     kept = dict(client.hashes)
     client.hashes.clear()
     assert list(mine.served([one])) == []

@@ -1,4 +1,4 @@
-"""What the messages that are here hold of this worker beside its GPUs: slots, CPUs and memory. Plain sums.
+"""Sums the slots, CPUs and memory that admitted messages use on this worker. Plain data.
 
 Kept by the admission, under its lock. GPUs are in the locks of the machine, which binds all workers on it.
 """
@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 
 from gpuflow.routing.placement import HostUsage
 from gpuflow.routing.requirement import Requirement
+from gpuflow.worker.sessions.entry import SessionEntry
 from gpuflow.worker.sessions.table import Sessions
-from gpuflow.worker.sessions.warm import Warm
 from gpuflow.worker.slots import CONTROL_SLOTS, NOTICE_SLOTS, Allocation, Limits, SlotClass
 
 
 @dataclass(kw_only=True)
-class Books:
+class ResourceUsage:
     """Allocations by delivery tag, next to the limits of the worker and what its warm sessions use."""
 
     limits: Limits
@@ -31,7 +31,7 @@ class Books:
         """Return how many child processes work now. A session counts while it answers, and not while it idles."""
         return self.count("job") + len(self._working())
 
-    def _working(self, without: Collection[Warm] = ()) -> list[Requirement]:
+    def _working(self, without: Collection[SessionEntry] = ()) -> list[Requirement]:
         return self.sessions.working(without) if self.sessions is not None else []
 
     def on(self, uuid: str) -> list[str]:
@@ -62,7 +62,7 @@ class Books:
         """Whether one more URL may be called."""
         return self.count("notice") < NOTICE_SLOTS
 
-    def usage(self, without: Collection[Warm] = ()) -> HostUsage:
+    def usage(self, without: Collection[SessionEntry] = ()) -> HostUsage:
         """Return what is in use of the host; `without` some idle sessions, as it will be when these have gone.
 
         A warm session keeps its memory while it idles, but not its CPUs.

@@ -1,4 +1,4 @@
-"""What the tests of admission and demands stand on: a registry of queues in memory, and GPUs that nobody else uses."""
+"""What the tests of admission stand on: a registry of queues in memory, and GPUs that nobody else uses."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from gpuflow.fleet.hardware_nvml import GpuUse, Uses
 from gpuflow.routing.capability import Capability, GpuCapability
 from gpuflow.routing.requirement import Requirement
 from gpuflow.worker.admission import Admission
-from gpuflow.worker.demands import Demands
 from gpuflow.worker.machine_gpus import MachineGpus
+from gpuflow.worker.queue_matcher import QueueMatcher
 from gpuflow.worker.reserving import Reserving
 from gpuflow.worker.sessions.table import Sessions
 from gpuflow.worker.slots import Limits
@@ -49,7 +49,7 @@ class Pipe:
 
 
 class Client:
-    """As much of a Redis client as demands and reservations use."""
+    """As much of a Redis client as queue matcher and reservations use."""
 
     def __init__(self) -> None:
         self.hashes: dict[str, str] = {}
@@ -112,7 +112,7 @@ def worker(
         idle_seconds=3600, log_dir=log_dir, log_max_bytes=1 << 20, release=gpus.release, on_change=lambda: None
     )
     return Admission(
-        Demands(client, KEYS, capability),  # type: ignore[arg-type]
+        QueueMatcher(client, KEYS, capability),  # type: ignore[arg-type]
         Limits(**{"cpu_jobs": 4, **limits}),
         gpus,
         Reserving(gpus, client, KEYS, name),  # type: ignore[arg-type]

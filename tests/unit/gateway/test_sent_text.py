@@ -1,4 +1,4 @@
-"""What a stream of `/v1` has told of its choices, over several attempts."""
+"""What a stream of `/v1` has sent of its choices, over several attempts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpuflow.gateway.openai_routes import Told
+from gpuflow.gateway.openai_routes import SentText
 from gpuflow.ledger.eventlog import LoggedEvent
 
 
@@ -34,10 +34,10 @@ STARTS = event("state", state="STARTING")
         ([delta("other", request=3)], "The answer", True),
     ],
 )
-def test_what_was_told_must_be_the_begin_of_the_answer(events: list[LoggedEvent], answer: str, belies: bool) -> None:
-    told = Told(1)
-    text = "".join(new for one in events for index, new in told.take(one) if index == 0)
+def test_what_was_sent_must_be_the_begin_of_the_answer(events: list[LoggedEvent], answer: str, belies: bool) -> None:
+    sent = SentText(1)
+    text = "".join(new for one in events for index, new in sent.new_text(one) if index == 0)
 
-    assert told.belies({0: answer}) is belies
+    assert sent.belies({0: answer}) is belies
     if not belies:
-        assert text + "".join(new for _, new in told.rest(0, answer)) == answer
+        assert text + "".join(new for _, new in sent.rest(0, answer)) == answer

@@ -1,4 +1,4 @@
-"""Which demand queues this worker serves: decided once for each queue, when it is first seen.
+"""Matches demand queues with what this worker has: each is decided once, when it is first seen.
 
 A queue is served when the worker's whole capability satisfies its requirement and -Q does not leave it out. What it
 asks for stands in its name; the broker is asked only where the name was cut. Workers that decide alike form a class.
@@ -41,7 +41,7 @@ DECIDE_ANEW_SECONDS: Final = 600.0
 _read_name: Final = lru_cache(maxsize=16_384)(requirement_of)
 
 
-class Demands:
+class QueueMatcher:
     """The demand queues of one worker. `families` are the names that -Q gave, None for no -Q; `cost` is per hour."""
 
     def __init__(

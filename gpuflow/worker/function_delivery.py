@@ -25,7 +25,7 @@ from celery.result import result_from_tuple
 from gpuflow.artifacts.large_arguments import load_arguments
 from gpuflow.artifacts.manifest import SealedResults
 from gpuflow.artifacts.references import References
-from gpuflow.artifacts.task_policy import task_hosts
+from gpuflow.artifacts.task_access import task_hosts
 from gpuflow.broker.publication import Publication, holding
 from gpuflow.broker.wire import portable
 from gpuflow.celery_app import TASK_MODULES, GPUFlow
@@ -62,7 +62,7 @@ from gpuflow.worker.child_python import ChildPython
 from gpuflow.worker.child_user import child_user
 from gpuflow.worker.given_result import ResultLost, read_inside
 from gpuflow.worker.outcome import Outcome
-from gpuflow.worker.preparation import Prepared
+from gpuflow.worker.preparation import PreparedAttempt
 from gpuflow.worker.runtime import Runtime, current
 from gpuflow.worker.secret_sources import redactor_of
 from gpuflow.worker.supervisor import Delivery
@@ -162,7 +162,7 @@ class FunctionDelivery(Delivery):
 
     def prepare(
         self, python: ChildPython, attempt: int, hold: Hold, asked: Requirement | None, wanted: Callable[[], bool]
-    ) -> Prepared:
+    ) -> PreparedAttempt:
         """Return what the child is started with: the worker's own variables, whose code it runs, and what we give."""
         settings, folder = self.runtime.app.settings, self.folder
         output_dir = folder.create_attempt(attempt)
@@ -194,7 +194,7 @@ class FunctionDelivery(Delivery):
         warm = {"name": self.task.warm_name, "keep_seconds": self.task.keep_seconds}
         self._attempt_number = attempt
         self._redactor = redactor_of([self.spec], {}, {**own, **environment}, settings)
-        return Prepared(
+        return PreparedAttempt(
             request=Request(
                 task_id=self.id,
                 task_type=FUNCTION_TYPE,
@@ -311,7 +311,7 @@ class FunctionDelivery(Delivery):
         if not told:
             self._forget_ending()
             if error.get("type") == CLOSING and outcome.stop is None:
-                self._give_back(holder, outcome, "preempted", error, 0)
+                self._yield_attempt(holder, outcome, "preempted", error, 0)
         else:
             self._ending = ending = self._told()
             if ending.exception:
@@ -398,7 +398,7 @@ class FunctionDelivery(Delivery):
         """Put the call back as it came, or let it go for good."""
         told = {"type": "Reject", "message": self._redactor.text(str(flow["reason"])), "retryable": True}
         if flow["requeue"]:
-            self._give_back(holder, outcome, "preempted", told, 0)
+            self._yield_attempt(holder, outcome, "preempted", told, 0)
         self._ending = None
         try:
             self._finish(holder, TaskState.FAILED, {**told, "retryable": False}, outcome)

@@ -81,7 +81,7 @@ class _Constrain(LogitsProcessor):
 
 
 class Weights:
-    """A loaded model and its tokenizer, for any number of engines.
+    """A loaded model and its tokenizer, for any number of generators.
 
     The sampling defaults of the checkpoint would fill what a task leaves out: they are read once, here, and taken away.
     """
@@ -107,7 +107,7 @@ class Weights:
         return self.tokenizer.pad({"input_ids": encoded(prompts, self.tokenizer)}, return_tensors="pt")
 
 
-class Engine:
+class TextGenerator:
     """A loaded model that answers batches of prompts with one way of sampling. One thread at a time.
 
     `model` stands in for that of the weights: the same one with adapters.

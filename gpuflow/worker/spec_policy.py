@@ -24,7 +24,7 @@ Check = Callable[[Mapping[str, Any]], Refusal | None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy:
+class SpecPolicy:
     """All checks of one worker, in the order in which they are asked."""
 
     worker: str
@@ -57,9 +57,9 @@ def as_operator(settings: Settings) -> Settings:
     return settings.model_copy(update=opened)
 
 
-def policy_of(settings: Settings, worker: str) -> Policy:
+def policy_of(settings: Settings, worker: str) -> SpecPolicy:
     """Return the policy of a worker with these settings."""
-    return Policy(worker=worker, checks=checks_of(settings))
+    return SpecPolicy(worker=worker, checks=checks_of(settings))
 
 
 def checks_of(settings: Settings) -> tuple[Check, ...]:

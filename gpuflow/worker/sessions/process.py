@@ -80,7 +80,7 @@ def _positive(seconds: Any) -> float | None:
     return float(seconds) if isinstance(seconds, int | float) and seconds > 0 else None
 
 
-class Session:
+class SessionProcess:
     """A session; `on_end` is called once, on its reader's thread, when nothing of its process is left.
 
     `on_room` is called, on a thread of its own, when it takes more requests than before.
@@ -95,7 +95,7 @@ class Session:
         log_path: Path,
         log_max_bytes: int,
         redactor: Redactor,
-        on_end: Callable[[Session], None],
+        on_end: Callable[[SessionProcess], None],
         on_room: Callable[[], None],
         of_function: bool = False,
     ) -> None:

@@ -1,4 +1,4 @@
-"""What an attempt runs: a child of its own, or a request to a warm session, which its first task begins.
+"""Launches what an attempt runs: a child of its own, or a request to a warm session, which its first task begins.
 
 Called by the supervisor.
 """
@@ -12,14 +12,14 @@ from gpuflow.errors import NotAllowed
 from gpuflow.fleet.gpu_locks import Hold
 from gpuflow.protocol import FUNCTION_TYPE
 from gpuflow.routing.offers import REPLICA_OF, WARM_ENGINES, WARM_TASK_TYPES
-from gpuflow.worker.child import Child, Work
+from gpuflow.worker.child import Child, RunningWork
 from gpuflow.worker.child_python import ChildPython
 from gpuflow.worker.child_user import hand_over
 from gpuflow.worker.confinement import Confinement, of_attempt
 from gpuflow.worker.containers.local import removal_of
 from gpuflow.worker.engine_sockets import own_sockets
 from gpuflow.worker.outcome import HandedBack
-from gpuflow.worker.preparation import Prepared
+from gpuflow.worker.preparation import PreparedAttempt
 from gpuflow.worker.runtime import Runtime
 from gpuflow.worker.sessions.opening import function_opening, opening_of, serves_one_owner, warm_call
 from gpuflow.worker.slots import Allocation
@@ -37,18 +37,18 @@ def hold_of(runtime: Runtime, tag: str, allocation: Allocation | None) -> Hold:
     return (allocation.hold if allocation is not None else None) or _NONE
 
 
-def begin_of(
+def launcher_of(
     runtime: Runtime,
     tag: str,
     allocation: Allocation | None,
     python: ChildPython,
-    prepared: Prepared,
+    prepared: PreparedAttempt,
     *,
     owner: Callable[[], str],
     plan: LimitPlan | None = None,
     alone: bool = False,
-) -> Callable[[], Work]:
-    """Return what begins the work of one attempt. It raises OSError when that cannot be, and HandedBack.
+) -> Callable[[], RunningWork]:
+    """Return what launches the work of one attempt. It raises OSError when that cannot be, and HandedBack.
 
     `owner` tells whose it is, `plan` is what a child of its own is held to. With `alone`, a warm session answers it by
     itself.
@@ -73,7 +73,7 @@ def begin_of(
     else:
         opening, request = opening_of(python, prepared, owner=bound, worker_id=runtime.worker_id), prepared.request
 
-    def ask() -> Work:
+    def ask() -> RunningWork:
         if opening.confinement.user is not None:  # the folders of a session of containers stay the worker's
             hand_over(prepared.settings, prepared.output_dir)
         return sessions.ask(tag, request, opening, alone=alone)
@@ -81,7 +81,7 @@ def begin_of(
     return ask
 
 
-def runner_of(runtime: Runtime, allocation: Allocation | None, prepared: Prepared) -> Runner:
+def runner_of(runtime: Runtime, allocation: Allocation | None, prepared: PreparedAttempt) -> Runner:
     """Return what runs the attempt."""
     if prepared.request.task_type == "container":
         section = prepared.request.spec.get("container")
@@ -89,7 +89,7 @@ def runner_of(runtime: Runtime, allocation: Allocation | None, prepared: Prepare
     return "session" if runtime.admission.sessions is not None and allocation and allocation.session else "child"
 
 
-def limits_by_engine(prepared: Prepared) -> dict[str, float]:
+def limits_by_engine(prepared: PreparedAttempt) -> dict[str, float]:
     """Return the memory in MiB and the CPUs that the engine holds a container to: no more than its preset has."""
     section = prepared.request.spec.get("container")
     if not isinstance(section, Mapping):
@@ -99,7 +99,7 @@ def limits_by_engine(prepared: Prepared) -> dict[str, float]:
     return {name: amount for name, amount in held.items() if amount is not None}
 
 
-def _own_child(allocation: Allocation | None, python: ChildPython, prepared: Prepared, plan: LimitPlan) -> Child:
+def _own_child(allocation: Allocation | None, python: ChildPython, prepared: PreparedAttempt, plan: LimitPlan) -> Child:
     request = prepared.request
     confinement = of_attempt(prepared.settings, request, prepared.environment, python.use.python)
     plan.begin(f"{request.task_id}.{request.attempt}")
@@ -116,7 +116,9 @@ def _lowest(limits: Mapping[str, int], others: Mapping[str, int]) -> dict[str, i
     return {name: min(each[name] for each in (limits, others) if name in each) for name in {**limits, **others}}
 
 
-def _begun(allocation: Allocation | None, python: ChildPython, prepared: Prepared, confinement: Confinement) -> Child:
+def _begun(
+    allocation: Allocation | None, python: ChildPython, prepared: PreparedAttempt, confinement: Confinement
+) -> Child:
     hold = allocation.hold if allocation is not None else None
     if confinement.user is not None:
         hand_over(prepared.settings, prepared.output_dir)

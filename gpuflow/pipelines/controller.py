@@ -1,7 +1,7 @@
 """Brings a pipeline to where its records say it can be: collects, fails, dispatches, ends. Idempotent.
 
-`settle` is called by the join of every stage, by the error callback of every task, at submit and at resume, and by the
-reconciler. It may run twice at once: every move of a stage is a compare-and-set, and the ids of tasks, groups and
+`reconcile` is called by the join of every stage, by the error callback of every task, at submit and at resume, and by
+the reconciler. It may run twice at once: every move of a stage is a compare-and-set, and the ids of tasks, groups and
 joins are made from pipeline, stage and epoch, so that what is sent twice is written once.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, Final
 from celery import chord, group
 
 from gpuflow.artifacts.references import References
-from gpuflow.artifacts.task_policy import task_hosts
+from gpuflow.artifacts.task_access import task_hosts
 from gpuflow.errors import GPUFlowError
 from gpuflow.ledger.ledger import Ledger
 from gpuflow.ledger.records import TaskRecord
@@ -37,10 +37,10 @@ from gpuflow.traces.recording import traceparent_of_tasks
 
 log = get_logger("gpuflow.pipelines")
 
-SETTLE_TASK: Final = "gpuflow.pipelines.settle"
+RECONCILE_TASK: Final = "gpuflow.pipelines.settle"
 JOIN_TASK: Final = "gpuflow.pipelines.join"
 _IDS: Final = uuid.UUID("1f0a7a34-93f2-5f0b-9f3b-6f7f0d7f2a55")
-#: Rounds of one settle; a pipeline that still moves after that is settled again by its next trigger.
+#: Rounds of one reconcile; a pipeline that still moves after that is reconciled again by its next trigger.
 _MAX_ROUNDS: Final = 1000
 
 
@@ -49,15 +49,15 @@ def stage_task_id(pipeline_id: str, stage: str, epoch: int, part: int | str) -> 
     return str(uuid.uuid5(_IDS, f"{pipeline_id}/{stage}/{epoch}/{part}"))
 
 
-class Engine:
-    """Settles pipelines with the app's ledger and broker."""
+class PipelineController:
+    """Reconciles pipelines with the app's ledger and broker."""
 
     def __init__(self, app: Any, store: PipelineStore, ledger: Ledger) -> None:
         self.app = app
         self.store = store
         self.ledger = ledger
 
-    def settle(self, pipeline_id: str) -> PipelineState | None:
+    def reconcile(self, pipeline_id: str) -> PipelineState | None:
         """Do all that can be done for a pipeline now; return its state, None if there is no such pipeline."""
         for _ in range(_MAX_ROUNDS):
             record = self.store.find(pipeline_id)
@@ -74,7 +74,7 @@ class Engine:
         return PipelineState.RUNNING
 
     def fail(self, pipeline_id: str, error: Exception) -> None:
-        """End a pipeline that cannot be settled, with the cause; `resume` tries again."""
+        """End a pipeline that cannot be reconciled, with the cause; `resume` tries again."""
         record = self.store.find(pipeline_id)
         if record is None:
             return
@@ -177,7 +177,7 @@ class Engine:
         spec_stage = next(item for item in template.stages if item.name == stage.name)
         specs = self._specs_of(record, spec_stage)
         traceparent = traceparent_of_tasks(record.id, record.traceparent, record.epoch, self.app.traces)
-        nudge = self.app.signature(SETTLE_TASK, args=(record.id,), immutable=True, options={"queue": CONTROL_QUEUE})
+        nudge = self.app.signature(RECONCILE_TASK, args=(record.id,), immutable=True, options={"queue": CONTROL_QUEUE})
         header = [
             self.app.signature(
                 name,

@@ -8,7 +8,7 @@ from typing import Final
 
 from gpuflow.fleet.gpu_locks import Hold
 from gpuflow.routing.requirement import Requirement
-from gpuflow.worker.sessions.session import Session
+from gpuflow.worker.sessions.process import SessionProcess
 from gpuflow.worker.sessions.view import View
 
 #: Requests that may wait for a model that is still being loaded.
@@ -18,7 +18,7 @@ PAYS_AFTER_LOADS: Final = 2
 
 
 @dataclass(kw_only=True, eq=False)
-class Warm:
+class SessionEntry:
     """A session with its GPUs, and the messages that have a place in it.
 
     It is expected, without a process, until the first of these messages begins it. One that is `leaving` gives no
@@ -32,7 +32,7 @@ class Warm:
     name: str
     hold: Hold | None
     requirement: Requirement | None
-    session: Session | None = None
+    session: SessionProcess | None = None
     variables: str = ""
     view: View | None = None
     in_turn: bool = False

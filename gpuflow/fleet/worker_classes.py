@@ -1,7 +1,7 @@
 """Which classes of workers serve which demand queues, by what their entries say. Pure.
 
-For people, and to know whether another worker could take a task. A worker decides for itself (`worker.demands`), and
-tells the broker of those queues alone that it was woken for or took from.
+For people, and to know whether another worker could take a task. A worker decides for itself
+(`worker.queue_matcher`), and tells the broker of those queues alone that it was woken for or took from.
 """
 
 from __future__ import annotations

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpuflow.worker.service import END_SECONDS, EXTENSION_SECONDS, Notifier, ServiceWatch
+from gpuflow.worker.systemd import END_SECONDS, EXTENSION_SECONDS, SystemdNotifier, SystemdWatch
 
 
 def test_the_environment_is_taken_and_not_left_to_children() -> None:
     env = {"NOTIFY_SOCKET": "/run/notify", "WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "17", "X": "1"}
-    assert Notifier.take(env, pid=17) == Notifier(address="/run/notify", watchdog_seconds=30)
+    assert SystemdNotifier.from_environment(env, pid=17) == SystemdNotifier(address="/run/notify", watchdog_seconds=30)
     assert env == {"X": "1"}
 
 
@@ -24,22 +24,22 @@ def test_the_environment_is_taken_and_not_left_to_children() -> None:
     [
         ({}, None),
         ({"NOTIFY_SOCKET": "vsock:2:1"}, None),
-        ({"NOTIFY_SOCKET": "@abstract"}, Notifier(address="\0abstract")),
-        ({"NOTIFY_SOCKET": "/s", "WATCHDOG_USEC": "5", "WATCHDOG_PID": "18"}, Notifier(address="/s")),
-        ({"NOTIFY_SOCKET": "/s", "WATCHDOG_USEC": "soon"}, Notifier(address="/s")),
-        ({"NOTIFY_SOCKET": "/s", "WATCHDOG_USEC": "0"}, Notifier(address="/s")),
+        ({"NOTIFY_SOCKET": "@abstract"}, SystemdNotifier(address="\0abstract")),
+        ({"NOTIFY_SOCKET": "/s", "WATCHDOG_USEC": "5", "WATCHDOG_PID": "18"}, SystemdNotifier(address="/s")),
+        ({"NOTIFY_SOCKET": "/s", "WATCHDOG_USEC": "soon"}, SystemdNotifier(address="/s")),
+        ({"NOTIFY_SOCKET": "/s", "WATCHDOG_USEC": "0"}, SystemdNotifier(address="/s")),
     ],
 )
-def test_what_is_no_service_is_told_nothing(env: dict[str, str], found: Notifier | None) -> None:
-    assert Notifier.take(env, pid=17) == found
+def test_what_is_no_service_is_told_nothing(env: dict[str, str], found: SystemdNotifier | None) -> None:
+    assert SystemdNotifier.from_environment(env, pid=17) == found
 
 
 def test_a_manager_that_is_gone_or_does_not_read_holds_nobody_up(tmp_path: Path) -> None:
-    Notifier(address=str(tmp_path / "nobody")).send("READY=1")
+    SystemdNotifier(address=str(tmp_path / "nobody")).send("READY=1")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as deaf:
         deaf.bind(str(tmp_path / "deaf"))
         for _ in range(2000):
-            Notifier(address=str(tmp_path / "deaf")).send("WATCHDOG=1" * 50)
+            SystemdNotifier(address=str(tmp_path / "deaf")).send("WATCHDOG=1" * 50)
 
 
 def watch(
@@ -50,7 +50,7 @@ def watch(
     connecting: bool = False,
     signalled: bool = False,
     handed_back_at: float | None = None,
-) -> ServiceWatch:
+) -> SystemdWatch:
     runtime = SimpleNamespace(
         worker_id="w1",
         connecting=connecting,
@@ -60,7 +60,7 @@ def watch(
         stopper=SimpleNamespace(is_signalled=signalled, handed_back_at=handed_back_at),
         app=SimpleNamespace(settings=SimpleNamespace(notice_seconds=30.0, grace_seconds=10.0)),
     )
-    return ServiceWatch(runtime, Notifier(address="/nowhere", watchdog_seconds=40))  # type: ignore[arg-type]
+    return SystemdWatch(runtime, SystemdNotifier(address="/nowhere", watchdog_seconds=40))  # type: ignore[arg-type]
 
 
 NOW = 1000.0

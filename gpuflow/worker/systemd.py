@@ -36,14 +36,14 @@ _LOOK_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Notifier:
+class SystemdNotifier:
     """Sends messages to the service manager. `address` is that of its socket, `watchdog_seconds` its WatchdogSec."""
 
     address: str
     watchdog_seconds: float | None = None
 
     @classmethod
-    def take(cls, environment: MutableMapping[str, str], pid: int | None = None) -> Notifier | None:
+    def from_environment(cls, environment: MutableMapping[str, str], pid: int | None = None) -> SystemdNotifier | None:
         """Return the one that the environment describes, and remove that from it: children are not the service."""
         path = environment.pop("NOTIFY_SOCKET", "")
         usec, owner = environment.pop("WATCHDOG_USEC", ""), environment.pop("WATCHDOG_PID", "")
@@ -60,10 +60,10 @@ class Notifier:
             made.sendto("\n".join(lines).encode(), self.address)
 
 
-class ServiceWatch(threading.Thread):
+class SystemdWatch(threading.Thread):
     """Sends what systemd is to know, until the process ends."""
 
-    def __init__(self, runtime: Runtime, notifier: Notifier) -> None:
+    def __init__(self, runtime: Runtime, notifier: SystemdNotifier) -> None:
         super().__init__(name="gpuflow-service", daemon=True)
         self._runtime = runtime
         self._notifier = notifier

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from gpuflow.environments import Choice, Snapshot, choose, note_problem, offers_of, snapshot
+from gpuflow.environments import ChosenEnvironment, Snapshot, choose, note_problem, offers_of, snapshot
 from gpuflow.logs import get_logger
 from gpuflow.policy.code import allowed_kinds
 from gpuflow.routing.offers import (
@@ -27,12 +27,12 @@ from gpuflow.routing.offers import (
 from gpuflow.settings import Settings
 from gpuflow.worker.child_python import ChildPython, python_of
 from gpuflow.worker.secret_sources import offered_secrets
-from gpuflow.worker.sessions.warm import LOADING_PLACES
+from gpuflow.worker.sessions.entry import LOADING_PLACES
 
 log = get_logger("gpuflow.worker")
 
 
-class Offering:
+class SupportedRuntimes:
     """The offers of one worker. `task_types` are those that it may run; a user's with the environment that it names.
 
     `sessions` says whether it keeps models loaded, `functions` are the Celery tasks of the team that it has, with the
@@ -119,7 +119,7 @@ class Offering:
         task_type, engine, environment = parts_of(asked)
         wanted = environment or self._task_types.get(task_type)
         choice = choose(stands.states, task_type, engine=engine, environment=wanted)
-        return isinstance(choice, Choice) and (choice.engine in WARM_ENGINES or task_type in WARM_TASK_TYPES)
+        return isinstance(choice, ChosenEnvironment) and (choice.engine in WARM_ENGINES or task_type in WARM_TASK_TYPES)
 
     def let_down(self, python: ChildPython, problem: str) -> None:
         """Note that a built environment could not even begin a child: it is offered no more until a check mends it."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gpuflow.broker.gate import Choice, Taste
+from gpuflow.broker.gate import MessageFilter, SelectedQueue
 from gpuflow.broker.keys import Keys
 from gpuflow.broker.look import Look
 from gpuflow.broker.priorities import list_key, list_keys
@@ -46,16 +46,16 @@ class Queues:
         self.client.lpush(list_key(queue, priority), text)
         self.client.zadd(KEYS.ready, {queue: 1})
 
-    def pop(self, *choices: Choice | str, **taste: Any) -> str | None:
-        """Return the name of the message that a consumer of this taste gets from these queues.
+    def pop(self, *choices: SelectedQueue | str, **message_filter: Any) -> str | None:
+        """Return the name of the message that a consumer with this filter gets from these queues.
 
         `cold` are then the queues that the step told to have something for a consumer with more room.
         """
-        chosen = [Choice(queue=one) if isinstance(one, str) else one for one in choices or ("gpu",)]
+        chosen = [SelectedQueue(queue=one) if isinstance(one, str) else one for one in choices or ("gpu",)]
         queues = [choice.queue for choice in chosen]
         look = Look(queues=queues, chosen=chosen)
         keys = [KEYS.leases, KEYS.unacked, KEYS.owners, KEYS.ready, KEYS.returned, KEYS.sweep, KEYS.bell("me")]
-        args = ["me", 60, look.to_json(["@mine"], Taste(**taste), 0)]
+        args = ["me", 60, look.to_json(["@mine"], MessageFilter(**message_filter), 0)]
         _, raw, _, self.cold, *_ = broker_script("pop")(self.client, [*keys, *list_keys(queues)], args)
         return json.loads(raw)["headers"]["id"] if raw else None
 
@@ -75,16 +75,16 @@ def queues(broker: Broker) -> Queues:
 
 
 def test_what_is_taken_may_differ_for_tasks_that_get_gpus(queues: Queues) -> None:
-    taste = {"types": ("inference", "inference:vllm"), "gpu_types": ("inference",)}
-    gpu = Choice(queue="gpu", with_gpus=True)
+    message_filter = {"types": ("inference", "inference:vllm"), "gpu_types": ("inference",)}
+    gpu = SelectedQueue(queue="gpu", with_gpus=True)
     queues.put("needs-vllm", x="inference:vllm")
     queues.put("needs-vllm-too", queue="cpu", x="inference:vllm")
     queues.put("any", x="inference")
 
-    assert queues.pop(gpu, "cpu", **taste) == "needs-vllm-too"
-    assert queues.pop(gpu, "cpu", **taste) == "any"
-    assert queues.pop(gpu, "cpu", **taste) is None
-    assert queues.pop("gpu", **{**taste, "gpu_types": None}) == "needs-vllm", "as for tasks without"
+    assert queues.pop(gpu, "cpu", **message_filter) == "needs-vllm-too"
+    assert queues.pop(gpu, "cpu", **message_filter) == "any"
+    assert queues.pop(gpu, "cpu", **message_filter) is None
+    assert queues.pop("gpu", **{**message_filter, "gpu_types": None}) == "needs-vllm", "as for tasks without"
 
 
 def test_other_task_types_are_passed_over_as_deep_as_one_looks(queues: Queues) -> None:
@@ -174,9 +174,9 @@ def test_on_borrowed_gpus_a_task_must_say_how_long_it_takes(queues: Queues) -> N
     queues.put("long", t=100.5)
     queues.put("short", t=10)
 
-    assert queues.pop(Choice(queue="gpu", most_seconds=9.5)) is None
-    assert queues.pop(Choice(queue="gpu", most_seconds=60)) == "short"
-    assert queues.pop(Choice(queue="gpu", most_seconds=200)) == "long"
+    assert queues.pop(SelectedQueue(queue="gpu", most_seconds=9.5)) is None
+    assert queues.pop(SelectedQueue(queue="gpu", most_seconds=60)) == "short"
+    assert queues.pop(SelectedQueue(queue="gpu", most_seconds=200)) == "long"
     assert queues.pop() == "endless"
 
 
@@ -198,8 +198,8 @@ def test_a_hint_is_read_from_the_front_alone(queues: Queues) -> None:
     assert queues.pop(types=("echo",)) == "plain"
 
 
-WARM = Choice(queue="gpu", warm_only=True)
-YIELDS = Choice(queue="gpu", warm_only=True, yields=True)
+WARM = SelectedQueue(queue="gpu", warm_only=True)
+YIELDS = SelectedQueue(queue="gpu", warm_only=True, yields=True)
 
 
 def test_without_room_only_what_a_warm_session_answers_is_taken(queues: Queues) -> None:
@@ -222,34 +222,34 @@ def test_of_a_session_without_a_place_nothing_is_taken_that_would_open_one_more(
 
 
 def test_a_warm_session_is_given_nothing_new_while_it_keeps_a_task_from_its_gpus_too_long(queues: Queues) -> None:
-    taste = {"sessions": ("mine",), "patience_seconds": 2}
+    message_filter = {"sessions": ("mine",), "patience_seconds": 2}
     queues.put("cold", s="other", age=31)
     queues.put("warm", s="mine")
 
-    assert queues.pop(YIELDS, **taste) is None
+    assert queues.pop(YIELDS, **message_filter) is None
     assert queues.cold == ["gpu"]
-    assert queues.pop(WARM, **taste) == "warm", "it would not help the other"
+    assert queues.pop(WARM, **message_filter) == "warm", "it would not help the other"
     queues.put("warm", s="mine")
     queues.client.delete("gpu")
     queues.put("cold", s="other", age=29)
     queues.put("warm", s="mine")
-    assert queues.pop(YIELDS, **taste) == "warm", "it has not waited long"
+    assert queues.pop(YIELDS, **message_filter) == "warm", "it has not waited long"
 
 
 def test_a_task_that_waits_too_long_holds_back_what_is_younger_or_less_urgent(queues: Queues) -> None:
-    taste = {"sessions": ("mine",), "patience_seconds": 2}
-    both = (YIELDS, Choice(queue="gpu-a100", warm_only=True, yields=True))
+    message_filter = {"sessions": ("mine",), "patience_seconds": 2}
+    both = (YIELDS, SelectedQueue(queue="gpu-a100", warm_only=True, yields=True))
     queues.put("cold", s="other", age=31)
     queues.put("younger", "gpu-a100", s="mine", age=30)
     queues.put("less-urgent", "gpu-a100", s="mine", priority=1, age=90)
 
-    assert queues.pop(*both, **taste) is None
+    assert queues.pop(*both, **message_filter) is None
     queues.put("older", "gpu-a100", s="mine", age=32, priority=5)
     queues.client.lrem("gpu-a100", 1, queues.client.lindex("gpu-a100", -1))
-    assert queues.pop(*both, **taste) == "older"
+    assert queues.pop(*both, **message_filter) == "older"
     queues.put("urgent", "gpu-a100", s="mine", priority=7)
-    assert queues.pop(*both, **taste) == "urgent"
-    assert queues.pop(*both, **taste) is None
+    assert queues.pop(*both, **message_filter) == "urgent"
+    assert queues.pop(*both, **message_filter) is None
 
 
 def test_nothing_is_made_room_for_that_a_session_here_will_answer(queues: Queues) -> None:
@@ -264,7 +264,7 @@ def test_what_waits_for_room_is_told_beside_what_is_taken(queues: Queues) -> Non
     queues.put("cold", s="other")
     queues.put("warm", "gpu-a100", s="mine")
 
-    assert queues.pop(WARM, Choice(queue="gpu-a100", warm_only=True), sessions=("mine",)) == "warm"
+    assert queues.pop(WARM, SelectedQueue(queue="gpu-a100", warm_only=True), sessions=("mine",)) == "warm"
     assert queues.cold == ["gpu"]
 
 
