@@ -9,21 +9,21 @@ from typing import Final
 from tests.conformance.runs import Run, Runs, at_progress, when_hanging
 
 
-def _normal(runs: Runs) -> Run:
+def normal(runs: Runs) -> Run:
     """A request that works, though something prints between its events and leaves a process behind."""
     return runs.of("normal", runs.good(), "litter")
 
 
 def start(runs: Runs) -> None:
     """It says that it is there, and what it does."""
-    run = _normal(runs)
+    run = normal(runs)
     assert (run.events[0].name, run.events[0].data) == ("connection", {"status": "connected"})
     assert run.named("worker")[-1]["status"] in ("working", "cleaning_up", "saving")
 
 
 def progress(runs: Runs) -> None:
     """It tells how far it is, never backwards, never beyond the total."""
-    told = [one for one in _normal(runs).named("progress") if one.get("total")]
+    told = [one for one in normal(runs).named("progress") if one.get("total")]
     done = [one["current"] / one["total"] for one in told]
     assert done
     assert done == sorted(done)
@@ -32,7 +32,7 @@ def progress(runs: Runs) -> None:
 
 def result(runs: Runs) -> None:
     """It gives its result, and the files that it declares are there."""
-    run = _normal(runs)
+    run = normal(runs)
     assert run.ended.completed, run.ended.error
     assert runs.provider.check(run.ended.result), run.ended.result
     assert set(runs.provider.files) <= set(run.ended.artifacts)
@@ -41,7 +41,7 @@ def result(runs: Runs) -> None:
 
 def garbage_on_stdout(runs: Runs) -> None:
     """What is printed between the events becomes a log event and harms nothing."""
-    run = _normal(runs)
+    run = normal(runs)
     assert run.ended.completed
     assert "plain text" in [one["message"] for one in run.named("log")]
     assert "a library prints" in [one["message"] for one in run.named("log")]
@@ -122,9 +122,9 @@ def merge_children(runs: Runs) -> None:
 
 def clean_after(runs: Runs) -> None:
     """No process of a run is left, whatever it had started: there were some to end."""
-    normal = _normal(runs)
-    assert normal.ended.end is not None
-    assert normal.ended.end.stragglers >= 1
+    end = normal(runs).ended.end
+    assert end is not None
+    assert end.stragglers >= 1
 
 
 CASES: Final[tuple[Callable[[Runs], None], ...]] = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -18,6 +19,9 @@ from tests.gate import leftovers
 
 #: Exact answers: no rounding of a shorter type, no compiled kernels.
 EXACT = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 32}
+#: The engine core runs the model itself, as it does on one GPU. On a CPU it has one more process for that, which loads
+#: all of vLLM once more: a third of a start. For engines of which a test asks nothing but answers.
+IN_CORE = {"distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor"}
 _MAKE = """
 import sys
 from pathlib import Path
@@ -72,20 +76,42 @@ def open_session(tmp_path_factory: pytest.TempPathFactory, environment: VllmEnvi
 
 
 @pytest.fixture(scope="session")
-def warm(open_session: Callable[..., SessionChild], tiny: Path) -> Iterator[SessionChild]:
-    """A vLLM session with room for adapters, for the tests that leave it as it is."""
-    with leftovers.kept_for_the_session():
-        session = open_session(tiny / "model", "vllm", enable_lora=True, max_loras=2, max_lora_rank=8)
-    with session:
-        session.until("ready")
+def warm_session(open_session: Callable[..., SessionChild], tiny: Path) -> Iterator[Callable[[], SessionChild]]:
+    """Return the vLLM session with room for adapters. A test that ends it leaves the next one a new one."""
+    made: list[SessionChild] = []
+
+    def session() -> SessionChild:
+        if not made or made[-1].process.poll() is not None:
+            with leftovers.kept_for_the_session():
+                made.append(open_session(tiny / "model", "vllm", enable_lora=True, max_loras=2, max_lora_rank=8))
+            stack.enter_context(made[-1])
+            made[-1].until("ready")
+        return made[-1]
+
+    with contextlib.ExitStack() as stack:
         yield session
 
 
+@pytest.fixture
+def warm(warm_session: Callable[[], SessionChild]) -> SessionChild:
+    """A vLLM session on which no request is open; what earlier ones have told is forgotten."""
+    session = warm_session()
+    session.forget()
+    return session
+
+
 @pytest.fixture(scope="session")
-def reference(open_session: Callable[..., SessionChild], tiny: Path) -> Iterator[SessionChild]:
-    """The same model on transformers, for what must be equal."""
+def reference_session(open_session: Callable[..., SessionChild], tiny: Path) -> Iterator[SessionChild]:
+    """The same model on transformers."""
     with leftovers.kept_for_the_session():
         session = open_session(tiny / "model", "transformers")
     with session:
         session.until("ready")
         yield session
+
+
+@pytest.fixture
+def reference(reference_session: SessionChild) -> SessionChild:
+    """The same for one test: what is right."""
+    reference_session.forget()
+    return reference_session

@@ -15,6 +15,7 @@ import pytest
 
 from tests.fixtures.session_child import Caller, SessionChild, outputs, streamed
 from tests.support.waiting import patient
+from tests.vllm.conftest import IN_CORE
 
 pytestmark = pytest.mark.vllm
 
@@ -29,13 +30,11 @@ LONG = {"max_tokens": 200, "ignore_eos": True, "stream": True}
 
 @pytest.fixture
 def caller(warm: SessionChild, tmp_path: Path) -> Caller:
-    warm.forget()
     return Caller(warm, tmp_path / "vllm")
 
 
 @pytest.fixture
 def transformers(reference: SessionChild, tmp_path: Path) -> Caller:
-    reference.forget()
     return Caller(reference, tmp_path / "transformers")
 
 
@@ -235,7 +234,7 @@ def test_embeddings_equal_those_of_transformers(
     texts = ["Hello Ana", "Where is the red car?", "Good morning " * 200]
     found: dict[str, Any] = {}
     for engine in ("vllm", "transformers"):
-        with open_session(tiny / "model", engine, "embedding") as session:
+        with open_session(tiny / "model", engine, "embedding", **IN_CORE) as session:
             session.until("ready")
             found[engine] = Caller(session, tmp_path / engine, "embedding").ask("embed", *texts)
 
@@ -245,40 +244,33 @@ def test_embeddings_equal_those_of_transformers(
         assert one.get("truncated") == other.get("truncated")
 
 
-def test_a_killed_engine_fails_every_open_request_and_the_session(
-    open_session: Callable[..., SessionChild], tiny: Path, tmp_path: Path
-) -> None:
-    with open_session(tiny / "model", "vllm") as session:
-        session.until("ready")
-        caller = Caller(session, tmp_path)
-        tree = session.tree()
-        for id in ("one", "two"):  # one in the middle of its text, one that waits for a place
-            caller.run(id, *["Hello"] * 200, **LONG)
-        session.until("text_delta", "one")
-        (core,) = (process for process in tree if "EngineCore" in process.name())
-        core.send_signal(signal.SIGKILL)
+def test_a_killed_engine_fails_every_open_request_and_the_session(caller: Caller) -> None:
+    session = caller.session
+    tree = session.tree()
+    for id in ("one", "two"):  # one in the middle of its text, one that waits for a place
+        caller.run(id, *["Hello"] * 200, **LONG)
+    session.until("text_delta", "one")
+    (core,) = (process for process in tree if "EngineCore" in process.name())
+    core.send_signal(signal.SIGKILL)
 
-        for id in ("one", "two"):
-            error = session.error(id)
-            assert (error["type"], error["retryable"]) == ("EngineDied", True)
-        assert session.until("finish")["error"]["type"] == "EngineDied"
-        assert session.end() == 1
-        assert psutil.wait_procs(tree, timeout=patient(10))[1] == []
+    for id in ("one", "two"):
+        error = session.error(id)
+        assert (error["type"], error["retryable"]) == ("EngineDied", True)
+    assert session.until("finish")["error"]["type"] == "EngineDied"
+    assert session.end() == 1
+    assert psutil.wait_procs(tree, timeout=patient(10))[1] == []
 
 
-def test_the_end_of_input_ends_it_and_leaves_no_process(
-    open_session: Callable[..., SessionChild], tiny: Path, tmp_path: Path
-) -> None:
-    with open_session(tiny / "model", "vllm") as session:
-        session.until("ready")
-        Caller(session, tmp_path).run("open", *["Hello"] * 200, **LONG)
-        session.until("text_delta", "open")
-        tree = session.tree()
-        session.end_input()
+def test_the_end_of_input_ends_it_and_leaves_no_process(caller: Caller) -> None:
+    session = caller.session
+    caller.run("open", *["Hello"] * 200, **LONG)
+    session.until("text_delta", "open")
+    tree = session.tree()
+    session.end_input()
 
-        assert session.until("finish", "open")["status"] == "cancelled"
-        assert session.end() == 0
-        assert psutil.wait_procs(tree, timeout=patient(10))[1] == []
+    assert session.until("finish", "open")["status"] == "cancelled"
+    assert session.end() == 0
+    assert psutil.wait_procs(tree, timeout=patient(10))[1] == []
 
 
 def test_an_engine_that_cannot_start_says_why_and_may_start_elsewhere(

@@ -7,24 +7,12 @@ from typing import Any
 
 import httpx
 import pytest
-import schemathesis
 from hypothesis import HealthCheck, given, settings
-from schemathesis.specs.openapi.checks import (
-    content_type_conformance,
-    response_schema_conformance,
-    status_code_conformance,
-)
 
 from tests.support.fleet import TestFleet
 from tests.support.gateway import TOKEN, Gateway
 from tests.support.waiting import patient
 
-_CHECKS = [
-    schemathesis.checks.not_a_server_error,
-    status_code_conformance,
-    content_type_conformance,
-    response_schema_conformance,
-]
 _EXAMPLES = 20
 PROBLEM = "application/problem+json"
 
@@ -43,6 +31,8 @@ def document(front: Gateway) -> dict[str, Any]:
 
 @pytest.fixture
 def schema(front: Gateway, document: dict[str, Any]) -> Any:
+    import schemathesis  # here: it takes long to load, and every test process imports this module
+
     made = schemathesis.openapi.from_dict(document)
     made.config.update(base_url=front.url)
     return made
@@ -67,7 +57,19 @@ def test_every_operation_is_described(document: dict[str, Any]) -> None:
     assert "ProblemShape" in document["components"]["schemas"]
 
 
-def test_the_gateway_holds_to_it(schema: Any) -> None:
+@pytest.fixture
+def checks() -> list[Any]:
+    from schemathesis.checks import not_a_server_error
+    from schemathesis.specs.openapi.checks import (
+        content_type_conformance,
+        response_schema_conformance,
+        status_code_conformance,
+    )
+
+    return [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+
+
+def test_the_gateway_holds_to_it(schema: Any, checks: list[Any]) -> None:
     tried = 0
     for found in schema.exclude(path_regex="/results|/events$").get_all_operations():
         operation = found.ok()
@@ -76,7 +78,7 @@ def test_the_gateway_holds_to_it(schema: Any) -> None:
         @settings(max_examples=_EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
         def holds(case: Any) -> None:
             answer = case.call(headers={"Authorization": f"Bearer {TOKEN}"}, timeout=patient(30))
-            case.validate_response(answer, checks=_CHECKS)
+            case.validate_response(answer, checks=checks)
 
         holds()
         tried += 1
