@@ -197,6 +197,7 @@ def test_units_are_hardened_and_leave_gpus_visible(path: Path) -> None:
         assert service["KillMode"] == "mixed", "its children must not get the SIGTERM that drains it"
         assert service["Restart"] == "on-failure", "one that has drained must not take work again"
         assert set(service["ReadWritePaths"].split()) == {"/run/lock/gpuflow", "/tmp", "/var/tmp"}
+        assert "WORKER_ID=%H" in service["Environment"].split(), "one that was killed begins anew under its id"
     else:
         assert service["PrivateDevices"] == "yes"
 
