@@ -111,11 +111,13 @@ def test_a_resumed_pipeline_calls_what_is_not_done(fleet: TestFleet, tmp_path: P
     run = submitted(fleet, spec_of("waits", str(begun), str(until), timeout=4))
     with pytest.raises(TaskFailed):
         run.wait(timeout=patient(60))
+    # On a slow machine the time was over before the first call.
+    calls = begun.read_text().count("\n") if begun.exists() else 0
 
     until.touch()
     assert run.resume() == "resumed"
 
-    assert result_of(run)["value"] == "done" and len(begun.read_text().splitlines()) == 2
+    assert result_of(run)["value"] == "done" and begun.read_text().count("\n") == calls + 1
 
 
 def test_a_call_that_failed_is_queued_again(fleet: TestFleet, tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ class FlowerProcess:
     def _address(self) -> str:
         if self.process.poll() is not None:
             raise AssertionError(f"Flower ended with {self.process.returncode}: {self.log_path.read_text()[-2000:]}")
-        found = re.search(r"Visit me at (http://[\d.:]+)", self.log_path.read_text(errors="replace"))
+        found = re.search(r'Visit me at (http://[^\s"]+)', self.log_path.read_text(errors="replace"))
         return found[1].rstrip("/") if found else ""
 
     def client(self, login: str | None = LOGIN) -> httpx.Client:
