@@ -38,6 +38,14 @@ def load(name: str) -> ModuleType:
         return import_module(name)
 
 
+def load_checker() -> None:
+    """Load what checks templates, which a command does when it first needs it.
+
+    For processes that run for weeks: the files may have been replaced by an upgrade by the time it is needed.
+    """
+    load("gpuflow.spec.parsing")
+
+
 def end_quickly() -> None:
     """Have this process look for no garbage at its end, once all that is registered for that has run.
 

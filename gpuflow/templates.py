@@ -9,11 +9,10 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from gpuflow import spec
 from gpuflow.errors import GPUFlowError
 from gpuflow.routing.resources import requirement_from_resources
 from gpuflow.spec import Template
-from gpuflow.spec.parsing import parse as parse_with
-from gpuflow.spec.parsing import parse_text as parse_text_with
 from gpuflow.spec.reading import MAX_BYTES
 from gpuflow.spec.report import Check, Path
 
@@ -40,11 +39,11 @@ def parse(
 
     `more` are further checks of sections, as `artifacts.uploads.upload_checks` of whoever may send local files.
     """
-    return parse_with(source, max_bytes=max_bytes, checks={**CHECKS, **(more or {})})
+    return spec.parse(source, max_bytes=max_bytes, checks={**CHECKS, **(more or {})})
 
 
 def parse_text(
     text: str, name: str = "template", *, max_bytes: int = MAX_BYTES, more: Mapping[str, Check] | None = None
 ) -> Template:
     """Return the checked template of YAML or JSON text; `name` stands in reports. Raises InvalidTemplate."""
-    return parse_text_with(text, name, max_bytes=max_bytes, checks={**CHECKS, **(more or {})})
+    return spec.parse_text(text, name, max_bytes=max_bytes, checks={**CHECKS, **(more or {})})

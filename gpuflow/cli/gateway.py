@@ -50,6 +50,7 @@ def gateway(
     """
     from gpuflow.cli.output import line
     from gpuflow.cli.session import signals_interrupt
+    from gpuflow.importing import load_checker
     from gpuflow.logs import dress
     from gpuflow.process_guard import guard_process
     from gpuflow.settings import Settings
@@ -92,6 +93,7 @@ def gateway(
             timeout_graceful_shutdown=max(1, round(settings.grace_seconds)),
         )
         dress(settings.log_format, "gpuflow", "uvicorn", "uvicorn.error")
+        load_checker()
         with signals_interrupt():
             try:
                 line(f"gateway: {'https' if pair else 'http'}://{_shown(listener.getsockname())}")

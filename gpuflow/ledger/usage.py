@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from gpuflow.broker.keys import Keys
+from gpuflow.broker.scripts import load_script
 from gpuflow.ledger.records import AttemptEntry, Usage
 
 By = Literal["owner", "pipeline", "model", "worker", "type"]
@@ -103,19 +104,17 @@ def _divide(runs: Mapping[str, tuple[str, Usage, int]], callers: Mapping[str, Co
 def _records(
     client: Any, keys: Keys, *, with_spec: bool
 ) -> Iterator[tuple[str, dict[str, str | None], list[AttemptEntry]]]:
-    """Yield each record that is kept, with the fields that are needed and its attempts."""
-    fields = ["owner", "pipeline", "task_type", "run", "merge_tokens", *(["spec"] if with_spec else [])]
+    """Yield each record that is kept and counts, with the fields that are needed and its attempts."""
+    fields = ["run", "owner", "pipeline", "task_type", "merge_tokens", *(["spec"] if with_spec else [])]
+    read = load_script("gpuflow.ledger", "usage")
     # One answer for all ids: pages by rank would pass over records when others are removed meanwhile.
     known = client.zrange(keys.tasks, 0, -1)
     for first in range(0, len(known), PAGE):
         ids = known[first : first + PAGE]
-        pipe = client.pipeline(transaction=False)
-        for task_id in ids:
-            pipe.hmget(keys.task(task_id), fields)
-            pipe.hvals(keys.attempts(task_id))
-        answers = pipe.execute()
-        for task_id, values, entries in zip(ids, answers[::2], answers[1::2], strict=True):
-            yield task_id, dict(zip(fields, values, strict=True)), [AttemptEntry.from_json(one) for one in entries]
+        of_tasks = [*map(keys.task, ids), *map(keys.attempts, ids)]
+        for place, values, entries in read(client, of_tasks, fields):
+            record = dict(zip(fields, values, strict=True))
+            yield ids[place - 1], record, [AttemptEntry.from_json(one) for one in entries]
 
 
 def _name(by: By, record: Mapping[str, str | None]) -> str:

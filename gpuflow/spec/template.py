@@ -1,6 +1,7 @@
 """A checked template: its stages in order, ready to be stored and dispatched.
 
-Made by `parsing`; anyone above may hold one. Frozen: whoever needs another template parses another.
+Made by `parsing`; anyone above may hold one. Frozen: whoever needs another template parses another. The models of all
+its fields are loaded when one is first checked: a command that only shows tasks starts without them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from gpuflow.errors import InvalidTemplate
-from gpuflow.spec.checking import canonical
 from gpuflow.spec.function_section import is_function
 from gpuflow.spec.matrix import expand_matrix
 from gpuflow.spec.plain import copied
@@ -69,6 +69,8 @@ class Stage:
         `lookup` gives the value of a reference (see `references.pick`). Raises UnresolvedReference, and InvalidTemplate
         when a value does not fit where it was put. Splitting the data (`sharding`) is the caller's next step.
         """
+        from gpuflow.spec.checking import canonical
+
         matrix = resolve(self.matrix, lookup) if self.matrix else None
         return [canonical(one) for one in expand_matrix(resolve(self.spec, lookup), matrix)]
 

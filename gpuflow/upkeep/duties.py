@@ -20,6 +20,7 @@ from gpuflow.audit.sealing import SEAL_SECONDS, Sealer, audit_key, unsealed
 from gpuflow.broker.sweeper import Sweeper
 from gpuflow.celery_app import GPUFlow
 from gpuflow.errors import GPUFlowError
+from gpuflow.importing import load_checker
 from gpuflow.logs import dress, get_logger, use_level
 from gpuflow.outages import outage
 from gpuflow.scaling import autoscaler
@@ -165,5 +166,6 @@ def start(app: GPUFlow) -> None:
     acts_as_process(f"beat:{socket.gethostname()}")
     use_level(app.settings.log_level)
     dress(app.settings.log_format, None, "celery")
+    load_checker()
     Duties(app).start()
     autoscaler.start(app)

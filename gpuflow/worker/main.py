@@ -14,7 +14,7 @@ from click import ClickException, get_current_context
 from click.core import ParameterSource
 
 from gpuflow.errors import GPUFlowError
-from gpuflow.importing import end_quickly
+from gpuflow.importing import end_quickly, load_checker
 from gpuflow.logs import dress, get_logger, use_level
 from gpuflow.process_guard import guard_process
 from gpuflow.secrets import known
@@ -114,6 +114,7 @@ class Worker(CeleryWorker):  # type: ignore[misc]
         conf_view.install()
         use_level(self.app.settings.log_level)
         dress(self.app.settings.log_format, None, "celery", "celery.task")
+        load_checker()
         # It says after each cut that Celery 6 will cancel what runs then; here a lease decides that.
         warnings.filterwarnings("ignore", category=CPendingDeprecationWarning, module=_CONSUMERS)
         for name in ("httpx", "httpcore"):  # they log whole URLs, and the path of a web hook is often its key
