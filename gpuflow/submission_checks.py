@@ -20,9 +20,10 @@ from gpuflow.errors import GPUFlowError, InvalidTemplate, NoCapableWorker
 from gpuflow.fleet.registry import Fleet
 from gpuflow.fleet.seen_fleet import FRESH_SECONDS, READ_SHARE
 from gpuflow.fleet.worker_views import worker_views
+from gpuflow.ledger.records import COMMON_SCHEMA, RECORD_SCHEMA
 from gpuflow.logs import get_logger
 from gpuflow.routing.describe import describe
-from gpuflow.routing.offers import asked_name, secrets_asked
+from gpuflow.routing.offers import asked_name, is_function, secrets_asked
 from gpuflow.routing.requirement import Requirement
 from gpuflow.routing.resources import requirement_from_resources
 from gpuflow.routing.situation import PASSING, Situation, judge
@@ -119,7 +120,8 @@ def problem_of(
 ) -> str | None:
     """Return why no live worker serves any of the alternatives, or None when one does. Pure."""
     live = [worker for worker in workers if worker.state != "OFFLINE"]
-    task = TaskView(name=name, executor=executor, secrets=secrets)
+    schema = RECORD_SCHEMA if is_function(executor) else COMMON_SCHEMA
+    task = TaskView(name=name, executor=executor, secrets=secrets, record_schema=schema)
     judged: list[Situation] = []
     for ask, worker in product(alternatives, live):
         awake = replace(worker, enabled=True) if worker.idled else worker  # the autoscaler's next look enables it

@@ -140,7 +140,7 @@ def list_workers(everyone: bool = False, as_json: bool = False) -> None:
             if one.needs_a_look:
                 output.note(f"{worker.id} {one.text}")
     if len(known) > len(shown):
-        output.note(f"{len(known) - len(shown)} more have gone; --all lists them")
+        output.note(f"{_left([worker for worker in known if worker.is_gone])}; --all lists them")
     if unreadable:
         output.note(unreadable_text(unreadable))
 
@@ -304,6 +304,13 @@ def gpu_text(worker: WorkerEntry) -> str:
     """Return the GPUs of a worker: `4x a100 80 GB`."""
     kinds = Counter((gpu["names"][0], gpu["vram_gb"]) for gpu in worker.capability.get("gpus") or ())
     return ", ".join(f"{count}x {name} {vram:g} GB" for (name, vram), count in kinds.items()) or "none"
+
+
+def _left(gone: Sequence[WorkerEntry]) -> str:
+    """Return how many are left out of the list: those that ended by themselves are no fault."""
+    stopped = sum(worker.stopped for worker in gone)
+    counts = {"have gone": len(gone) - stopped, "have stopped": stopped}
+    return " and ".join(f"{count} more {verb}" for verb, count in counts.items() if count)
 
 
 def _row(worker: WorkerEntry) -> list[object]:

@@ -21,7 +21,7 @@ What a worker does not tell is None there. Read from the entry's `load`, beside 
 | `reservation` | {task, queue, gpus: [UUID], secondsLeft} or null | the waiting task that GPUs are kept for |
 | `protocol` | {fleet, oldest, record} | what its version reads and works beside (`fleet.versions`) |
 | `limits` | {by, why} | what holds tasks to the memory and CPUs that they ask for (`worker.task_limits`) |
-| `diskFreeMib`, `memoryAvailableMib` | number | free where results are written; left of the machine's memory |
+| `diskFreeMib`, `memoryAvailableMib` | number | free where results are written; memory left to the worker |
 | `driverProblem` | text | why the NVIDIA devices of the machine cannot be used; '': one can, or there is none |
 | `gpuProblems` | list of text | what is to be mended about its GPUs (`fleet.hardware`) |
 | `kept` | session name -> bool | sessions that replicas of served models keep loaded; whether they have GPUs |

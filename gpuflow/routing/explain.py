@@ -109,7 +109,8 @@ def explain(requirement: Requirement, task: TaskView, queue: QueueView, workers:
     """Explain where a task stands.
 
     Workers that are gone are told only where they would take it if they were started again; those that have stopped by
-    themselves, which nobody misses, only where no other will.
+    themselves, which nobody misses, only where no other will. Of equal ones the one that was last heard of is first:
+    a container that is started again leaves the names behind that it had before.
     """
     judged = [judge(requirement, queue.name, task, worker) for worker in workers]
     gone = {worker.id for worker in workers if worker.state == "OFFLINE"}
@@ -117,7 +118,8 @@ def explain(requirement: Requirement, task: TaskView, queue: QueueView, workers:
     told = [one for one in judged if one.would_take_it or one.worker not in gone]
     if any(one.kind in PASSING and one.worker not in stopped for one in told):
         told = [one for one in told if one.worker not in stopped]
-    told.sort(key=lambda one: (*one.order, one.worker))
+    silent = {worker.id: worker.silent_seconds or 0.0 for worker in workers}
+    told.sort(key=lambda one: (*one.order, silent[one.worker], one.worker))
     outcome, verdict = _verdict(requirement, task, queue, told)
     return Explanation(
         task=task, queue=queue, requirement=requirement, outcome=outcome, verdict=verdict, workers=tuple(told)

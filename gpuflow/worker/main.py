@@ -19,7 +19,9 @@ from gpuflow.logs import dress, get_logger, use_level
 from gpuflow.process_guard import guard_process
 from gpuflow.secrets import known
 from gpuflow.worker import conf_view, confinement
+from gpuflow.worker.passed_on import passed_on
 from gpuflow.worker.pool import SupervisorPool
+from gpuflow.worker.results_folder import check_writable
 from gpuflow.worker.runtime import find
 from gpuflow.worker.secret_sources import read_token, worker_redactor
 
@@ -93,6 +95,7 @@ class Worker(CeleryWorker):  # type: ignore[misc]
             if worker_token_file is not None:
                 ours.settings = settings = settings.model_copy(update={"worker_token": read_token(worker_token_file)})
             confinement.check(settings)
+            check_writable(settings.results_dir)
             self._start(app, hostname, pool=pool, **kwargs)
         except GPUFlowError as error:
             raise CannotStart(str(error)) from None
@@ -115,6 +118,7 @@ class Worker(CeleryWorker):  # type: ignore[misc]
         use_level(self.app.settings.log_level)
         dress(self.app.settings.log_format, None, "celery", "celery.task")
         load_checker()
+        passed_on.install()
         # It says after each cut that Celery 6 will cancel what runs then; here a lease decides that.
         warnings.filterwarnings("ignore", category=CPendingDeprecationWarning, module=_CONSUMERS)
         for name in ("httpx", "httpcore"):  # they log whole URLs, and the path of a web hook is often its key
@@ -133,6 +137,24 @@ class Worker(CeleryWorker):  # type: ignore[misc]
         runtime = find()
         if runtime is not None and runtime.stopper is not None:
             runtime.stopper.install_signals()
+
+    def on_stopped(self) -> None:
+        """Say that it has ended, after all that Celery does at the end."""
+        super().on_stopped()
+        if (runtime := find()) is not None and runtime.systemd is not None:
+            runtime.systemd.ended()
+
+    def setup_includes(self, includes: Any) -> None:
+        """Load the modules of `--include`. Raises GPUFlowError for one that is not there."""
+        try:
+            super().setup_includes(includes)
+        except ModuleNotFoundError as error:
+            if not any(f"{name}.".startswith(f"{error.name}.") for name in includes):
+                raise  # one of those needs it: the traceback says which
+            raise GPUFlowError(
+                f"--include {','.join(includes)}: {error}; install it where the worker runs, or put it into the folder "
+                "that it is started in"
+            ) from None
 
     def setup_queues(self, include: Any, exclude: Any = None) -> None:
         """Remember `-Q` before Celery turns it into queues."""

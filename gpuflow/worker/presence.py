@@ -22,6 +22,7 @@ from gpuflow.fleet.desired import DesiredState
 from gpuflow.fleet.disk import free_mib
 from gpuflow.fleet.gpu_reservation import Reservation, boot_seconds
 from gpuflow.fleet.hardware import live
+from gpuflow.fleet.hardware_host import read as read_host
 from gpuflow.fleet.registry import Fleet, WorkerEntry, WorkerState
 from gpuflow.logs import get_logger
 from gpuflow.policy.code import allowed_kinds
@@ -306,10 +307,9 @@ class PresenceThread(threading.Thread):
     def _load(self, loads: Mapping[str, Any]) -> dict[str, Any]:
         hardware, admission = self.runtime.hardware, self.runtime.admission
         families = admission.matcher.families
-        memory = psutil.virtual_memory()
         load: dict[str, Any] = {
             "cpuPercent": psutil.cpu_percent(),
-            "memoryAvailableMib": memory.available >> 20,
+            "memoryAvailableMib": read_host().memory_available_mib,
             "diskFreeMib": free_mib(self.runtime.app.settings.results_dir),
             "driverProblem": hardware.driver_problem,
             "gpuProblems": self._gpu_problems(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -11,11 +12,38 @@ from typing import Final
 
 from gpuflow.artifacts.links import point
 from gpuflow.artifacts.store import RESERVED_PREFIX
-from gpuflow.errors import ArtifactError
+from gpuflow.errors import ArtifactError, GPUFlowError
 from gpuflow.protocol import complete_checkpoints, is_safe_id
 
+#: Why a folder cannot be written that somebody mends by making room.
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _ATTEMPT: Final = re.compile(r"attempt-(\d+)")
 _FETCHED: Final = "fetched"
+
+
+def check_writable(results_dir: Path) -> None:
+    """Make the folder of all results, and see that this process may write there, also where its disk is full.
+
+    Raises GPUFlowError: a worker that took work could end none of it.
+    """
+    try:
+        results_dir.mkdir(parents=True, exist_ok=True)
+        cause = "" if os.access(results_dir, os.W_OK | os.X_OK) else os.strerror(_why_not(results_dir))
+    except OSError as error:
+        if error.errno in _FULL:
+            return
+        cause = error.strerror or str(error)
+    if cause:
+        raise GPUFlowError(
+            f"RESULTS_DIR {results_dir} cannot be written: {cause}; let its user write there (under systemd: "
+            "ReadWritePaths= of the unit), or set another folder"
+        )
+
+
+def _why_not(folder: Path) -> int:
+    """Return the number of the error that writing to a folder ends with."""
+    read_only = getattr(os, "ST_RDONLY", 0)
+    return errno.EROFS if os.statvfs(folder).f_flag & read_only else errno.EACCES
 
 
 class ResultsFolder:

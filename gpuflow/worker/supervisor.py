@@ -43,6 +43,7 @@ from gpuflow.worker.child_user import files_as, owner_of
 from gpuflow.worker.confinement import explained
 from gpuflow.worker.launcher import hold_of, launcher_of, limits_by_engine, runner_of
 from gpuflow.worker.outcome import HandedBack, Outcome, cause_of, exception_of, handed_back, stopped
+from gpuflow.worker.passed_on import passed_on
 from gpuflow.worker.preparation import PreparedAttempt, Preparing, Stopped, prepare
 from gpuflow.worker.results_folder import ResultsFolder
 from gpuflow.worker.runtime import Runtime, current
@@ -118,6 +119,7 @@ class Delivery:
         self.failures, self.alone = started.failures, started.alone
         self.runtime.app.attempts.begin(self.id, holder)
         self.runtime.leases.begin(self.tag, self.id, started.attempt)
+        passed_on.forget(self.id)
         log.info("task_started", task=self.id, attempt=started.attempt, worker=self.runtime.worker_id)
         self._mark(holder, "prepare")
         if self.is_run:
@@ -144,7 +146,8 @@ class Delivery:
 
     def _pass_on(self, why: str) -> NoReturn:
         """Leave the task to other workers: its message is back in its queue in a moment."""
-        log.info("delivery_passed_on", task=self.id, why=why)
+        if passed_on.note(self.id, why):
+            log.info("delivery_passed_on", task=self.id, why=why)
         self._until_told(lambda: self.runtime.leases.settle(self.tag, "front", PASS_ON_SECONDS))
         raise Ignore
 

@@ -76,6 +76,11 @@ class SystemdWatch(threading.Thread):
         self._is_ready = True
         self._wake.set()
 
+    def ended(self) -> None:
+        """Say that no work is taken any more: systemd shows the last thing that it was told of a service that ended."""
+        self._drains = True
+        self._notifier.send(f"STATUS=worker {self._runtime.worker_id} has ended")
+
     def run(self) -> None:
         """Look at the worker, and tell."""
         pause = min(_LOOK_SECONDS, (self._notifier.watchdog_seconds or 4 * _LOOK_SECONDS) / 4)

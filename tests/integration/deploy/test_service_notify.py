@@ -72,6 +72,7 @@ def test_ready_alive_stopping(fleet: TestFleet, manager: Manager, tmp_path: Path
     gate.touch()
     assert worker.process.wait(timeout=patient(30)) == 0
     assert manager.read().count("READY=1") == 1
+    assert [line for line in manager.lines if line.startswith("STATUS=")][-1] == "STATUS=worker w1 has ended"
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGUSR2])

@@ -99,7 +99,7 @@ def test_each_variable_is_in_the_example_and_secrets_have_no_default() -> None:
 
 def test_traces_are_a_setting_that_all_services_get_and_all_images_have() -> None:
     services = compose()["services"]
-    ours = {name: one["environment"] for name, one in services.items() if "build" in one}
+    ours = {name: one["environment"] for name, one in services.items() if one["image"].startswith("gpuflow-")}
     assert set(ours) == {"gateway", "beat", "flower", "worker-cpu", "worker-gpu"}
     for name, variables in ours.items():
         assert variables["GPUFLOW_TRACES"] == "${GPUFLOW_TRACES:-none}", name
@@ -115,6 +115,16 @@ def test_traces_are_a_setting_that_all_services_get_and_all_images_have() -> Non
     assert [one.replace("${WORKER_EXTRAS}", of_worker).split(",")[-1] for one in extras] == ["traces", "traces"]
     assert services["worker-cpu"]["build"]["args"]["WORKER_EXTRAS"] == f"${{WORKER_EXTRAS:-{of_worker}}}"
     assert f"\nWORKER_EXTRAS={of_worker}\n" in (ROOT / ".env.example").read_text("utf-8")
+
+
+def test_each_image_is_built_by_one_service() -> None:
+    """An image that two services build is built twice, and each `up` replaces the containers of the one that lost."""
+    services = compose()["services"]
+    images = [one["image"] for one in services.values() if "build" in one]
+    assert sorted(images) == ["gpuflow-control", "gpuflow-worker"]
+    for name, one in services.items():
+        if one["image"] in images and "build" not in one:
+            assert one["pull_policy"] == "never", name
 
 
 def test_each_setting_that_a_file_names_is_one() -> None:
@@ -171,8 +181,14 @@ def test_images_do_not_run_as_root_and_say_whether_they_are_well() -> None:
         assert "\nUSER gpuflow\n" in stage and "\nHEALTHCHECK " in stage
     copied = set(re.findall(r"^COPY (?!--)([^\n]+) \S+$", DOCKERFILE, re.MULTILINE))
     ignored = (ROOT / ".dockerignore").read_text("utf-8").splitlines()
-    for name in {name for names in copied for name in names.split()}:
+    names = {name for names in copied for name in names.split()}
+    for name in names:
         assert (ROOT / name).exists() and f"!{name}" in ignored, name
+    links = [path for name in names for path in (ROOT / name).rglob("*") if path.is_symlink()]
+    assert links  # configs/containers/loading-worker
+    for link in links:
+        target = link.resolve(strict=True).relative_to(ROOT)
+        assert any(target.is_relative_to(name) for name in names), f"{link} leads to what the image does not get"
 
 
 def read_unit(path: Path) -> dict[str, dict[str, str]]:

@@ -87,6 +87,13 @@ def test_where_a_machine_could_never_run_it_one_that_has_stopped_is_the_cause() 
     assert [one.worker for one in found.workers] == ["big", "small"]
 
 
+def test_of_the_names_that_a_container_had_the_last_is_told() -> None:
+    former = [stopped(f"w-{number}", "t4", stopped=False, silent_seconds=9000 - number) for number in range(3)]
+    found = told("T4:1", *former)
+    assert [one.worker for one in found.workers] == ["w-2", "w-1", "w-0"]
+    assert "all 3 capable workers are gone; w-2 is gone: it was last heard of 2 h ago; start it again" in found.verdict
+
+
 @pytest.mark.parametrize(
     "useless",
     [

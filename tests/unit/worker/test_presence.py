@@ -12,6 +12,7 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from gpuflow.broker.keys import Keys
+from gpuflow.fleet.hardware_host import Host
 from gpuflow.fleet.registry import WorkerEntry, WorkerState
 from gpuflow.routing.capability import Capability
 from gpuflow.routing.placement import HostUsage
@@ -269,3 +270,10 @@ def test_a_disk_that_passes_its_floor_is_told_each_way(worker: Worker, monkeypat
     free = 10
     assert worker.presence._disk_has_passed_the_floor()
     assert said == ["disk_above_the_floor", "disk_below_the_floor"]
+
+
+def test_what_memory_is_left_is_that_of_its_group(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host(cpu_count=1, memory_total_mib=600, memory_available_mib=123)
+    monkeypatch.setattr(presence, "read_host", lambda: host)
+    worker.presence.write()
+    assert worker.server.read().load["memoryAvailableMib"] == 123
