@@ -25,6 +25,8 @@ FLOOR_BYTES_PER_SECOND: Final = 512
 #: Nothing at all for so long ends a request, in seconds; routes may be stricter.
 SILENCE_SECONDS: Final = 60.0
 _MOST_PATH: Final = 200
+#: What asks whether the gateway is well, every few seconds.
+_HEALTH: Final = ("/health", "/healthz")
 _PER_ADDRESS: Final = "GPUFLOW_GATEWAY_MAX_CONNECTIONS_PER_ADDRESS"
 
 #: Says whether the answer to a request has begun.
@@ -120,5 +122,5 @@ def _tell(scope: Scope, status: int, seconds: float) -> None:
     """Write the line of the access log; checks of health only with LOG_LEVEL=DEBUG."""
     path = quote(str(scope.get("path", "")), safe="/:@!$&'()*+,;=~-._%")[:_MOST_PATH]
     client = str((scope.get("client") or ("",))[0])
-    say = _log.debug if path == "/healthz" else _log.info
+    say = _log.debug if path in _HEALTH else _log.info
     say("request", method=scope.get("method"), path=path, status=status, client=client, seconds=round(seconds, 3))

@@ -91,7 +91,7 @@ def test_of_the_names_that_a_container_had_the_last_is_told() -> None:
     former = [stopped(f"w-{number}", "t4", stopped=False, silent_seconds=9000 - number) for number in range(3)]
     found = told("T4:1", *former)
     assert [one.worker for one in found.workers] == ["w-2", "w-1", "w-0"]
-    assert "all 3 capable workers are gone; w-2 is gone: it was last heard of 2 h ago; start it again" in found.verdict
+    assert "all 3 capable workers are gone; w-2 is gone: it was last heard of 2 h 29 min ago; start" in found.verdict
 
 
 @pytest.mark.parametrize(
