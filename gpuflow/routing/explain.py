@@ -161,7 +161,12 @@ def _cause(queue: QueueView, task: TaskView, workers: Sequence[Situation]) -> st
     gone = [one for one in workers if one.distance is Distance.GONE]
     there = [one for one in workers if one.distance < Distance.GONE]
     if gone and not there:
-        return _kept(queue, task, gone)
+        unable = next((one for one in workers if not one.fits), None)
+        # Those that have gone may never come back: containers whose limits were lowered, say.
+        beside = (
+            f" (of those that are there {unable.worker} is the nearest, but the task {unable.text})" if unable else ""
+        )
+        return _kept(queue, task, gone) + beside
     capable = [one for one in there if one.fits]
     text = _kept(queue, task, capable, left=bool(gone)) if capable else _nobody(workers, left=bool(gone))
     if not gone:

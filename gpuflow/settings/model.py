@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -372,6 +373,11 @@ class Settings(BaseModel):
     @classmethod
     def _store(cls, value: str | None) -> str | None:
         return None if value is None else sources.store_url(value)
+
+    @field_validator("worker_id", mode="before")
+    @classmethod
+    def _host_named(cls, value: Any) -> Any:
+        return value.replace("%H", socket.gethostname()) if isinstance(value, str) else value
 
     @field_validator("task_topic", "worker_id", "key_prefix")
     @classmethod

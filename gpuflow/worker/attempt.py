@@ -206,7 +206,8 @@ class Attempt:
                 return Outcome(completed=False, error=cannot_start(error))
             raise
         end = child.wait()
-        self._flush()
+        if self._stop != "lost":  # nobody takes its events any more, and a broker that is away may be slow to say so
+            self._flush()
         if self._budget.dropped:
             log.warning(
                 "events_were_dropped",

@@ -374,6 +374,8 @@ class Delivery:
 
     def _wake(self) -> None:
         """Let the consumers of the machine look for the next task while this one is committed."""
+        if self.runtime.connecting:
+            return
         try:
             self.runtime.leases.wake(machine=True)
         except RedisError as error:

@@ -117,6 +117,15 @@ def test_traces_are_a_setting_that_all_services_get_and_all_images_have() -> Non
     assert f"\nWORKER_EXTRAS={of_worker}\n" in (ROOT / ".env.example").read_text("utf-8")
 
 
+def test_a_worker_in_a_container_has_the_name_of_that() -> None:
+    services = compose()["services"]
+    assert [services[name]["environment"]["WORKER_ID"] for name in ("worker-cpu", "worker-gpu")] == ["%H", "%H"]
+    (pods,) = (one for one in MANIFESTS if (one["kind"], one["metadata"]["name"]) == ("Deployment", "gpuflow-worker"))
+    (container,) = pods["spec"]["template"]["spec"]["containers"]
+    assert {"name": "WORKER_ID", "value": "%H"} in container["env"]
+    assert not pods["spec"]["template"]["spec"].get("hostNetwork")  # then it would be that of the node
+
+
 def test_each_image_is_built_by_one_service() -> None:
     """An image that two services build is built twice, and each `up` replaces the containers of the one that lost."""
     services = compose()["services"]

@@ -82,7 +82,8 @@ def test_what_ends_by_itself_comes_before_all(kind: str) -> None:
 def test_where_a_machine_could_never_run_it_one_that_has_stopped_is_the_cause() -> None:
     found = told("A100:1", view("small", "t4"), stopped("big", "a100-80"))
     assert found.verdict == (
-        "cannot start: the only capable worker big has stopped: it was last heard of 40 s ago; start it again"
+        "cannot start: the only capable worker big has stopped: it was last heard of 40 s ago; start it again "
+        "(of those that are there small is the nearest, but the task asks for a100, the worker has 1x t4)"
     )
     assert [one.worker for one in found.workers] == ["big", "small"]
 

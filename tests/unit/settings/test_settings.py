@@ -1,5 +1,6 @@
 """Settings: where a value comes from, what a bad one says, and that secrets stay hidden."""
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -168,6 +169,13 @@ def test_folders(load, tmp_path):
     assert settings.env_dir == Path("/home/ana/.local/share/gpuflow/environments")
     assert load(XDG_DATA_HOME="/data").env_dir == Path("/data/gpuflow/environments")
     assert load(GPUFLOW_ENV_DIR="e").env_dir == tmp_path / "e"
+
+
+def test_a_worker_may_be_named_after_its_host(load, monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "box-7.lab")
+    assert load(WORKER_ID="%H").worker_id == "box-7.lab"
+    assert load(WORKER_ID="gpu-%H").worker_id == "gpu-box-7.lab"
+    assert load().worker_id is None
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,7 @@ def test_it_is_made(tmp_path: Path) -> None:
 def test_a_file_in_its_place_is_a_cause(tmp_path: Path) -> None:
     (tmp_path / "a").touch()
     for folder in (tmp_path / "a", tmp_path / "a" / "b"):
-        with pytest.raises(
-            GPUFlowError, match="cannot be written: (File exists|Not a directory)"
-        ):
+        with pytest.raises(GPUFlowError, match=r"cannot be written: (File exists|Not a directory)"):
             check_writable(folder)
 
 
