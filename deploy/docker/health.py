@@ -1,4 +1,7 @@
-"""Says by exit code 0 or 1 whether the service of this container is well: `health.py gateway|flower|beat|worker`."""
+"""Says by exit code 0 or 1 whether the service of this container is well: `health.py gateway|flower|beat|worker`.
+
+`health.py worker-lives` is for who restarts what is not well: it says nothing against a worker whose broker is away.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,15 @@ def worker_beats() -> bool:
     return any(entry.is_there and entry.hostname == host for entry in Fleet(app.redis, app.keys).workers())
 
 
+def worker_lives() -> bool:
+    """Say whether a worker runs on this host, or that nobody can know."""
+    try:
+        return worker_beats()
+    except Exception as error:  # noqa: BLE001 - the broker is away, or denies this
+        print(f"not known: {error}", file=sys.stderr)
+        return True
+
+
 def beat_reconciles() -> bool:
     """Say whether a beat of the fleet has reconciled lately."""
     from gpuflow.broker.keys import RECONCILED_AT
@@ -43,6 +55,7 @@ CHECKS = {
     "flower": lambda: answers(f"http://127.0.0.1:{os.environ.get('HEALTH_PORT', '5555')}/healthcheck"),
     "beat": beat_reconciles,
     "worker": worker_beats,
+    "worker-lives": worker_lives,
 }
 
 if __name__ == "__main__":

@@ -257,6 +257,21 @@ def test_each_check_of_health_is_content(composed: Composed) -> None:
     assert not composed.services["gateway"].health("flower"), "a service that does not answer is not well"
 
 
+def test_what_restarts_a_worker_does_not_for_a_broker_that_is_away(
+    composed: Composed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = composed.services["worker-cpu"]
+    eventually(lambda: worker.health("worker-lives"), within=60, what="the worker's heartbeat")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        nobody = f"redis://127.0.0.1:{taken.getsockname()[1]}/0"
+    monkeypatch.setitem(worker.environment, "REDIS_URL", nobody)
+    assert worker.health("worker-lives") and not worker.health("worker")
+    # Another fleet of the same server, which has no worker: the broker answers that there is none.
+    monkeypatch.undo()
+    monkeypatch.setitem(worker.environment, "GPUFLOW_KEY_PREFIX", "other:")
+    assert not worker.health("worker-lives")
+
+
 def test_flower_asks_for_its_login(composed: Composed) -> None:
     url = f"http://127.0.0.1:{composed.ports['flower']}/workers"
     assert eventually(lambda: status_of(url), within=60, what="Flower") == 401

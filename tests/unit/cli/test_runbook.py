@@ -181,7 +181,8 @@ def test_services_and_units_that_it_names_are_those_of_deploy() -> None:
         if document["kind"] == "Deployment"
     ]
     named = re.findall(
-        r"docker compose (?:up -d|restart(?: -t 5)?|stop|unpause|exec(?: -T)?|logs --tail 50|ps -a) ([a-z-]+)( worker-gpu|)",
+        r"docker compose (?:up -d|restart(?: -t 5)?|stop|unpause|exec(?: -T)?|logs --tail 50|ps -a)"
+        r" ([a-z-]+)((?: worker-gpu)?)",
         text,
     )
     assert len(named) > 8 and {service for service, _ in named} <= set(compose)
