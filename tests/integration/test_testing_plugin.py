@@ -155,7 +155,7 @@ def test_failures_show_logs_and_leave_nothing(project: Project) -> None:
     assert code == 1 and "3 failed" in output, output
     first, second, third = re.split(r"^_+ test_\w+ _+$", output, flags=re.MULTILINE)[1:]
     assert "GPUFlowError: worker w1 ended with exit code" in first
-    assert "ModuleNotFoundError: No module named 'no_such_module'" in first
+    assert "Error: --include no_such_module: No module named 'no_such_module'" in first
     assert "GPUFlowError: worker w1 ended with exit code -9" in second
     assert "Log of gpuflow worker w1" in third and "ready" in third
     assert len(project.started()) > 2
