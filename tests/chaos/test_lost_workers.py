@@ -82,7 +82,8 @@ def test_a_cancel_that_a_worker_did_not_live_to_obey_needs_no_worker_that_can_ru
     fleet.start_worker(name, env=LEASE)  # without the label
 
     eventually(lambda: task.state == "CANCELLED", what="the cancel")
-    assert fleet.app.backend.get_task_meta(task.id, cache=False)["status"] == "REVOKED"
+    # Celery is told after that.
+    eventually(lambda: fleet.app.backend.get_task_meta(task.id, cache=False)["status"] == "REVOKED", what="its end")
     assert fleet.broker.client.llen(task.record().queue) == 0
     check_orphans(fleet, [task.id])
 
